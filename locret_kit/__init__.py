@@ -1,0 +1,29 @@
+"""locret_kit: retaining heads on frozen language models, and long contexts in a fixed key/value budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+_EXPORTS = {
+    "BoundedCache": ".cache.bounded",
+    "HeadsConfig": ".heads",
+    "RetainingHeads": ".heads",
+    "attach": ".backbones.intercept",
+}
+__all__ = [*_EXPORTS, "__version__"]
+
+if TYPE_CHECKING:
+    from .backbones.intercept import attach as attach
+    from .cache.bounded import BoundedCache as BoundedCache
+    from .heads import HeadsConfig as HeadsConfig
+    from .heads import RetainingHeads as RetainingHeads
+
+
+def __getattr__(name: str) -> object:
+    """Load on first use, so that ``import locret_kit`` stays light."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_EXPORTS[name], __name__), name)

@@ -1,0 +1,142 @@
+"""The one place where a backbone's attention is met.
+
+``attach(model)`` routes every attention call of ``model`` to a handler, while one is set, and lets everything else pass
+to the backbone's own attention. A handler is any object with
+
+    attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling) -> out_BQTD
+
+and gets q, k and v **before RoPE** (the rotary module answers cos = 1, sin = 0 meanwhile) when it says
+``wants_unrotated = True``. The bounded cache is one handler, the training observer the other. This module knows neither.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .families import decoder_of, require_adapter, text_config
+
+NAME = "locret"
+
+
+class Handler(Protocol):
+    """What receives a backbone's attention calls."""
+
+    wants_unrotated: bool
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor: ...
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Handler | None] = []
+
+    @property
+    def handler(self) -> Handler | None:
+        return self.stack[-1] if self.stack else None
+
+
+_ACTIVE = _Active()
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kw: Any
+) -> tuple[Tensor, None]:
+    handler = _ACTIVE.handler
+    if handler is None:
+        return sdpa_attention_forward(module, q, k, v, attention_mask, scaling=scaling, **kw)
+    if kw.get("softcap") is not None:
+        raise ValueError(f"softcap={kw['softcap']} on attention logits is not supported by the bounded cache")
+    out = handler.attend(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling)
+    return out.transpose(1, 2), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    return sdpa_mask(*args, **kwargs) if _ACTIVE.handler is None else None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+
+def _refuse_padding(mask: Tensor | None) -> None:
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > 1 and not bool(mask.all()):
+        raise ValueError(
+            f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes unpadded batches: "
+            "run prompts of different length one by one"
+        )
+
+
+class Attachment:
+    """A model whose attention is met; ``detach()`` (or leaving the ``with`` block) restores it exactly."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.decoder = decoder_of(model)
+        self._explicit: Handler | None = None
+        config = text_config(model)
+        if config._attn_implementation == NAME:
+            raise RuntimeError("this model is attached already: detach it first")
+        self._previous = config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        self._hooks = [
+            self.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.decoder.register_forward_hook(self._leave, always_call=True),
+        ]
+        if hasattr(self.decoder, "rotary_emb"):
+            self._hooks.append(self.decoder.rotary_emb.register_forward_hook(self._unrotate))
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        past = kwargs.get("past_key_values")
+        handler = self._explicit or (past if hasattr(past, "attend") else None)
+        if handler is not None:
+            _refuse_padding(kwargs.get("attention_mask"))
+            if past is handler:
+                past.bind(self.model)
+            if handler.wants_unrotated:
+                require_adapter(text_config(self.model))
+        _ACTIVE.stack.append(handler)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        _ACTIVE.stack.pop()
+
+    def _unrotate(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
+            return None
+        return torch.ones_like(output[0]), torch.zeros_like(output[1])
+
+    @contextmanager
+    def handled_by(self, handler: Handler) -> Iterator[None]:
+        """Send every attention call inside the block to ``handler``, whatever cache is passed."""
+        self._explicit = handler
+        try:
+            yield
+        finally:
+            self._explicit = None
+
+    def detach(self) -> None:
+        """Remove every hook and restore the attention implementation; safe to call twice."""
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            self.model.set_attn_implementation(self._previous)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+
+def attach(model: nn.Module) -> Attachment:
+    """Route ``model``'s attention to bounded caches and observers until ``detach()``; usable in ``with``."""
+    return Attachment(model)

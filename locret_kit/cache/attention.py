@@ -1,0 +1,35 @@
+"""Attention of a block of new tokens over cached rows and themselves."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@lru_cache(maxsize=8)
+def causal_lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask ``[T, S]``: the last new token sees the last row; with a window, only the newest ``window`` rows."""
+    gap_TS = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)
+    hidden = gap_TS < 0
+    if window is not None:
+        hidden |= gap_TS >= window
+    return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None = None) -> Tensor:
+    """Grouped-query attention ``[B, Q, T, D]`` where rows are ordered by age and the last ``T`` rows are the new tokens.
+
+    A window counts rows, so the rows of a windowed layer must be contiguous in the text.
+    """
+    B, Q, T, D = q_BQTD.shape
+    H, S = k_BHSD.shape[1:3]
+    G = Q // H
+    if T == 1 and (window is None or window >= S):  # decoding: fold the group into the query axis, no mask, no copy of k
+        return F.scaled_dot_product_attention(
+            q_BQTD.reshape(B, H, G, D), k_BHSD, v_BHSD, scale=scaling
+        ).reshape(B, Q, 1, D)
+    mask = causal_lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
+    return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)

@@ -1,0 +1,168 @@
+"""Heads on disk: a folder (safetensors and config.json), one ``.pt`` file, or the published flat ``.bin``.
+
+Every write goes beside its target and is renamed, so a full disk or a kill leaves the previous file whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .heads import HeadsConfig, RetainingHeads
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+FORMAT = "locret_kit.heads.v1"
+_PUBLISHED = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(fc[12])\.weight$")
+
+
+def write_beside(target: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a temporary file in the target's folder, then rename it over the target."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    try:
+        write(Path(name))
+        with open(name, "rb+") as file:
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except OSError as error:
+        free = shutil.disk_usage(target.parent).free
+        raise OSError(f"cannot write {target} ({free / 2**20:.0f} MiB free): {error.strerror or error}") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights by their published names, contiguous, in ``dtype``, on the CPU."""
+    return {
+        f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight.detach().to("cpu", dtype).contiguous()
+        for i, head in enumerate(heads.layers)
+        for name in ("fc1", "fc2")
+    }
+
+
+def save_heads(heads: RetainingHeads, target: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a folder, or one file where ``target`` ends in ``.pt``."""
+    from safetensors.torch import save_file
+
+    target, state = Path(target), state_of(heads, dtype)
+    config = {"format": FORMAT, **heads.config.to_dict()}
+    if target.suffix == ".pt":
+        write_beside(target, lambda path: torch.save({"config": config, "state": state}, path))
+        return
+    write_beside(target / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    write_beside(target / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+
+
+def load_heads(source: str | Path, *, revision: str | None = None, config: HeadsConfig | None = None) -> RetainingHeads:
+    """Heads from a folder, a ``.pt`` file, a published ``.bin`` (needs ``config``, or its sizes are read from the weights
+    and the backbone is unknown) or a Hub repository id.
+
+    Raises:
+        FileNotFoundError: nothing there. ValueError: not a heads checkpoint, or names and shapes do not fit; each is named.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / CONFIG).exists() or not (path / WEIGHTS).exists():
+            raise FileNotFoundError(f"{path} holds no heads: it needs {CONFIG} and {WEIGHTS}")
+        return _build(_read_safetensors(path / WEIGHTS), _config(json.loads((path / CONFIG).read_text()), path), path)
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            return _build(_read_safetensors(path), config or _config_beside(path), path)
+        return _from_torch_file(path, config)
+    if path.suffix in (".pt", ".bin", ".safetensors") or str(source).startswith((".", "/")) or str(source).count("/") != 1:
+        raise FileNotFoundError(f"ckpt={str(source)!r}: no such file or folder")
+    return _from_hub(str(source), revision, config)
+
+
+def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None) -> RetainingHeads:
+    from huggingface_hub import hf_hub_download, list_repo_files
+
+    try:
+        names = list_repo_files(repo, revision=revision)
+        if WEIGHTS in names:
+            folder = Path(hf_hub_download(repo, WEIGHTS, revision=revision)).parent
+            hf_hub_download(repo, CONFIG, revision=revision)
+            return load_heads(folder)
+        bins = [name for name in names if name.endswith(".bin")]
+        if len(bins) != 1:
+            raise ValueError(f"{repo} holds neither {WEIGHTS} nor one .bin file")
+        return _from_torch_file(Path(hf_hub_download(repo, bins[0], revision=revision)), config)
+    except (OSError, RuntimeError) as error:
+        raise FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {str(error).splitlines()[0]}") from error
+
+
+def _from_torch_file(path: Path, config: HeadsConfig | None) -> RetainingHeads:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = "it holds more than tensors" if "weights_only" in str(error).lower() else "it is truncated or no torch file"
+        raise ValueError(f"ckpt={str(path)!r} cannot be read safely: {reason}") from error
+    if isinstance(loaded, dict) and isinstance(loaded.get("config"), dict) and "state" in loaded:
+        return _build(loaded["state"], _config(loaded["config"], path), path)
+    if not isinstance(loaded, dict) or not any(_PUBLISHED.match(str(key)) for key in loaded):
+        raise ValueError(f"ckpt={str(path)!r} is not a heads checkpoint: no model.layers.*.self_attn.fc1.weight in it")
+    return _build(loaded, config or _config_beside(path), path)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"ckpt={str(path)!r} is truncated or no safetensors file: {error}") from error
+
+
+def _config_beside(path: Path) -> HeadsConfig:
+    beside = path.with_name(CONFIG)
+    if not beside.exists():
+        raise ValueError(f"{path} says nothing of its backbone: pass config=HeadsConfig.for_backbone(...) or --model")
+    return _config(json.loads(beside.read_text()), beside)
+
+
+def _config(raw: dict[str, Any], path: Path) -> HeadsConfig:
+    raw = {k: v for k, v in raw.items() if k != "format"}
+    known = {f.name for f in fields(HeadsConfig)}
+    if unknown := sorted(set(raw) - known):
+        raise ValueError(f"{path}: unknown configuration fields {', '.join(unknown)}")
+    try:
+        return HeadsConfig(**raw)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _build(state: dict[str, Tensor], config: HeadsConfig, path: Path) -> RetainingHeads:
+    """Strict: every head there, none extra, every shape right."""
+    heads = RetainingHeads(config)
+    wanted = {
+        f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight
+        for i, head in enumerate(heads.layers)
+        for name in ("fc1", "fc2")
+    }
+    wrong = [f"{name} is missing" for name in wanted if name not in state]
+    wrong += [f"{name} is not expected" for name in state if name not in wanted]
+    wrong += [
+        f"{name} is {tuple(state[name].shape)}, expected {tuple(weight.shape)}"
+        for name, weight in wanted.items()
+        if name in state and state[name].shape != weight.shape
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
+        raise ValueError(f"{path} does not fit {config.backbone}: " + "; ".join(wrong[:4]) + more)
+    with torch.no_grad():
+        for name, weight in wanted.items():
+            weight.copy_(state[name])
+    return heads

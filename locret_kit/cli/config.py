@@ -1,0 +1,392 @@
+"""The training configuration: its schema, and ``recipe=NAME key=value ...`` read into it.
+
+This module knows OmegaConf and the recipes folder; it knows no model and imports neither torch nor Lightning.
+Errors are one-line ValueErrors that name the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from ..naming import nearest
+
+USAGE = """usage: locret-train recipe=NAME [key=value ...]
+
+  locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
+  locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
+
+Keys are those of the recipe (see recipes/*.yaml); an unknown key or recipe is an error that names the nearest."""
+
+
+@dataclass
+class BackboneConfig:
+    """The frozen language model."""
+
+    model: str = MISSING
+    """Hub id or folder. A relative folder is looked for here first, then beside the installed project."""
+    dtype: str = "auto"
+    """'auto', 'float32', 'bfloat16' or 'float16'; auto is bfloat16 where the hardware computes in it."""
+    adapter: str | None = None
+    """PEFT adapter to put on the backbone: Hub id or folder."""
+    revision: str | None = None
+    """Hub revision of the model: branch, tag or commit."""
+
+
+@dataclass
+class HeadsSection:
+    """The retaining heads."""
+
+    d_hidden: int = 1024
+    """Width of a head's hidden layer."""
+    dtype_saved: str = "bfloat16"
+    """'bfloat16' or 'float32': the type of the saved weights. Training is in float32."""
+
+
+@dataclass
+class TargetConfig:
+    """What the heads learn to predict."""
+
+    kind: str = "logit"
+    """'logit' (the paper's raw attention logits) or 'log_prob' (minus each query's log-sum-exp)."""
+    floor: float = -12.0
+    """Lower clip of 'log_prob' targets, nats."""
+    lead: int = 0
+    """Prompt tokens before each answer whose queries count as the answer's; the last one predicts its first token."""
+
+
+@dataclass
+class LossConfig:
+    """SmoothL1 regression plus smoothing along the sequence."""
+
+    top_fraction: float = 0.05
+    """Share of each KV head's slots, those of highest target, that weigh ``top_weight``."""
+    top_weight: float = 1.0
+    """Weight of those slots; 1 is the paper's loss."""
+    smoothing: float = 0.0025
+    """Weight (alpha) of the mean squared difference of neighbouring predictions, in each layer."""
+    beta: float = 1.0
+    """Where SmoothL1 goes from quadratic to linear, in the target's unit."""
+
+
+@dataclass
+class DataConfig:
+    """The training samples."""
+
+    sources: list[str] = field(default_factory=lambda: ["synthetic"])
+    """'synthetic', files or folders of records, or Hub data set ids."""
+    weights: list[float] | None = None
+    """Share of samples from each source; null draws from all sources alike."""
+    texts: list[str] = field(default_factory=lambda: ["pydoc"])
+    """Real text that synthetic samples are made of: 'pydoc', 'jargon', files or folders."""
+    max_tokens: int = 10240
+    """Longest sample, prompt and answer together, tokens."""
+    repetitive: float = 0.3
+    """Share of synthetic samples whose haystack is one repeated paragraph."""
+    val_samples: int = 8
+    """Samples held out for validation; 0 skips it."""
+    split: str = "train"
+    """Split of a Hub data set."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with linear warm-up and decay."""
+
+    lr: float = 5e-4
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two decay rates."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_value: float = 0.5
+    """Largest absolute value of a gradient element; 0 does not clip."""
+    warmup_steps: int = 2000
+    """Optimiser steps of linear warm-up; the peak is not reached in a run of fewer steps."""
+    steps: int = 3000
+    """Optimiser steps of the whole run."""
+    accumulate: int = 1
+    """Samples on each device whose gradients make one optimiser step."""
+
+
+@dataclass
+class TrainerConfig:
+    """Where training runs, and what it writes when."""
+
+    accelerator: str = "auto"
+    """Lightning's name: 'auto', 'cpu', 'gpu', ..."""
+    devices: int = 1
+    """Devices on each node."""
+    strategy: str = "auto"
+    """Lightning's name: 'auto', 'ddp', 'deepspeed_stage_2', ..."""
+    num_nodes: int = 1
+    """Machines."""
+    log_every: int = 1
+    """Optimiser steps between log lines."""
+    val_every: int = 100
+    """Optimiser steps between validations."""
+    save_every: int = 100
+    """Optimiser steps between checkpoints."""
+
+
+@dataclass
+class InferConfig:
+    """Defaults for inference, written into the checkpoint."""
+
+    budget: int = 6000
+    """Slots a KV head keeps in one layer, everything counted."""
+    chunk: int = 3072
+    """Tokens of one prefill chunk."""
+    stabilizers: int = 2500
+    """Newest slots that no eviction touches during prefill (n_s); part of the budget."""
+    local_len: int = 100
+    """Last prompt tokens that are never evicted."""
+    positions: str = "compact"
+    """'compact' (a slot's rank in the cache) or 'original' (its place in the text)."""
+
+
+@dataclass
+class TrainConfig:
+    """Everything a training run needs."""
+
+    recipe: str = MISSING
+    """Name of the recipe, or path of its YAML file."""
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    heads: HeadsSection = field(default_factory=HeadsSection)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    infer: InferConfig = field(default_factory=InferConfig)
+    out: str = "runs/${recipe}"
+    """Folder for checkpoints and logs."""
+    seed: int = 0
+    """Seeds the heads and the samples."""
+    resume: str = "never"
+    """'auto' (the newest checkpoint in ``out``, if any), 'never', or a checkpoint's path."""
+
+    def validate(self) -> None:
+        """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
+        for key, (allowed, bound) in _BOUNDS.items():
+            value = _get(self, key)
+            if not allowed(value):
+                raise ValueError(f"{key}={value} must be {bound}")
+        for key, names in _CHOICES.items():
+            value = _get(self, key)
+            if value not in names:
+                raise ValueError(f"{key}={value} must be one of: {', '.join(names)}.{nearest(value, names)}")
+        weights, sources, infer = self.data.weights, self.data.sources, self.infer
+        if weights is not None and (len(weights) != len(sources) or not all(0 < w < float("inf") for w in weights)):
+            raise ValueError(f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources")
+        for name in ("stabilizers", "local_len"):
+            if getattr(infer, name) >= infer.budget:
+                raise ValueError(f"infer.{name}={getattr(infer, name)} must be below infer.budget={infer.budget}")
+        if self.resume not in ("auto", "never") and not Path(self.resume).exists():
+            raise ValueError(f"resume={self.resume} must be 'auto', 'never' or the path of a checkpoint")
+
+
+def load_config(argv: list[str]) -> TrainConfig:
+    """The validated configuration of ``recipe=NAME key=value ...``; arguments may come in any order.
+
+    Defaults are the schema's, the recipe overrides them, and the other arguments override the recipe.
+    """
+    given = _split(argv)
+    if not given.get("recipe"):
+        raise ValueError(f"recipe=NAME is missing; known recipes: {', '.join(known_recipes())}")
+    name, values = read_recipe(given.pop("recipe"))
+    schema = dict(_leaves(TrainConfig))
+    config = OmegaConf.structured(TrainConfig)
+    config.recipe = name
+    for key, value in values.items():
+        _assign(config, schema, key, value, where=f" in recipe {name!r}")
+    for key, text in given.items():
+        _assign(config, schema, key, _parse(key, text, schema.get(key)))
+    if OmegaConf.is_missing(config.backbone, "model") or not config.backbone.model:
+        raise ValueError(f"recipe={name} names no model: add backbone.model=NAME (a Hub id or a folder)")
+    try:
+        result = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:  # an interpolation such as ${no.such.key}
+        raise ValueError(_first_line(error)) from error
+    assert isinstance(result, TrainConfig)
+    result.validate()
+    return result
+
+
+def known_recipes() -> list[str]:
+    """Names of the recipes that ship."""
+    return sorted(file.stem for file in _recipes().glob("*.yaml"))
+
+
+def read_recipe(recipe: str) -> tuple[str, dict[str, Any]]:
+    """``(name, {dotted key: value})`` of a recipe that ships, or of the YAML file at a path."""
+    if recipe.endswith((".yaml", ".yml")):
+        path, name = Path(recipe), Path(recipe).stem
+    else:
+        path, name = _recipes() / f"{recipe}.yaml", recipe
+        if recipe not in known_recipes():
+            known = known_recipes()
+            raise ValueError(f"recipe={recipe} is unknown; known: {', '.join(known)}.{nearest(recipe, known)}")
+    try:
+        loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"recipe={recipe} cannot be read: {error.strerror}") from error
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"recipe={recipe} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not OmegaConf.is_dict(loaded):
+        raise ValueError(f"recipe={recipe} must hold sections of key: value")
+    return name, dict(_flatten(OmegaConf.to_container(loaded)))
+
+
+def _recipes() -> Path:
+    try:
+        return Path(str(resources.files("locret_recipes")))
+    except ModuleNotFoundError:  # not installed: run from a checkout
+        return Path(__file__).resolve().parents[2] / "recipes"
+
+
+def _split(argv: list[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for argument in argv:
+        key, equals, text = argument.partition("=")
+        if not equals or not key:
+            raise ValueError(f"argument {argument!r} must be key=value, such as optim.lr=1e-4")
+        if key in given:
+            raise ValueError(f"{key} is given twice: {key}={given[key]} and {argument}")
+        given[key] = text
+    return given
+
+
+def _parse(key: str, text: str, expected: Any) -> Any:
+    """A string field takes the text as it is (a revision such as 12e4 is no number); others are YAML."""
+    if expected is str or (_is_optional(expected) and str in get_args(expected)):
+        return None if text == "null" and _is_optional(expected) else text
+    try:
+        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[call-overload,index]
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{key}={text} is not a valid value: {_first_line(error)}") from error
+
+
+def _assign(config: Any, schema: dict[str, Any], key: str, value: Any, where: str = "") -> None:
+    if key not in schema:
+        inside = [leaf for leaf in schema if leaf.startswith(f"{key}.")]
+        if inside:
+            raise ValueError(f"{key}{where} is a section; its fields: {', '.join(inside)}")
+        raise ValueError(f"unknown key {key!r}{where}.{_suggest(key, list(schema))}")
+    if key == "recipe":
+        raise ValueError(f"recipe{where} must not be set there: it is the recipe's own name")
+    problem = ValueError(f"{key}={value}{where} must be {_type_name(schema[key])}")
+    if isinstance(value, bool):  # no field is one, and OmegaConf would take true for the number 1
+        raise problem
+    try:
+        OmegaConf.update(config, key, value)
+    except OmegaConfBaseException as error:
+        raise problem from error
+
+
+def _suggest(key: str, known: list[str]) -> str:
+    """The nearest key: one of the same name elsewhere, else one of its section, else any; or the section's fields."""
+    section, _, name = key.rpartition(".")
+    same_name = [leaf for leaf in known if leaf.endswith(f".{name}")]
+    inside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
+    if inside and not same_name and not nearest(name, [leaf.rpartition(".")[2] for leaf in inside]):
+        return f" Fields of {section}: {', '.join(inside)}."
+    return nearest(same_name[0] if same_name else key, inside or known)
+
+
+def _leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``(dotted key, type)`` of every field that is not a section."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        if is_dataclass(hints[item.name]):
+            yield from _leaves(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, hints[item.name]
+
+
+def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _get(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _is_optional(expected: Any) -> bool:
+    return type(None) in get_args(expected)
+
+
+def _type_name(expected: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a string"}
+    if _is_optional(expected):
+        return f"{_type_name(get_args(expected)[0])} or null"
+    if expected in names:
+        return names[expected]
+    return "a list of " + {float: "numbers, such as [1,2]", str: "strings, such as [a,b]"}[get_args(expected)[0]]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+Bound = tuple[Callable[[Any], bool], str]
+
+
+def _at_least(low: int) -> Bound:
+    return lambda x: low <= x < float("inf"), f"at least {low}"
+
+
+_POSITIVE: Bound = (lambda x: 0 < x < float("inf"), "above 0")
+_NOT_EMPTY: Bound = (lambda x: bool(x) and all(x), "a list of at least one name")
+
+_BOUNDS: dict[str, Bound] = {
+    "heads.d_hidden": _at_least(1),
+    "target.floor": (lambda x: float("-inf") < x < 0, "below 0"),
+    "target.lead": _at_least(0),
+    "loss.top_fraction": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "loss.top_weight": _at_least(1),
+    "loss.smoothing": _at_least(0),
+    "loss.beta": _POSITIVE,
+    "data.sources": _NOT_EMPTY,
+    "data.texts": _NOT_EMPTY,
+    "data.max_tokens": _at_least(2),
+    "data.repetitive": (lambda x: 0 <= x <= 1, "within [0, 1]"),
+    "data.val_samples": _at_least(0),
+    "optim.lr": _POSITIVE,
+    "optim.betas": (lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "two numbers, each at least 0 and below 1"),
+    "optim.weight_decay": _at_least(0),
+    "optim.clip_value": _at_least(0),
+    "optim.warmup_steps": _at_least(0),
+    "optim.steps": _at_least(1),
+    "optim.accumulate": _at_least(1),
+    "trainer.devices": _at_least(1),
+    "trainer.num_nodes": _at_least(1),
+    "trainer.log_every": _at_least(1),
+    "trainer.val_every": _at_least(1),
+    "trainer.save_every": _at_least(1),
+    "infer.budget": _at_least(1),
+    "infer.chunk": _at_least(1),
+    "infer.stabilizers": _at_least(0),
+    "infer.local_len": _at_least(0),
+    "seed": _at_least(0),
+}
+
+_CHOICES = {
+    "backbone.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "heads.dtype_saved": ("bfloat16", "float32"),
+    "target.kind": ("logit", "log_prob"),
+    "infer.positions": ("compact", "original"),
+}

@@ -1,0 +1,199 @@
+"""``locret-infer --ckpt heads.pt --budget 6000 < long.txt``: answer from a long text in a fixed key/value budget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; defaults of None come from the checkpoint, scaled to the budget."""
+    p = argparse.ArgumentParser(prog="locret-infer", description=__doc__, allow_abbrev=False)
+    p.add_argument("--ckpt", help="heads: a folder, a .pt or .bin file, or a Hub repository")
+    p.add_argument("--model", help="backbone: a folder or a Hub id (default: the one the heads name)")
+    p.add_argument("--adapter", help="PEFT adapter for the backbone (default: the one the heads name)")
+    p.add_argument("--policy", help="a policy's name or an expression (default: locret with --ckpt)")
+    p.add_argument("--list-policies", action="store_true", help="print every policy with its parts and leave")
+    p.add_argument("--budget", type=int, help="slots kept per key/value head and layer")
+    p.add_argument("--chunk", type=int, help="tokens between evictions")
+    p.add_argument("--stabilizers", type=int, help="newest slots that an eviction may not take")
+    p.add_argument("--local-len", type=int, help="last tokens of the prompt, never evicted during prefill")
+    p.add_argument("--positions", choices=("compact", "original"), help="rotate keys by cache row, or by place in the text")
+    text = p.add_argument_group("text")
+    text.add_argument("--question", help="asked about the text on stdin, through the chat template")
+    text.add_argument("--question-file", type=Path, help="the question, from a file")
+    text.add_argument("--no-chat", action="store_true", help="document and question without the chat template")
+    out = p.add_argument_group("generation")
+    out.add_argument("--max-new-tokens", type=int, default=64)
+    out.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    out.add_argument("--top-k", type=int, default=0)
+    out.add_argument("--top-p", type=float, default=1.0)
+    out.add_argument("--repetition-penalty", type=float, default=1.0)
+    out.add_argument("--seed", type=int, default=0)
+    run = p.add_argument_group("machine")
+    run.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
+    run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    run.add_argument("--report", type=Path, metavar="FILE.json", help="write every figure of the run")
+    run.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    return p
+
+
+def scaled_settings(defaults: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The run's settings: flags first, then the checkpoint's, its lengths scaled to the budget asked for."""
+    budget = args.budget if args.budget is not None else defaults.get("budget", 1024)
+    factor = budget / defaults["budget"] if defaults.get("budget") else 1.0
+    settings: dict[str, Any] = {"budget": budget}
+    settings["chunk"] = args.chunk if args.chunk is not None else defaults.get("chunk", 512)
+    for name in ("stabilizers", "local_len"):
+        given, default = getattr(args, name), defaults.get(name)
+        settings[name] = given if given is not None or default is None else int(default * min(1.0, factor))
+    settings["positions"] = args.positions or defaults.get("positions")
+    return settings
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, read, answer. Raises ValueError or OSError with a one-line message."""
+    from ..cache.schedule import Schedule
+    from ..policies.registry import parse_policy
+
+    policy = parse_policy(args.policy or ("locret" if args.ckpt else "streaming"))
+    if policy.needs_heads and not args.ckpt:
+        raise ValueError(f"policy={policy.name!r} needs retaining heads: give --ckpt")
+    if not args.ckpt and not args.model:
+        raise ValueError("give --ckpt (heads, which name their backbone) or --model")
+    if args.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={args.max_new_tokens} must be at least 1")
+    if args.question and args.question_file:
+        raise ValueError("give --question or --question-file, not both")
+    if args.budget is not None and args.budget < 1:
+        raise ValueError(f"budget={args.budget} must be at least 1")
+
+    say = (lambda *a, **k: None) if args.quiet else lambda *a, **k: print(*a, file=sys.stderr, flush=True, **k)
+    from ..backbones.load import load_backbone
+    from ..cache.bounded import BoundedCache
+    from ..heads import RetainingHeads
+    from ..runtime.session import Sampling, generate
+
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    heads = RetainingHeads.from_pretrained(args.ckpt) if args.ckpt else None
+    config = heads.config if heads else None
+    settings = scaled_settings(config.inference if config else {}, args)
+    Schedule.scaled(settings["budget"], settings["chunk"], None, settings["stabilizers"], settings["local_len"])
+    name = args.model or (config.backbone if config else "")
+    say(f"backbone: {name}")
+    _quiet_transformers()
+    adapter = args.adapter or (config.adapter if config else None)
+    model, tokenizer = load_backbone(name, dtype=args.dtype, device=args.device, adapter=adapter)
+    if heads is not None:
+        from ..backbones.families import spec_of, text_config
+
+        heads.check_backbone(spec_of(text_config(model)))
+        heads.to(model.device, model.dtype)
+    ids = read_prompt(args, tokenizer)
+    cache = BoundedCache(policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, **settings)
+    say(f"prompt: {len(ids)} tokens")
+    text, report = generate(
+        model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+        progress=None if args.quiet else _progress(), on_text=_to_stdout,
+    )  # fmt: skip
+    _to_stdout("\n")
+    for line in report.lines():
+        say(line)
+    if args.report:
+        from ..checkpoint import write_beside
+
+        body = json.dumps({**report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
+        write_beside(args.report, lambda path: path.write_text(body))
+    return 0
+
+
+def read_prompt(args: argparse.Namespace, tokenizer: Any) -> Any:
+    """Token ids of stdin, with the question around it where one is asked."""
+    from ..runtime.tokens import read_utf8, stream_ids
+    from ..samples.chat import has_template, render_prompt
+
+    question = args.question
+    if args.question_file:
+        question = args.question_file.read_text(encoding="utf-8").strip()
+    if question is not None and not question.strip():
+        raise ValueError("the question is empty")
+    if sys.stdin.isatty():
+        print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
+    blocks = _not_blank(read_utf8(sys.stdin.buffer))
+    if question is None:
+        return stream_ids(tokenizer, blocks, special=True)
+    chat = not args.no_chat
+    before, after = render_prompt(tokenizer, "", question, chat=chat)
+    return stream_ids(tokenizer, chain([before], blocks, [after]), special=not (chat and has_template(tokenizer)))
+
+
+def _not_blank(blocks: Any) -> Any:
+    """Pass the blocks on; an empty or blank text is an error."""
+    blank = True
+    for block in blocks:
+        blank = blank and not block.strip()
+        yield block
+    if blank:
+        raise ValueError("stdin holds no text: locret-infer ... < long.txt")
+
+
+def _to_stdout(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _progress() -> Any:
+    began = last = time.perf_counter()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        terminal = sys.stderr.isatty()
+        if done < total and now - last < (0.5 if terminal else 10):
+            return
+        last = now
+        rate = done / (now - began)
+        end = "\r" if terminal and done < total else "\n"
+        left = (total - done) / rate
+        print(f"prefill {done}/{total} tokens, {rate:.0f} tok/s, {left:.0f} s left   ", file=sys.stderr, end=end, flush=True)
+
+    return show
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 after an error said in one line; 130 after Ctrl-C."""
+    args = parser().parse_args(argv)
+    if args.list_policies:
+        from ..policies.registry import describe_policies
+
+        print("\n".join(describe_policies()))
+        return 0
+    try:
+        return run(args)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("locret-infer: stdout was closed before the answer ended", file=sys.stderr)
+        return 1
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        print(f"locret-infer: {(str(error).strip() or type(error).__name__).splitlines()[0]}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nlocret-infer: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Retaining heads: one small MLP a layer from a token's q, k, v (before RoPE) to its predicted importance.
+
+Source: Locret, section 3.2. A head depends on one token alone, so a score is computed once, when the token enters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from .backbones.families import BackboneSpec
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """What a checkpoint says of its heads, its backbone and the settings it was made for."""
+
+    backbone: str
+    """Hub id (or path) of the backbone the heads were trained on."""
+    model_type: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    activation: str
+    d_hidden: int
+    """Width of the hidden layer (d_R in the paper)."""
+    target: str = "logit"
+    """The unit of the scores: 'logit' (raw, pre-softmax) or 'log_prob'."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone while the heads were trained."""
+    inference: dict[str, Any] = field(default_factory=dict)
+    """Settings used when the caller gives none: budget, chunk, stabilizers, local_len, positions."""
+
+    @classmethod
+    def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: Any) -> HeadsConfig:
+        """The configuration of heads of width ``d_hidden`` for a backbone."""
+        dims = {k: getattr(spec, k) for k in ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim", "activation")}
+        return cls(backbone=backbone, d_hidden=d_hidden, **dims, **rest)
+
+    def mismatches(self, spec: BackboneSpec) -> list[str]:
+        """One line for each dimension in which a backbone is not the one the heads were made for."""
+        names = ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim")
+        pairs = [(n, getattr(self, n), getattr(spec, n)) for n in names]
+        return [f"{n}: heads have {mine}, the backbone has {theirs}" for n, mine, theirs in pairs if mine != theirs]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RetainingHead(nn.Module):
+    """``fc2(act(fc1([q; k; v])))`` without biases; ``[B, heads, T, D]`` inputs to predicted CIS ``[B, H, T]``."""
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear((config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.d_hidden, bias=False)
+        self.fc2 = nn.Linear(config.d_hidden, config.n_kv_heads, bias=False)
+        self.act = ACT2FN[config.activation]
+
+    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        x_BTE = torch.cat((q_BQTD, k_BHTD, v_BHTD), dim=1).transpose(1, 2).flatten(2)
+        hidden = self.act(F.linear(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
+        return self.fc2(hidden).transpose(1, 2).float()
+
+
+class RetainingHeads(nn.Module):
+    """The heads of every layer of one backbone, with their configuration. ``heads[i]`` scores layer ``i``."""
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(RetainingHead(config) for _ in range(config.n_layers))
+
+    def __getitem__(self, layer: int) -> RetainingHead:
+        return self.layers[layer]  # type: ignore[return-value]
+
+    def check_backbone(self, spec: BackboneSpec) -> None:
+        """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""
+        if wrong := self.config.mismatches(spec):
+            raise ValueError(f"these heads are for {self.config.backbone}: " + "; ".join(wrong))
+
+    @classmethod
+    def from_pretrained(cls, source: str, *, revision: str | None = None) -> RetainingHeads:
+        """Load from a folder, a ``.pt`` or published ``.bin`` file, or a Hub repository. See ``checkpoint.load_heads``."""
+        from .checkpoint import load_heads
+
+        return load_heads(source, revision=revision)
+
+    def save_pretrained(self, folder: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write ``model.safetensors`` and ``config.json`` into ``folder``, atomically."""
+        from .checkpoint import save_heads
+
+        save_heads(self, folder, dtype)

@@ -1,0 +1,1 @@
+"""Prefill and decoding over a bounded cache."""

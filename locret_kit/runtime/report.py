@@ -1,0 +1,92 @@
+"""What a run cost: tokens, seconds, rows, bytes."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from ..cache.bounded import BoundedCache
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the device's peak allocation, or on a CPU the process's peak resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of one prompt and its answer. Seconds are wall clock; scoring, selecting and compacting are host time."""
+
+    policy: str
+    budget: int
+    chunk: int
+    stabilizers: int
+    local_len: int
+    positions: str
+    prompt_tokens: int
+    new_tokens: int
+    prefill_s: float
+    decode_s: float
+    score_s: float
+    select_s: float
+    compact_s: float
+    evictions: int
+    evicted_rows: int
+    kept_rows: list[int]
+    """Rows of a key/value head after prefill, a layer each."""
+    cache_bytes: int
+    peak_bytes: int
+    device: str
+    dtype: str
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, model: Any, cache: BoundedCache, **measured: Any) -> Report:
+        """Gather the figures of a finished run."""
+        s, c = cache.schedule, cache.counters
+        return cls(
+            policy=cache.policy.name, budget=s.budget, chunk=s.chunk, stabilizers=s.stabilizers, local_len=s.local_len,
+            positions=cache.positions or "original", score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
+            evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
+            peak_bytes=peak_memory(model.device), device=str(model.device), dtype=str(model.dtype).removeprefix("torch."),
+            versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+            **measured,
+        )  # fmt: skip
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / max(self.prefill_s, 1e-9)
+
+    @property
+    def decode_rate(self) -> float:
+        """New tokens a second."""
+        return self.new_tokens / max(self.decode_s, 1e-9)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--report FILE.json``."""
+        return {**asdict(self), "prefill_tok_s": self.prefill_rate, "decode_tok_s": self.decode_rate}
+
+    def lines(self) -> list[str]:
+        """What a person reads on stderr."""
+        low, high = min(self.kept_rows), max(self.kept_rows)
+        rows = f"{high}" if low == high else f"{low} to {high}"
+        return [
+            f"prefill: {self.prompt_tokens} tokens in {self.prefill_s:.1f} s ({self.prefill_rate:.0f} tok/s); "
+            f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s)",
+            f"cache: {rows} rows a head and layer after prefill, {self.evictions} evictions, "
+            f"{self.cache_bytes / 2**20:.1f} MiB of buffers; peak memory {self.peak_bytes / 2**20:.0f} MiB",
+            f"policy {self.policy}: budget {self.budget}, chunk {self.chunk}, stabilizers {self.stabilizers}, "
+            f"local {self.local_len}, {self.positions} positions; scoring {self.score_s:.1f} s, "
+            f"selecting {self.select_s:.1f} s, compacting {self.compact_s:.1f} s",
+        ]

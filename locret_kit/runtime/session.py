@@ -1,0 +1,156 @@
+"""Prefill a prompt through a bounded cache and decode from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..backbones.intercept import attach
+from ..cache.bounded import BoundedCache
+from .report import Report
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; ``temperature=0`` is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must be at least 0")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps every token)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
+
+    def processors(self) -> LogitsProcessorList:
+        """transformers' own processors, in its own order."""
+        chain = LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature > 0:
+            if self.temperature != 1.0:
+                chain.append(TemperatureLogitsWarper(self.temperature))
+            if self.top_k:
+                chain.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1.0:
+                chain.append(TopPLogitsWarper(self.top_p))
+        return chain
+
+
+@torch.inference_mode()
+def prefill(
+    model: Any, ids: Sequence[int], cache: BoundedCache, progress: Callable[[int, int], None] | None = None
+) -> Tensor:
+    """Read the prompt through ``cache`` and return the logits ``[V]`` behind its last token.
+
+    ``model`` must be attached; ``ids`` may be any integer sequence. ``progress(done, total)`` is called a piece.
+    """
+    total, logits = len(ids), None
+    if not total:
+        raise ValueError("the prompt holds no tokens")
+    done = 0
+    while done < total:
+        step = min(cache.schedule.until_boundary(done), total - done)
+        piece = torch.tensor([ids[done : done + step]], device=model.device, dtype=torch.long)
+        logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        done += step
+        if progress:
+            progress(done, total)
+    assert logits is not None
+    return logits[0, -1].float()
+
+
+@torch.inference_mode()
+def decode(
+    model: Any,
+    cache: BoundedCache,
+    logits: Tensor,
+    *,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: frozenset[int],
+    seed: int = 0,
+) -> Iterator[int]:
+    """Token ids as they come, the first chosen from ``logits``; ends before an id of ``stop``."""
+    processors = sampling.processors()
+    generator = torch.Generator(device=logits.device).manual_seed(seed)
+    seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
+    for n in range(max_new_tokens):
+        scores = processors(torch.tensor([seen], device=logits.device, dtype=torch.long), logits[None])[0]
+        if sampling.temperature > 0:
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+        else:
+            token = int(scores.argmax())
+        if token in stop:
+            return
+        yield token
+        seen.append(token)
+        if n + 1 < max_new_tokens:
+            piece = torch.tensor([[token]], device=model.device)
+            logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every end-of-sequence id that the generation configuration or the tokenizer names."""
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+    return frozenset(i for i in ids if i is not None)
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    ids: Sequence[int],
+    cache: BoundedCache,
+    *,
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> tuple[str, Report]:
+    """Prefill and decode; ``(text, report)``. ``on_text`` gets each piece of text that is final."""
+    with attach(model):
+        began = time.perf_counter()
+        logits = prefill(model, ids, cache, progress)
+        prefilled = time.perf_counter()
+        kept = cache.kept_rows
+        tokens: list[int] = []
+        shown = ""
+        for token in decode(
+            model, cache, logits, prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling or Sampling(),
+            stop=stop_ids(model, tokenizer), seed=seed,
+        ):  # fmt: skip
+            tokens.append(token)
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            if on_text and not text.endswith("\ufffd"):
+                on_text(text[len(shown) :])
+                shown = text
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        if on_text:
+            on_text(text[len(shown) :])
+    report = Report.of(
+        model, cache, prompt_tokens=len(ids), new_tokens=len(tokens), prefill_s=prefilled - began,
+        decode_s=time.perf_counter() - prefilled, kept_rows=kept,
+    )  # fmt: skip
+    return text, report

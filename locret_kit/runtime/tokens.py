@@ -1,0 +1,90 @@
+"""Text to token ids as a stream: a long document is never tokenised (or held) at once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
+
+BLOCK = 1 << 16
+CONTEXT = 512
+
+
+def read_utf8(stream: BinaryIO, block: int = BLOCK) -> Iterator[str]:
+    """Decode a byte stream block by block.
+
+    Raises:
+        ValueError: the stream is not UTF-8; names the offset of the first wrong byte.
+    """
+    import codecs
+
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    while data := stream.read(block):
+        held = len(decoder.getstate()[0])
+        try:
+            yield decoder.decode(data)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}") from None
+        offset += len(data)
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise ValueError(f"the text is not UTF-8: it ends inside a character, at byte {offset}") from None
+
+
+def stream_ids(tokenizer: Any, pieces: Iterable[str], *, special: bool = False, block: int = BLOCK) -> array:
+    """Token ids (an ``array('i')``) of the concatenated pieces, equal to those of one call on the whole text.
+
+    Text is encoded in windows that overlap by ``CONTEXT`` characters; a window's tokens are taken up to a token that
+    starts at a word, where the next window must have a token border too.
+
+    Args:
+        special: add the tokenizer's own special tokens (a BOS) as one call would.
+    """
+    ids, prefix, suffix = array("i"), *_specials(tokenizer, special)
+    ids.extend(prefix)
+    if not tokenizer.is_fast:
+        ids.extend(tokenizer("".join(pieces), add_special_tokens=False).input_ids)
+        return ids + array("i", suffix)
+    text, done = "", 0  # `text[:done]` is encoded already and kept as left context
+    for piece in pieces:
+        text += piece
+        while len(text) - done > block:
+            text, done = _take(tokenizer, text, done, done + block, ids)
+    _take(tokenizer, text, done, len(text), ids)
+    ids.extend(suffix)
+    return ids
+
+
+def _take(tokenizer: Any, text: str, done: int, end: int, ids: array) -> tuple[str, int]:
+    """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix."""
+    encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    tokens, offsets = encoding.input_ids, encoding.offset_mapping
+    first = next((i for i, (a, b) in enumerate(offsets) if b > done), len(tokens))
+    last = len(tokens)
+    if end < len(text):
+        # Cut well before the window's end, where what comes behind cannot change a token any more.
+        last = next((i for i in range(last - 1, first, -1) if offsets[i][0] < end - CONTEXT and _starts_word(text, offsets[i][0])), first)
+        if last == first:  # one unbroken word of a block's length: cut anywhere
+            last = max(first + 1, len(tokens) - CONTEXT // 4)
+    ids.extend(tokens[first:last])
+    reached = offsets[last][0] if last < len(tokens) else end
+    keep_from = max(0, reached - CONTEXT)
+    while keep_from and not _starts_word(text, keep_from) and reached - keep_from < 2 * CONTEXT:
+        keep_from -= 1
+    return text[keep_from:], reached - keep_from
+
+
+def _starts_word(text: str, at: int) -> bool:
+    """Whether a word starts at ``at``: a space between two letters. Every pre-tokeniser splits there."""
+    return 0 < at < len(text) - 1 and text[at] == " " and text[at - 1].isalpha() and text[at + 1].isalpha()
+
+
+def _specials(tokenizer: Any, special: bool) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind a text of its own accord."""
+    if not special:
+        return [], []
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    whole = tokenizer("a").input_ids
+    start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return whole[:start], whole[start + len(plain) :]

@@ -1,0 +1,1 @@
+"""Data preparation: text in, token ids and answer spans out. Knows nothing of models, training or the runtime."""

@@ -1,0 +1,226 @@
+"""Conversations as token ids, with the exact token span of every assistant answer.
+
+A span is found by rendering the conversation once more with a marker in the place of one message: what stands before
+and behind the marker is the template's, what stands there in the real rendering is the message. This stays right
+when an answer's text also occurs elsewhere, and for templates that trim messages or put blocks in front of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sample.
+
+    Raises:
+        ValueError: if the answers are not non-empty, ordered, disjoint half-open spans inside `ids`.
+    """
+
+    ids: tuple[int, ...]
+    """Token ids of the whole conversation, [S]."""
+    answers: tuple[Span, ...]
+    """Half-open token spans of the assistant's answers, in order."""
+
+    def __post_init__(self) -> None:
+        at = 0
+        for start, end in self.answers:
+            if not at <= start < end <= len(self.ids):
+                raise ValueError(f"answers={self.answers} must be ordered, disjoint spans in {len(self.ids)} tokens")
+            at = end
+
+    @property
+    def prompt_len(self) -> int:
+        """Start of the last answer, in tokens: everything in front of it, earlier answers included, is its prompt.
+        A sample without answers is all prompt."""
+        return self.answers[-1][0] if self.answers else len(self.ids)
+
+
+def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None = None) -> Sample:
+    """Render `messages` with the tokenizer's chat template and tokenise them.
+
+    An answer's span holds its text and the end-of-turn token, if the template puts one right behind it. Without a chat
+    template, the text is "{content}\\n" for each message, under the tokenizer's own special tokens (such as a BOS).
+
+    Args:
+        tokenizer: a fast tokenizer (offsets are needed).
+        messages: dicts of 'role' and 'content', both strings.
+        max_tokens: upper bound of the sample. A longer one loses tokens from the middle of its longest user message,
+            then of the next longest; head and tail of the message stay, answers are never cut.
+
+    Raises:
+        ValueError: for a malformed message, a slow tokenizer, a template that hides a message, or a conversation that
+            does not fit `max_tokens` without cutting answers.
+    """
+    _check(messages)
+    if has_template(tokenizer):
+        text = _render(tokenizer, messages)
+        where = [_locate(tokenizer, messages, i, text) for i in range(len(messages))]
+        turns = [(a, b, _turn_end(tokenizer, messages, i)) if messages[i]["role"] == "assistant" else (a, b, "")
+                 for i, (a, b) in enumerate(where)]
+    else:
+        text, turns = "", []
+        for message in messages:
+            turns.append((len(text), len(text) + len(message["content"]), ""))
+            text += message["content"] + "\n"
+    ids, offsets = encode(tokenizer, text, special=not has_template(tokenizer))
+    answers, users = [], []
+    for message, (start, end, tail) in zip(messages, turns, strict=True):
+        if message["role"] == "assistant":
+            first, last = token_span(offsets, start, end)
+            answers.append((first, _with_end_token(tokenizer, text, ids, offsets, last, tail)))
+        elif message["role"] == "user":
+            users.append(token_span(offsets, start, end, inner=True))
+    if max_tokens is not None and len(ids) > max_tokens:
+        ids, answers = _shorten(ids, answers, users, max_tokens)
+    return Sample(tuple(ids), tuple(answers))
+
+
+def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
+    """The text before and after a long document, so that `before + document + after` is the prompt.
+
+    The document comes first, then a blank line, then the question. With `chat` the prompt is the chat template's
+    rendering of one user message, with generation prompt; without a template, "{document}\\n\\n{question}\\n".
+    `chat=False` gives ("", "\\n\\n" + question): nothing is added, so an answer prefix may end the question.
+
+    Raises:
+        ValueError: if the template does not show the message exactly once.
+    """
+    if not chat:
+        return "", f"\n\n{question}"
+    if not has_template(tokenizer):
+        return "", f"\n\n{question}\n"
+    marker = _marker([document, question])
+    text = _render(tokenizer, [{"role": "user", "content": f"{marker}\n\n{question}"}], generation=True)
+    return _split(text, marker, "the document")
+
+
+def has_template(tokenizer) -> bool:
+    """Whether the tokenizer has a chat template."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def encode(tokenizer, text: str, *, special: bool = False) -> tuple[list[int], list[Span]]:
+    """Token ids of `text` [S] and their half-open character offsets [S].
+
+    Args:
+        special: whether the tokenizer adds its special tokens (of empty offset) around the text.
+
+    Raises:
+        ValueError: for a slow tokenizer, which has no offsets.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer={type(tokenizer).__name__} must be a fast tokenizer: character offsets are needed")
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], encoded["offset_mapping"]
+
+
+def token_span(offsets: Sequence[Span], start: int, end: int, *, inner: bool = False) -> Span:
+    """Half-open token span of the characters [start, end).
+
+    Args:
+        offsets: character offsets of the tokens.
+        inner: leave out tokens that reach beyond the characters; otherwise they belong to the span.
+
+    Raises:
+        ValueError: if no token lies there (never with `inner`, which then gives an empty span).
+    """
+    if inner:
+        found = [i for i, (a, b) in enumerate(offsets) if start <= a < b <= end]
+    else:  # a trimmed blank has an empty offset, and counts when it lies inside
+        found = [i for i, (a, b) in enumerate(offsets) if (a < end and b > start) or start < a == b < end]
+    if not found and not inner:
+        raise ValueError(f"no token covers the characters {start} to {end}: is the answer empty?")
+    return (found[0], found[-1] + 1) if found else (0, 0)
+
+
+def _check(messages: Sequence[dict]) -> None:
+    for i, message in enumerate(messages):
+        for field in ("role", "content"):
+            if not isinstance(message.get(field), str):
+                raise ValueError(f"messages[{i}][{field!r}]={message.get(field)!r} must be a string")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise ValueError(f"messages[{i}]['content']={message['content']!r} is an empty answer")
+
+
+def _render(tokenizer, messages: Sequence[dict], generation: bool = False) -> str:
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+
+
+def _marker(contents: Sequence[str]) -> str:
+    """A word that occurs in none of the texts."""
+    n = 0
+    while any(f"LOCRETMARK{n}X" in content for content in contents):
+        n += 1
+    return f"LOCRETMARK{n}X"
+
+
+def _split(text: str, marker: str, what: str) -> tuple[str, str]:
+    if text.count(marker) != 1:
+        raise ValueError(f"the chat template shows {what} {text.count(marker)} times; it must show it once")
+    before, after = text.split(marker)
+    return before, after
+
+
+def _marked(tokenizer, messages: Sequence[dict], index: int) -> tuple[str, str]:
+    """What a rendering has before and behind message `index`."""
+    marker = _marker([message["content"] for message in messages])
+    changed = [dict(message) for message in messages]
+    changed[index]["content"] = marker
+    return _split(_render(tokenizer, changed), marker, f"messages[{index}] ({changed[index]['role']})")
+
+
+def _locate(tokenizer, messages: Sequence[dict], index: int, text: str) -> Span:
+    """Half-open character span of message `index` in the rendering `text`. A system message may be anywhere."""
+    if messages[index]["role"] not in ("user", "assistant"):
+        return (0, 0)
+    before, after = _marked(tokenizer, messages, index)
+    start, end = len(before), len(text) - len(after)
+    content = messages[index]["content"].strip()
+    if not (text.startswith(before) and text.endswith(after) and content in text[start:end]):
+        raise ValueError(f"the chat template changes messages[{index}]; its span cannot be found exactly")
+    return start, end
+
+
+def _turn_end(tokenizer, messages: Sequence[dict], index: int) -> str:
+    """What the template puts behind answer `index` when the conversation ends with it."""
+    return _marked(tokenizer, messages[: index + 1], index)[1]
+
+
+def _with_end_token(tokenizer, text: str, ids: list[int], offsets: list[Span], last: int, tail: str) -> int:
+    """End of an answer's token span, moved behind the end-of-turn token if the turn's `tail` starts with one."""
+    blank = len(tail) - len(tail.lstrip(" "))
+    end = last
+    while end < len(ids) and blank and text[offsets[end][0]:offsets[end][1]].strip(" ") == "":
+        end += 1
+    if not tail.strip(" ") or end >= len(ids):
+        return last
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    word = text[offsets[end][0]:offsets[end][1]].strip(" ")
+    return end + 1 if ids[end] in special and word and tail.lstrip(" ").startswith(word) else last
+
+
+def _shorten(ids: list[int], answers: list[Span], users: list[Span], max_tokens: int) -> tuple[list[int], list[Span]]:
+    """Cut tokens from the middles of the longest user messages; ids [S] -> [max_tokens], spans moved along."""
+    drop = []
+    excess = len(ids) - max_tokens
+    for start, end in sorted(users, key=lambda span: span[0] - span[1]):
+        size = min(excess, max(0, end - start - 2))  # a first and a last token stay
+        excess -= size
+        at = start + (end - start - size) // 2
+        drop.append((at, at + size))
+    if excess > 0:
+        kept = len(ids) - sum(end - start for start, end in drop)
+        raise ValueError(
+            f"max_tokens={max_tokens} must be at least {kept}: the conversation has {len(ids)} tokens, its answers "
+            f"{sum(end - start for start, end in answers)}, and only user messages are cut"
+        )
+    for start, end in sorted(drop, reverse=True):
+        ids = ids[:start] + ids[end:]
+        answers = [(a - end + start, b - end + start) if a >= end else (a, b) for a, b in answers]
+    return ids, answers

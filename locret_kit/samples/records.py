@@ -1,0 +1,153 @@
+"""Records of long-context question answering, from files and from the Hub, as lists of chat messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SUFFIXES = (".json", ".jsonl", ".parquet")
+SCHEMAS = {
+    "messages": "messages: list of {role, content} (THUDM/LongAlign-10k)",
+    "conversations": "conversations: list of {from, value}",
+    "leval": "input, instructions: list, outputs: list (L-Eval)",
+    "alpaca": "instruction, output, optionally input (Yukang/LongAlpaca-12k)",
+    "document": "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
+}
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+         "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
+def read_records(source: str | Path, *, split: str = "train") -> Iterator[dict]:
+    """Records of a local .json, .jsonl or .parquet file, of a folder of them (by name, recursively), or of a data set
+    of the Hub, which is streamed.
+
+    Args:
+        source: a path, or a Hub id such as "Yukang/LongAlpaca-12k".
+        split: the split of a Hub data set; files have none.
+
+    Raises:
+        FileNotFoundError: nothing is there (at once), or the Hub cannot deliver it.
+        ValueError: an unknown kind of file (at once), or a line that is no JSON object: file and line are named.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            raise FileNotFoundError(f"source={source} has no {', '.join(SUFFIXES)} file")
+        return (record for file in files for record in _read_file(file))
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"source={source} must end in one of {', '.join(SUFFIXES)}")
+        return _read_file(path)
+    if path.suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) or str(source).startswith("."):
+        raise FileNotFoundError(f"source={source} does not exist, and is no id of a Hub data set (owner/name)")
+    return _read_hub(str(source), split)
+
+
+def to_messages(record: dict, *, index: int = 0) -> list[dict]:
+    """The conversation of one record, as dicts of 'role' and 'content'; the schema is recognised by its keys.
+
+    A document comes first, then a blank line, then the question.
+
+    Args:
+        index: which instruction of an L-Eval record is asked (modulo their number).
+
+    Raises:
+        ValueError: an unknown schema (the record's keys and the known schemas are listed) or a field of a wrong type.
+    """
+    name, question = _first(record, "document", "context", "passage"), _first(record, "question", "query")
+    answer = _first(record, "answer", "answers")
+    if isinstance(record.get("messages"), list):
+        return [_message(turn, "role", "content", i) for i, turn in enumerate(record["messages"])]
+    if isinstance(record.get("conversations"), list):
+        return [_message(turn, "from", "value", i) for i, turn in enumerate(record["conversations"])]
+    if "input" in record and isinstance(record.get("instructions"), list) and isinstance(record.get("outputs"), list):
+        asked, given = record["instructions"], record["outputs"]
+        if not asked or len(asked) != len(given):
+            raise ValueError(f"instructions and outputs must be as many, and at least one: {len(asked)}, {len(given)}")
+        index %= len(asked)
+        return _turn(f"{_text(record, 'input')}\n\n{asked[index]}", str(given[index]))
+    if "instruction" in record and "output" in record:
+        extra = _text(record, "input") if record.get("input") else ""
+        return _turn(_text(record, "instruction") + (f"\n\n{extra}" if extra else ""), _text(record, "output"))
+    if name and question and answer:
+        value = record[answer]
+        if isinstance(value, list) and value:  # several accepted answers: the first
+            value = value[0]
+        if not isinstance(value, str):
+            raise ValueError(f"{answer}={value!r} must be a string")
+        return _turn(f"{_text(record, name)}\n\n{_text(record, question)}", value)
+    known = "\n".join(f"  {schema}" for schema in SCHEMAS.values())
+    raise ValueError(f"no known schema has the keys {sorted(map(str, record))}; known are\n{known}")
+
+
+def _read_file(path: Path) -> Iterator[dict]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
+            yield from batch.to_pylist()
+        return
+    if path.suffix == ".json":
+        whole = _parse(path.read_text(encoding="utf-8"), path)
+        if whole is not None:
+            for i, record in enumerate(whole if isinstance(whole, list) else [whole]):
+                yield _object(record, f"{path}, record {i}")
+            return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}, line {number}: not JSON: {error.msg} (column {error.colno})") from error
+                yield _object(record, f"{path}, line {number}")
+
+
+def _parse(text: str, path: Path):
+    """The value of a .json file; None if it looks like JSON lines, which some data sets name .json."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+            return None
+        raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
+
+
+def _object(record, where: str) -> dict:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: a record must be a JSON object, not {type(record).__name__}")
+    return record
+
+
+def _read_hub(name: str, split: str) -> Iterator[dict]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+    except OSError as error:  # not found, or no connection
+        raise FileNotFoundError(f"source={name} is no local path, and the Hub did not deliver it: {error}") from error
+    yield from (dict(row) for row in rows)
+
+
+def _first(record: dict, *names: str) -> str | None:
+    """The first of the names that the record has."""
+    return next((name for name in names if name in record), None)
+
+
+def _text(record: dict, name: str) -> str:
+    if not isinstance(record[name], str):
+        raise ValueError(f"{name}={record[name]!r} must be a string")
+    return record[name]
+
+
+def _turn(question: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _message(turn: dict, role: str, content: str, i: int) -> dict:
+    if not isinstance(turn, dict) or turn.get(role) not in ROLES or not isinstance(turn.get(content), str):
+        raise ValueError(f"turn {i} needs a {role!r} of {sorted(ROLES)} and a string {content!r}; it is {turn!r:.200}")
+    return {"role": ROLES[turn[role]], "content": turn[content]}

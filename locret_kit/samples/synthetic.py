@@ -1,0 +1,175 @@
+"""Endless synthetic training samples: facts hidden in real or repetitive text, a question, a short answer.
+
+Sample number `index` depends on (seed, index) and the arguments alone, so any worker can build any sample.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+
+from locret_kit.samples.chat import Sample, encode, encode_chat, token_span
+from locret_kit.samples.facts import PROMPTS, SENTENCES, Fact, make_fact
+from locret_kit.samples.text import cut, starts, take
+
+COPY = 0.2
+"""Share of copy tasks among the samples over real text."""
+_COPY_QUESTIONS = (
+    'Repeat the text that follows "{lead}".', 'Continue the passage of the text: "{lead}"',
+    'What comes right after the words "{lead}"?', 'Quote the text from here on: "{lead}"',
+)
+_ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
+
+
+def synthetic_samples(tokenizer, *, texts: list[str], n_tokens: int, seed: int,
+                      repetitive: float = 0.3) -> Iterator[Sample]:
+    """Samples number 0, 1, 2, ... of `synthetic_sample`, without end."""
+    index = 0
+    while True:
+        yield synthetic_sample(tokenizer, texts, n_tokens, seed, index, repetitive)
+        index += 1
+
+
+def synthetic_sample(tokenizer, texts: Sequence[str], n_tokens: int, seed: int, index: int,
+                     repetitive: float = 0.3) -> Sample:
+    """Sample number `index`: one answer, of 0.9 to 1.0 times `n_tokens` tokens in all.
+
+    Half of them are conversations (`encode_chat`), half plain text whose prompt ends with the answer's first words
+    ("... The pass key is" -> " 12345.").
+
+    Args:
+        texts: real texts, any of which is cut a piece of; may be empty if `repetitive` is 1.
+        n_tokens: upper bound of the sample in tokens.
+        repetitive: share of the haystacks that repeat a few short sentences.
+
+    Raises:
+        ValueError: `repetitive` outside [0, 1], no text, or an `n_tokens` too small for a question and its facts.
+    """
+    if not 0 <= repetitive <= 1:
+        raise ValueError(f"repetitive={repetitive} must be within [0, 1]")
+    if not texts and repetitive < 1:
+        raise ValueError(f"texts must not be empty unless repetitive=1 (it is {repetitive})")
+    rng = random.Random(f"{seed}|{index}")
+    real = rng.random() >= repetitive
+    facts = _facts(rng)
+    asked = _asked(facts, rng)
+    chat, template, copy = rng.random() < 0.5, rng.choice(PROMPTS), real and rng.random() < COPY
+    wording = rng.random()
+    places = [rng.random() for _ in facts]
+    question, prefix, answer = _ask(asked, chat, wording)
+
+    # 1. what is there without a haystack decides the haystack's size; facts nobody asks for go if there is no room
+    while True:
+        bare = _finish(tokenizer, template, "\n".join(fact.statement for fact in facts), question, prefix, answer, chat)
+        fixed = len(bare.ids) + (150 if copy else 0)
+        if fixed <= 0.6 * n_tokens:
+            break
+        spare = [fact for fact in facts if fact not in asked]
+        if copy:
+            copy = False
+        elif spare:
+            facts = [fact for fact in facts if fact is not spare[0]]
+        elif len(asked) > 1:
+            asked = asked[:1]
+            facts = [fact for fact in facts if fact in asked]
+            question, prefix, answer = _ask(asked, chat, wording)
+        else:
+            break
+    room = n_tokens - fixed - max(4, math.ceil(0.03 * n_tokens))
+    if room < 8:
+        raise ValueError(f"n_tokens={n_tokens} is too small: question and facts of sample {index} take {fixed} tokens")
+
+    # 2. the haystack: a little more than needed, so that it can be shortened or left longer
+    state = rng.getstate()
+    size = room
+    for _ in range(20):
+        rng.setstate(state)  # a second try keeps the place and changes the length alone
+        body = cut(rng.choice(texts), tokenizer, size, rng) if real else _repeated(tokenizer, size, rng)
+        context = _hide([fact.statement for fact in facts], places, body, rng)
+        if copy and (passage := _passage(context, rng)):
+            question, answer = rng.choice(_COPY_QUESTIONS).format(lead=passage[0]), passage[1]
+            prefix = None if chat else rng.choice(("The text goes on:", "Answer:", f"{passage[0]}"))
+        sample = _finish(tokenizer, template, context, question, prefix, answer, chat)
+        if 0.9 * n_tokens <= len(sample.ids) <= n_tokens:
+            return sample
+        size = max(1, size + math.floor(0.97 * n_tokens) - len(sample.ids))
+    raise ValueError(f"n_tokens={n_tokens} is not met within 10% by sample {index}, which has {len(sample.ids)}")
+
+
+def _facts(rng: random.Random) -> list[Fact]:
+    """One to six facts with different questions."""
+    facts: dict[str, Fact] = {}
+    for _ in range(rng.randint(1, 6)):
+        fact = make_fact(rng)
+        facts.setdefault(fact.question, fact)
+    return list(facts.values())
+
+
+def _asked(facts: list[Fact], rng: random.Random) -> list[Fact]:
+    """The facts asked for: one (70%), two or all."""
+    kind = rng.random()
+    n = 1 if kind < 0.7 else 2 if kind < 0.85 else len(facts)
+    return rng.sample(facts, min(n, len(facts)))
+
+
+def _ask(asked: list[Fact], chat: bool, wording: float) -> tuple[str, str | None, str]:
+    """Question, answer prefix (of a plain prompt, else None) and answer. `wording` in [0, 1) picks short or full."""
+    question = " ".join(fact.question for fact in asked)
+    full = " ".join(f"{fact.prefix} {fact.value}." for fact in asked)
+    short = ", ".join(fact.value for fact in asked) + ("." if wording * 10 % 1 < 0.5 else "")
+    if chat:
+        return question, None, full if wording < 0.5 else short
+    if wording < 0.7:
+        return question, asked[0].prefix, full[len(asked[0].prefix) + 1 :]
+    return question, _ANSWER_PREFIXES[int(wording * 100) % 3], full if wording < 0.85 else short
+
+
+def _finish(tokenizer, template: str, context: str, question: str, prefix: str | None, answer: str,
+            chat: bool) -> Sample:
+    """The sample of one prompt and its answer."""
+    prompt = re.sub(r"\{([qc])\}", lambda found: question if found[1] == "q" else context, template)
+    if chat:
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
+    if prompt.endswith("Answer:"):
+        prompt = prompt[: -len("Answer:")].rstrip()
+    prompt = f"{prompt}\n\n{prefix}"
+    text = f"{prompt} {answer}"
+    ids, offsets = encode(tokenizer, text, special=True)
+    return Sample(tuple(ids), (token_span(offsets, len(prompt), len(text)),))
+
+
+def _repeated(tokenizer, n_tokens: int, rng: random.Random) -> str:
+    """A few short sentences over and over, in lines or in one paragraph."""
+    few = rng.sample(SENTENCES, rng.choice((1, 2, 3, 4, 5, 6)))
+    unit = rng.choice((" ", " ", "\n")).join(few) + rng.choice(("\n", "\n", " "))
+    return take(unit * (6 * n_tokens // len(unit) + 2), 0, tokenizer, n_tokens)
+
+
+def _hide(statements: list[str], places: list[float], body: str, rng: random.Random) -> str:
+    """`body` with each statement at the line or sentence start nearest to its place (a fraction of the body)."""
+    found = starts(body)
+    at = [found[min(len(found) - 1, bisect.bisect(found, place * len(body)))] for place in places[: len(statements)]]
+    for statement, position in sorted(zip(statements, at, strict=True), key=lambda pair: -pair[1]):
+        before, after = body[:position], body[position:]
+        line = not before or before.endswith("\n") or rng.random() < 0.3
+        joined = before.rstrip(" ") + "\n" if line and before and not before.endswith("\n") else before
+        body = joined + statement + ("\n" if line else " ") + after
+    return body
+
+
+def _passage(context: str, rng: random.Random) -> tuple[str, str] | None:
+    """Eight to twelve words of the context that occur once in it, and the 20 to 40 words behind them."""
+    words = context.split()
+    flat = " ".join(words)
+    for _ in range(8):
+        lead, length = rng.randint(8, 12), rng.randint(20, 40)
+        if len(words) < lead + length:
+            return None
+        at = rng.randrange(len(words) - lead - length + 1)
+        start = " ".join(words[at : at + lead])
+        if flat.count(start) == 1 and '"' not in start:
+            return start, " ".join(words[at + lead : at + lead + length])
+    return None

@@ -1,0 +1,137 @@
+"""Real text for haystacks, and random pieces of it of a wanted number of tokens."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import re
+from pathlib import Path
+
+from locret_kit.samples.chat import encode
+from locret_kit.samples.records import read_records
+
+JARGON = Path("/usr/share/doc/jargon-text/jargon.txt.gz")
+_START = re.compile(r"(?<=\n)(?=[ \t]*\S)|(?<=[.!?] )(?=\S)")
+_SAMPLE_CHARS = 2000
+
+
+def load_text(source: str | Path) -> str:
+    """Text to hide things in.
+
+    Args:
+        source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose); 'jargon', the Jargon
+            File (1.7 MB) of the Debian package jargon-text, or of the path in the variable LOCRET_JARGON; or the path
+            of a .txt, .txt.gz or .md file, or of a .jsonl file or a folder of them whose records have an `input`
+            (L-Eval), which are joined with blank lines.
+
+    Raises:
+        FileNotFoundError: nothing is there; the message says what to install for 'jargon'.
+        ValueError: an unknown kind of file, a record without `input`, or no text at all.
+    """
+    if source == "pydoc":
+        text = _pydoc()
+    elif source == "jargon":
+        path = Path(os.environ.get("LOCRET_JARGON") or JARGON)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"the Jargon File is not at {path}: install the Debian package (apt-get install jargon-text), or name "
+                "a copy in LOCRET_JARGON; container images that drop /usr/share/doc need the latter"
+            )
+        text = _read(path)
+    else:
+        path = Path(source)
+        if not path.exists():
+            raise FileNotFoundError(f"source={source} must be 'pydoc', 'jargon' or an existing file or folder")
+        text = _inputs(path) if path.is_dir() or path.suffix == ".jsonl" else _read(path)
+    if not text.strip():
+        raise ValueError(f"source={source} has no text")
+    return text
+
+
+def cut(text: str, tokenizer, n_tokens: int, rng: random.Random) -> str:
+    """A random contiguous piece of `n_tokens` tokens (within 1%), from the start of a line or sentence on.
+
+    Goes on at the beginning where the text ends. Where it starts depends on `rng` (one draw) and the text alone.
+
+    Raises:
+        ValueError: if the text is empty or `n_tokens` is below 1.
+    """
+    if not text.strip():
+        raise ValueError("text must not be empty")
+    return take(text, next_start(text, rng.randrange(len(text))), tokenizer, n_tokens)
+
+
+def take(text: str, start: int, tokenizer, n_tokens: int) -> str:
+    """The piece of `n_tokens` tokens (within 1%) from character `start` on; goes on at the beginning.
+
+    Costs about 1.2 times the tokenising of the piece, however long the text is.
+    """
+    if n_tokens < 1:
+        raise ValueError(f"n_tokens={n_tokens} must be at least 1")
+    probe = _ring(text, start, min(_SAMPLE_CHARS, 8 * n_tokens))
+    size = int(n_tokens * len(probe) / max(1, count(tokenizer, probe)) * 1.1) + 32
+    while True:
+        piece = _ring(text, start, size)
+        offsets = encode(tokenizer, piece)[1]
+        if len(offsets) > n_tokens:
+            break
+        size = int(size * 1.25) + 32
+    k = n_tokens
+    if n_tokens < 400:  # a cut word may tokenise otherwise: below 400 tokens that can be more than 1%
+        for _ in range(8):
+            off = count(tokenizer, piece[: offsets[k - 1][1]]) - n_tokens
+            if off == 0:
+                break
+            k = min(len(offsets), max(1, k - off))
+    return piece[: offsets[k - 1][1]]
+
+
+def count(tokenizer, text: str) -> int:
+    """Number of tokens of a text, special tokens not added."""
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def starts(text: str) -> list[int]:
+    """Character positions at which a line or a sentence starts, in order; the first is 0."""
+    return sorted({0, *(found.start() for found in _START.finditer(text))})
+
+
+def next_start(text: str, at: int) -> int:
+    """The first start of a line or sentence from character `at` on; 0 if there is none."""
+    found = _START.search(text, at)
+    return found.start() if found else 0
+
+
+def _ring(text: str, start: int, size: int) -> str:
+    """`size` characters from `start` on; the text goes on at its beginning, on a line of its own."""
+    parts, have = [text[start : start + size]], min(size, len(text) - start)
+    while have < size:
+        part = ("" if parts[-1].endswith("\n") else "\n") + text[: size - have]
+        parts.append(part)
+        have += len(part)
+    return "".join(parts)
+
+
+def _pydoc() -> str:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise FileNotFoundError("this Python was built without pydoc_data; use another source of text") from error
+    return "\n\n".join(re.sub(r"\n{3,}", "\n\n", topics[name].strip()) for name in sorted(topics)) + "\n"
+
+
+def _read(path: Path) -> str:
+    if not path.name.endswith((".txt", ".txt.gz", ".md")):
+        raise ValueError(f"source={path} must end in .txt, .txt.gz, .md or .jsonl")
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8", errors="replace")
+
+
+def _inputs(path: Path) -> str:
+    parts = []
+    for number, record in enumerate(read_records(path)):
+        if not isinstance(record.get("input"), str):
+            raise ValueError(f"source={path}, record {number}: must have a string `input`, has {sorted(record)}")
+        parts.append(record["input"].strip())
+    return "\n\n".join(parts)

@@ -1,0 +1,15 @@
+"""Axis legend. Tensor names carry their axes as a suffix: ``q_BQTD``, ``score_BHS``.
+
+| letter | axis |
+|---|---|
+| B | batch |
+| L | layers |
+| H | key/value heads of one layer |
+| G | query heads per key/value head (1 for multi-head attention) |
+| Q | query heads, ``Q = H * G``; query head ``h * G + g`` reads key/value head ``h`` |
+| T | new tokens of this call |
+| S | slots (rows) of the cache that are visible |
+| D | size of one head |
+
+``budget`` is the number of slots a key/value head keeps in one layer after eviction, everything counted.
+"""

@@ -1,0 +1,87 @@
+"""The training handler: full causal attention for the backbone, and each layer's loss as soon as its q, k, v exist.
+
+No gradient reaches the backbone, so a layer's graph holds one head and is freed before the next layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..backbones.rope import Rope, rotate
+from ..cache.attention import attend_rows
+from ..cis import cis_loss, cis_target, top_recall
+from ..heads import RetainingHeads
+
+
+@dataclass
+class LayerFigures:
+    """Means over layers of one forward: regression and smoothing loss, recall of the true top 10%."""
+
+    regression: list[Tensor] = field(default_factory=list)
+    smooth: list[Tensor] = field(default_factory=list)
+    recall: list[Tensor] = field(default_factory=list)
+
+    def means(self) -> dict[str, Tensor]:
+        return {name: torch.stack(getattr(self, name)).mean() for name in ("regression", "smooth", "recall")}
+
+
+class Observer:
+    """Sees every attention call of a plain forward; calls ``backward(loss)`` once a layer.
+
+    Args:
+        heads: in training mode where ``backward`` is given.
+        ropes: one a layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
+            queries count as answer queries too (the last one predicts the first answer token).
+        loss: keyword arguments of ``cis_loss``; kind, floor: of ``cis_target``.
+        windows: attention window of each layer; layers with one keep no head loss (their cache is their window).
+    """
+
+    wants_unrotated = True
+
+    def __init__(
+        self,
+        heads: RetainingHeads,
+        ropes: list[Rope],
+        windows: tuple[int | None, ...],
+        answers: tuple[tuple[int, int], ...],
+        *,
+        kind: str,
+        floor: float,
+        lead: int,
+        loss: dict[str, float],
+        backward: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.heads, self.ropes, self.windows = heads, ropes, windows
+        self.kind, self.floor, self.loss, self.backward = kind, floor, loss, backward
+        self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
+        self.slots = answers[-1][0]
+        self.scored_layers = sum(window is None for window in windows)
+        self.figures = LayerFigures()
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        T, window = q_BQTD.shape[2], self.windows[layer]
+        cos, sin = self.ropes[layer].tables(torch.arange(T, device=q_BQTD.device), q_BQTD.dtype)
+        q_rot, k_rot = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
+        if window is None:
+            self._score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, scaling)
+            gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
+            return F.scaled_dot_product_attention(q_rot, k_rot, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return attend_rows(q_rot, k_rot, v_BHTD, scaling, window)
+
+    def _score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float) -> None:
+        at = torch.tensor(self.queries, device=q.device)
+        target_BHS = cis_target(q_rot[:, :, at], k_rot, at, scaling, kind=self.kind, floor=self.floor)[..., : self.slots]
+        prompt = slice(0, self.slots)
+        with torch.set_grad_enabled(self.backward is not None):
+            predicted_BHS = self.heads[layer](q[:, :, prompt], k[:, :, prompt], v[:, :, prompt])
+            regression, smooth = cis_loss(predicted_BHS, target_BHS, **self.loss)
+            if self.backward is not None:
+                self.backward((regression + smooth) / self.scored_layers)
+        self.figures.regression.append(regression.detach())
+        self.figures.smooth.append(smooth.detach())
+        self.figures.recall.append(top_recall(predicted_BHS.detach(), target_BHS))

@@ -1,0 +1,168 @@
+"""The configuration: recipes, overrides and the text of its errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from locret_kit.cli import config as schema
+from locret_kit.cli.config import known_recipes, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["recipe=tiny", "backbone.model=some/model"]
+
+
+def test_recipes_are_found():
+    assert known_recipes() == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    assert {"phi3-mini", "llama3.1-8b", "smollm2-135m", "tiny"} <= set(known_recipes())
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_every_recipe_loads(name):
+    config = load_config([f"recipe={name}", *(["backbone.model=some/model"] if name == "tiny" else [])])
+    assert config.recipe == name
+    assert config.out == f"runs/{name}"
+    assert config.backbone.model
+
+
+def test_the_papers_numbers():
+    """Locret, appendix A and table 6."""
+    phi, llama = load_config(["recipe=phi3-mini"]), load_config(["recipe=llama3.1-8b"])
+    assert (phi.infer.budget, phi.infer.chunk, phi.infer.stabilizers, phi.infer.local_len) == (6000, 3072, 2500, 100)
+    assert (llama.infer.budget, llama.infer.chunk) == (16384, 1024)
+    for config in (phi, llama):
+        assert (config.heads.d_hidden, config.optim.lr, config.optim.steps) == (1024, 5e-4, 3000)
+        assert (config.optim.warmup_steps, config.data.max_tokens) == (2000, 10240)
+        assert (config.target.kind, config.loss.top_weight) == ("logit", 1.0)
+        assert config.loss.smoothing == pytest.approx(32 * 0.0025)
+
+
+def test_the_comparison_differs_only_in_target_and_loss():
+    ours, paper = load_config(["recipe=smollm2-135m"]), load_config(["recipe=smollm2-135m-paper"])
+    same = ("backbone", "heads", "data", "optim", "trainer", "infer", "seed")
+    assert all(getattr(ours, name) == getattr(paper, name) for name in same)
+    assert (ours.target.kind, paper.target.kind) == ("log_prob", "logit")
+    assert (ours.loss.top_weight, paper.loss.top_weight) == (20.0, 1.0)
+
+
+def test_overrides():
+    config = load_config([*TINY, "optim.lr=1e-4", "data.sources=[synthetic,a.jsonl]", "data.weights=[2, 1]", "out=x/${recipe}"])
+    assert config.optim.lr == 1e-4
+    assert config.data.sources == ["synthetic", "a.jsonl"]
+    assert config.data.weights == [2.0, 1.0]
+    assert config.out == "x/tiny"
+    assert config.heads.d_hidden == 16, "the recipe's other values stay"
+
+
+def test_strings_are_taken_as_they_are():
+    config = load_config([*TINY, "backbone.revision=12e4", "backbone.adapter=null", "out=a=b"])
+    assert (config.backbone.revision, config.backbone.adapter, config.out) == ("12e4", None, "a=b")
+
+
+def test_order_does_not_matter():
+    arguments = [*TINY, "optim.steps=7", "infer.budget=256", "out=here"]
+    assert load_config(arguments) == load_config(arguments[::-1])
+
+
+def test_recipe_from_a_path(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("backbone: {model: some/model}\noptim: {steps: 5}\n")
+    config = load_config([f"recipe={path}"])
+    assert (config.recipe, config.optim.steps, config.optim.lr) == ("mine", 5, 5e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim: {step: 5}", "unknown key 'optim.step' in recipe 'mine'. Did you mean 'optim.steps'?"),
+        ("optim: {steps: many}", "optim.steps=many in recipe 'mine' must be an integer"),
+        ("recipe: other", "recipe in recipe 'mine' must not be set there: it is the recipe's own name"),
+        ("- a\n- b", "must hold sections of key: value"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_errors_in_a_recipe(tmp_path, text, message):
+    (tmp_path / "mine.yaml").write_text(text)
+    _fails([f"recipe={tmp_path / 'mine.yaml'}"], message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "recipe=NAME is missing; known recipes: gemma3-270m, "),
+        (["recipe=phi3mini"], "recipe=phi3mini is unknown; known: "),
+        (["recipe=phi3mini"], "Did you mean 'phi3-mini'?"),
+        (["recipe=nowhere.yaml"], "recipe=nowhere.yaml cannot be read: No such file"),
+        (["recipe=tiny"], "recipe=tiny names no model: add backbone.model=NAME"),
+        ([*TINY, "optim.lrr=1"], "unknown key 'optim.lrr'. Did you mean 'optim.lr'?"),
+        ([*TINY, "lr=1"], "unknown key 'lr'. Did you mean 'optim.lr'?"),
+        ([*TINY, "optimizer.lr=1"], "unknown key 'optimizer.lr'. Did you mean 'optim.lr'?"),
+        ([*TINY, "optim.speed=1"], "unknown key 'optim.speed'. Fields of optim: optim.lr, "),
+        ([*TINY, "optim=1"], "optim is a section; its fields: optim.lr, "),
+        ([*TINY, "--help"], "argument '--help' must be key=value"),
+        ([*TINY, "seed=1", "seed=2"], "seed is given twice: seed=1 and seed=2"),
+        ([*TINY, "optim.steps=many"], "optim.steps=many must be an integer"),
+        ([*TINY, "optim.steps=1.5"], "optim.steps=1.5 must be an integer"),
+        ([*TINY, "optim.steps=true"], "optim.steps=True must be an integer"),
+        ([*TINY, "optim.lr=fast"], "optim.lr=fast must be a number"),
+        ([*TINY, "data.sources=synthetic"], "data.sources=synthetic must be a list of strings, such as [a,b]"),
+        ([*TINY, "data.weights=[a]"], "data.weights=['a'] must be a list of numbers, such as [1,2] or null"),
+        ([*TINY, "data.weights=[1"], "data.weights=[1 is not a valid value"),
+        ([*TINY, "out=${nowhere}"], "nowhere"),
+    ],
+)
+def test_errors_on_the_command_line(arguments, message):
+    _fails(arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optim.lr=0", "optim.lr=0.0 must be above 0"),
+        ("optim.lr=nan", "optim.lr=nan must be above 0"),
+        ("optim.steps=0", "optim.steps=0 must be at least 1"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers, each at least 0 and below 1"),
+        ("loss.top_fraction=1.5", "loss.top_fraction=1.5 must be above 0 and at most 1"),
+        ("target.floor=0", "target.floor=0.0 must be below 0"),
+        ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob. Did you mean 'logit'?"),
+        ("backbone.dtype=fp8", "backbone.dtype=fp8 must be one of: auto, float32, bfloat16, float16."),
+        ("data.sources=[]", "data.sources=[] must be a list of at least one name"),
+        ("data.weights=[1,2]", "data.weights=[1.0, 2.0] must be 1 positive numbers, one for each of data.sources"),
+        ("infer.stabilizers=128", "infer.stabilizers=128 must be below infer.budget=128"),
+        ("infer.local_len=200", "infer.local_len=200 must be below infer.budget=128"),
+        ("resume=nowhere.ckpt", "resume=nowhere.ckpt must be 'auto', 'never' or the path of a checkpoint"),
+    ],
+)
+def test_bounds(argument, message):
+    _fails([*TINY, argument], message)
+
+
+def test_every_number_has_a_bound():
+    numbers = {key for key, kind in schema._leaves(schema.TrainConfig) if kind in (int, float)}
+    assert numbers == numbers & set(schema._BOUNDS)
+
+
+def test_choices_are_those_of_the_parts():
+    from locret_kit.backbones.load import DTYPES
+    from locret_kit.cache.bounded import POSITIONS
+    from locret_kit.cis import TARGETS
+
+    assert schema._CHOICES["target.kind"] == TARGETS
+    assert schema._CHOICES["infer.positions"] == POSITIONS
+    assert set(schema._CHOICES["backbone.dtype"]) == {"auto", *DTYPES}
+
+
+def test_import_is_light():
+    code = "import sys; import locret_kit.cli.config; print({'torch', 'lightning', 'transformers'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
+
+
+def _fails(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_config(arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
