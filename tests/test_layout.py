@@ -19,7 +19,9 @@ def test_kernels_is_not_a_package():
 
 def test_kernels_never_resolves_into_this_repository():
     spec = find_spec("kernels")
-    origin = None if spec is None else spec.origin  # a bare folder has no origin: a namespace, which anything else beats
+    origin = (
+        None if spec is None else spec.origin
+    )  # a bare folder has no origin: a namespace, which anything else beats
     assert origin is None or ROOT not in Path(origin).resolve().parents
     from transformers.utils import is_kernels_available
 

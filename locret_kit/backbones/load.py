@@ -51,7 +51,10 @@ def load_backbone(
 ) -> tuple[Any, Any]:
     """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(dtype, where), revision=revision)

@@ -185,7 +185,9 @@ class TrainConfig:
                 raise ValueError(f"{key}={value} must be one of: {', '.join(names)}.{nearest(value, names)}")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer
         if weights is not None and (len(weights) != len(sources) or not all(0 < w < float("inf") for w in weights)):
-            raise ValueError(f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources")
+            raise ValueError(
+                f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources"
+            )
         for name in ("stabilizers", "local_len"):
             if getattr(infer, name) >= infer.budget:
                 raise ValueError(f"infer.{name}={getattr(infer, name)} must be below infer.budget={infer.budget}")

@@ -87,7 +87,6 @@ def run(args: argparse.Namespace) -> int:
     Schedule.scaled(settings["budget"], settings["chunk"], None, settings["stabilizers"], settings["local_len"])
     name = args.model or (config.backbone if config else "")
     say(f"backbone: {name}")
-    _quiet_transformers()
     adapter = args.adapter or (config.adapter if config else None)
     model, tokenizer = load_backbone(name, dtype=args.dtype, device=args.device, adapter=adapter)
     if heads is not None:
@@ -164,13 +163,6 @@ def _progress() -> Any:
         print(f"prefill {done}/{total} tokens, {rate:.0f} tok/s, {left:.0f} s left   ", file=sys.stderr, end=end, flush=True)
 
     return show
-
-
-def _quiet_transformers() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def main(argv: list[str] | None = None) -> int:

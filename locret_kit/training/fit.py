@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def newest_state(out: Path) -> Path | None:
 
 def fit(cfg: Any, argv: list[str]) -> Path:
     """Train, and return the folder of the exported heads (``out/heads``)."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(cfg.seed, verbose=False)
     out = Path(cfg.out)
     resume = newest_state(out) if cfg.resume == "auto" else None if cfg.resume == "never" else Path(cfg.resume)
@@ -89,9 +91,12 @@ def fit(cfg: Any, argv: list[str]) -> Path:
         ],
         enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
+    try:
+        trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
+    except SystemExit as stop:  # Lightning turns Ctrl-C into exit(1) after its callbacks
+        if trainer.interrupted:
+            raise KeyboardInterrupt from stop
+        raise
     dtype = torch.bfloat16 if cfg.heads.dtype_saved == "bfloat16" else torch.float32
     save_heads(module.heads, out / "heads", dtype)
     save_heads(module.heads, out / "heads.pt", dtype)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Install the project and its development tools, once: into the active virtual environment, else into .venv.
+# LOCRET_TORCH_INDEX=URL takes torch from that index, such as a CPU-only one. PYTHON=... picks the Python of a new .venv.
+# Other scripts source this file: afterwards `python` is the environment's.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+locret_setup() {
+    local venv="${VIRTUAL_ENV:-$root/.venv}" stamp want torch
+    if [ ! -x "$venv/bin/python" ]; then
+        echo "setup: creating $venv"
+        "${PYTHON:-python3}" -m venv "$venv"
+    fi
+    export PATH="$venv/bin:$PATH"
+    if ! python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "error: constraints.txt needs Python 3.11 or newer, $venv has $(python -V); PYTHON=python3.11 picks another" >&2
+        return 1
+    fi
+
+    # What is installed depends on these two files and on where the project is.
+    stamp="$venv/.locret-setup"
+    want="$(cd "$root" && python -c '
+import hashlib, pathlib
+print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest(), pathlib.Path.cwd())')"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+        echo "setup: nothing to do ($venv)"
+        return 0
+    fi
+
+    # torch first and alone, so that an index given for it serves nothing else.
+    torch="$(grep '^torch==' "$root/constraints.txt")"
+    echo "setup: installing $torch into $venv"
+    python -m pip install --quiet -c "$root/constraints.txt" \
+        ${LOCRET_TORCH_INDEX:+--index-url "$LOCRET_TORCH_INDEX"} "$torch"
+    echo "setup: installing locret-kit with its development tools"
+    (cd "$root" && python -m pip install --quiet -c constraints.txt -e '.[dev]')
+    echo "$want" >"$stamp"
+}
+
+locret_setup >&2

@@ -1,0 +1,42 @@
+"""A byte-level BPE with a chat template, trained in milliseconds; and a tiny backbone saved beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = "The harbour was quiet when the boats came in. The pass key is 12345. What is it? Remember it. " * 3
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    bpe.train_from_iterator([TEXT], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def save_tiny_backbone(folder: Path, **changes) -> Path:
+    """A random Llama (3 layers, 4 query and 2 key/value heads) and its tokenizer, as ``from_pretrained`` reads them."""
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**settings, **changes}))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
