@@ -25,7 +25,7 @@ FORMAT = "locret_kit.heads.v1"
 _PUBLISHED = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(fc[12])\.weight$")
 
 
-def write_beside(target: Path, write: Callable[[Path], None]) -> None:
+def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file in the target's folder, then rename it over the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

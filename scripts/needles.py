@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as out:
         for length in args.length:
-            for sample in range(args.samples):
+            # An order in which a run that is cut short has seen all depths.
+            for sample in sorted(range(args.samples), key=lambda i: 7 * i % args.samples):
                 depth = (sample + 0.5) / args.samples
                 needle = make_needle(
                     args.task, tokenizer, n_tokens=length, depth=depth, seed=f"{args.haystack}:{length}:{sample}", haystack=text

@@ -6,7 +6,7 @@ Source: Locret, algorithm 1 (budget, chunk, stabilizers, local tail) and the two
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -26,12 +26,12 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def backbone(family: str):
     return tiny_model(family)
 
 
-@lru_cache(maxsize=None)
+@cache
 def doubled(family: str):
     return tiny_model(family).double()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..naming import nearest
@@ -46,7 +45,7 @@ class BackboneSpec:
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
 
-def text_config(model: nn.Module) -> Any:
+def text_config(model: Any) -> Any:
     """The configuration of the language part of a Hugging Face causal LM."""
     return model.config.get_text_config(decoder=True)
 
@@ -68,7 +67,7 @@ def spec_of(config: Any) -> BackboneSpec:
         n_heads=config.num_attention_heads,
         n_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        activation=getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"),
+        activation=getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu",
         windows=windows,
     )
 
@@ -88,7 +87,7 @@ def require_adapter(config: Any) -> None:
         )
 
 
-def ropes_of(model: nn.Module, span: int) -> list[Rope]:
+def ropes_of(model: Any, span: int) -> list[Rope]:
     """One ``Rope`` a layer. ``span`` (tokens) is the largest position of the prompt plus one: it chooses between the
     short and the long factors of LongRoPE and sets dynamic NTK, once, for the whole prompt."""
     config = text_config(model)
@@ -110,7 +109,7 @@ def ropes_of(model: nn.Module, span: int) -> list[Rope]:
     return [by_type[kind] for kind in types]
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: Any) -> Any:
     """The decoder stack (``model.model`` and its likes) below adapters of PEFT and heads of the language model."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model

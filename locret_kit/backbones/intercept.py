@@ -48,7 +48,7 @@ _ACTIVE = _Active()
 
 
 def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kw: Any
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kw: Any
 ) -> tuple[Tensor, None]:
     handler = _ACTIVE.handler
     if handler is None:
@@ -78,7 +78,7 @@ def _refuse_padding(mask: Tensor | None) -> None:
 class Attachment:
     """A model whose attention is met; ``detach()`` (or leaving the ``with`` block) restores it exactly."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.decoder = decoder_of(model)
         self._explicit: Handler | None = None
@@ -95,15 +95,19 @@ class Attachment:
             self._hooks.append(self.decoder.rotary_emb.register_forward_hook(self._unrotate))
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        past = kwargs.get("past_key_values")
-        handler = self._explicit or (past if hasattr(past, "attend") else None)
-        if handler is not None:
-            _refuse_padding(kwargs.get("attention_mask"))
-            if past is handler:
-                past.bind(self.model)
-            if handler.wants_unrotated:
-                require_adapter(text_config(self.model))
-        _ACTIVE.stack.append(handler)
+        _ACTIVE.stack.append(None)  # first, since `_leave` pops whatever happens below
+        past: Any = kwargs.get("past_key_values")
+        if not hasattr(past, "attend"):
+            past = None
+        handler: Handler | None = self._explicit or past
+        if handler is None:
+            return
+        _refuse_padding(kwargs.get("attention_mask"))
+        if self._explicit is None:
+            past.bind(self.model)
+        if handler.wants_unrotated:
+            require_adapter(text_config(self.model))
+        _ACTIVE.stack[-1] = handler
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         _ACTIVE.stack.pop()
@@ -137,6 +141,6 @@ class Attachment:
         self.detach()
 
 
-def attach(model: nn.Module) -> Attachment:
+def attach(model: Any) -> Attachment:
     """Route ``model``'s attention to bounded caches and observers until ``detach()``; usable in ``with``."""
     return Attachment(model)

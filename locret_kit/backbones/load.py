@@ -57,7 +57,7 @@ def load_backbone(
     logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(dtype, where), revision=revision)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(dtype, where), revision=revision)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except OSError as error:
         raise FileNotFoundError(f"model={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error

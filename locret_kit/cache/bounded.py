@@ -18,8 +18,8 @@ from ..backbones.families import BackboneSpec, has_adapter, require_adapter, rop
 from ..backbones.rope import Rope, rotate
 from ..policies.base import Context, Entry, Policy
 from ..policies.registry import parse_policy
-from .schedule import Schedule
 from .attention import attend_rows
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
@@ -32,6 +32,10 @@ class BoundedLayer(CacheLayerMixin):
     written by ``BoundedCache.attend``, which the attention call reaches right after."""
 
     is_sliding = False
+    keys: Tensor  # type: ignore[assignment]
+    values: Tensor  # type: ignore[assignment]
+    positions: Tensor
+    scores: Tensor
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
         super().__init__()
@@ -43,10 +47,11 @@ class BoundedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(B, H, self.capacity, D)
-        self.values = value_states.new_empty(B, H, self.capacity, value_states.shape[-1])
-        self.positions = torch.empty(B, H, self.capacity, dtype=torch.int32, device=self.device)
-        self.scores = torch.empty(B, H, self.capacity, dtype=torch.float32, device=self.device)
+        with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
+            self.keys = key_states.new_empty(B, H, self.capacity, D)
+            self.values = value_states.new_empty(B, H, self.capacity, value_states.shape[-1])
+            self.positions = torch.empty(B, H, self.capacity, dtype=torch.int32, device=self.device)
+            self.scores = torch.empty(B, H, self.capacity, dtype=torch.float32, device=self.device)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +117,7 @@ class BoundedLayer(CacheLayerMixin):
         """Bytes of the preallocated buffers."""
         if not self.is_initialized:
             return 0
-        return sum(t.nbytes for t in (self.keys, self.values, self.positions, self.scores))
+        return sum(int(t.nbytes) for t in (self.keys, self.values, self.positions, self.scores))
 
 
 @dataclass
@@ -212,7 +217,7 @@ class BoundedCache(Cache):
     @torch.no_grad()
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
-        rows: BoundedLayer = self.layers[layer]  # type: ignore[assignment]
+        rows = self.bounded[layer]
         rows.pending = False
         score_BHT = self._scores(layer, rows.seen, q_BQTD, k_BHTD, v_BHTD)
         total = q_BQTD.shape[2]
@@ -281,7 +286,8 @@ class BoundedCache(Cache):
         rows.capacity = max(rows.rows + step, 2 * rows.capacity)
         for name in ("keys", "values", "positions", "scores"):
             old = getattr(rows, name)
-            new = old.new_empty(*old.shape[:2], rows.capacity, *old.shape[3:])
+            with torch.inference_mode(False):
+                new = old.new_empty(*old.shape[:2], rows.capacity, *old.shape[3:])
             new[:, :, : rows.rows] = old[:, :, : rows.rows]
             setattr(rows, name, new)
 
@@ -306,6 +312,11 @@ class BoundedCache(Cache):
         self.counters.select_s += t1 - t0
         self.counters.compact_s += time.perf_counter() - t1
 
+    @property
+    def bounded(self) -> list[BoundedLayer]:
+        """The layers, by their type."""
+        return self.layers  # type: ignore[return-value]
+
     # ---- what the rest of transformers and the report ask ----------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
@@ -314,22 +325,22 @@ class BoundedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.layers[layer_idx].get_seq_length() if self.layers else 0
+        return self.bounded[layer_idx].get_seq_length() if self.layers else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.layers[layer_idx].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
+        return self.bounded[layer_idx].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
 
     def kept_positions(self, layer: int) -> Tensor:
         """Positions ``[B, H, rows]`` (int32, ascending) of the tokens that layer holds now."""
-        rows: BoundedLayer = self.layers[layer]  # type: ignore[assignment]
+        rows = self.bounded[layer]
         return rows.positions[:, :, : rows.rows].clone()
 
     @property
     def kept_rows(self) -> list[int]:
         """Rows held now, a layer each."""
-        return [layer.rows for layer in self.layers]  # type: ignore[attr-defined]
+        return [layer.rows for layer in self.bounded]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(layer.nbytes for layer in self.layers)  # type: ignore[attr-defined]
+        return sum(layer.nbytes for layer in self.bounded)

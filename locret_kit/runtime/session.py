@@ -96,7 +96,8 @@ def decode(
     generator = torch.Generator(device=logits.device).manual_seed(seed)
     seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
     for n in range(max_new_tokens):
-        scores = processors(torch.tensor([seen], device=logits.device, dtype=torch.long), logits[None])[0]
+        history: Any = torch.tensor([seen], device=logits.device, dtype=torch.long)
+        scores = processors(history, logits[None])[0]
         if sampling.temperature > 0:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
         else:

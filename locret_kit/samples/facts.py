@@ -9,25 +9,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-NAMES = ("Anna Weber Tomas Priya Mei Oluwaseun Clara Dmitri Fatima Hugo Ingrid Jamal Keiko Liam Marta Nadia Oscar "
-         "Paula Quentin Rosa Samir Tara Ulrich Vera Wendell Ximena Yusuf Zoe Albert Beatrice").split()
-THINGS = ("bicycle suitcase umbrella lantern teapot piano notebook kayak violin ladder clock blanket mailbox scarf "
-          "telescope drawer helmet curtain bench tractor vase wallet kettle jacket").split()
-PLACES = ("the old harbour|the north gate|the botanical garden|the railway museum|the bakery on Mill Street|"
-          "the third floor lobby|the lighthouse|the university library|the town hall steps|the ferry terminal|"
-          "the rooftop cafe|the stone bridge|the observatory|the flower market|Platform 9|the hotel bar").split("|")
-PROJECTS = "Falcon Aurora Granite Lotus Meridian Orchid Pelican Saturn Tundra Velvet Walnut Zephyr Cobalt".split()
-COLOURS = "red blue green yellow purple orange black white turquoise crimson silver brown pink olive".split()
-JOBS = ("carpenter surgeon baker pilot librarian plumber violinist judge gardener chemist welder translator dentist "
-        "geologist tailor beekeeper").split()
-MONTHS = "January February March April May June July August September October November December".split()
-WORDS = ("amber anchor basil canyon cedar cinder comet copper coral delta ember falcon fern flint harbor hazel indigo "
-         "ivory jasper lagoon lilac maple marble meadow nectar onyx opal pepper pine quartz raven river saffron sage "
-         "sierra slate spruce thistle timber topaz velvet violet willow winter").split()
-QUOTES = ("the kettle always whistles twice|never trust a quiet printer|bring the blue folder on Monday|"
-          "the owls know where the road ends|a good map forgets nothing|we leave before the second bell|"
-          "salt first, then the lemons|keep the small key under the fern|rain is only late sunshine|"
-          "the tallest ladder has no shadow|count the windows, not the doors|tomorrow the bridge will open").split("|")
+NAMES = ["Anna", "Weber", "Tomas", "Priya", "Mei", "Oluwaseun", "Clara", "Dmitri", "Fatima", "Hugo", "Ingrid", "Jamal", "Keiko", "Liam", "Marta", "Nadia", "Oscar", "Paula", "Quentin", "Rosa", "Samir", "Tara", "Ulrich", "Vera", "Wendell", "Ximena", "Yusuf", "Zoe", "Albert", "Beatrice"]
+THINGS = ["bicycle", "suitcase", "umbrella", "lantern", "teapot", "piano", "notebook", "kayak", "violin", "ladder", "clock", "blanket", "mailbox", "scarf", "telescope", "drawer", "helmet", "curtain", "bench", "tractor", "vase", "wallet", "kettle", "jacket"]
+PLACES = ["the old harbour", "the north gate", "the botanical garden", "the railway museum", "the bakery on Mill Street", "the third floor lobby", "the lighthouse", "the university library", "the town hall steps", "the ferry terminal", "the rooftop cafe", "the stone bridge", "the observatory", "the flower market", "Platform 9", "the hotel bar"]
+PROJECTS = ["Falcon", "Aurora", "Granite", "Lotus", "Meridian", "Orchid", "Pelican", "Saturn", "Tundra", "Velvet", "Walnut", "Zephyr", "Cobalt"]
+COLOURS = ["red", "blue", "green", "yellow", "purple", "orange", "black", "white", "turquoise", "crimson", "silver", "brown", "pink", "olive"]
+JOBS = ["carpenter", "surgeon", "baker", "pilot", "librarian", "plumber", "violinist", "judge", "gardener", "chemist", "welder", "translator", "dentist", "geologist", "tailor", "beekeeper"]
+MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+WORDS = ["amber", "anchor", "basil", "canyon", "cedar", "cinder", "comet", "copper", "coral", "delta", "ember", "falcon", "fern", "flint", "harbor", "hazel", "indigo", "ivory", "jasper", "lagoon", "lilac", "maple", "marble", "meadow", "nectar", "onyx", "opal", "pepper", "pine", "quartz", "raven", "river", "saffron", "sage", "sierra", "slate", "spruce", "thistle", "timber", "topaz", "velvet", "violet", "willow", "winter"]
+QUOTES = ["the kettle always whistles twice", "never trust a quiet printer", "bring the blue folder on Monday", "the owls know where the road ends", "a good map forgets nothing", "we leave before the second bell", "salt first, then the lemons", "keep the small key under the fern", "rain is only late sunshine", "the tallest ladder has no shadow", "count the windows, not the doors", "tomorrow the bridge will open"]
 
 FACTS = (
     ("digits5", "The pass key is {v}.", "What is the pass key?", "The pass key is"),

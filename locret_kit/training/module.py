@@ -74,7 +74,8 @@ class HeadTraining(L.LightningModule):
         return observer
 
     def training_step(self, sample: Sample, index: int) -> None:
-        optimiser, schedule = self.optimizers(), self.lr_schedulers()
+        optimiser: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
         self._clock = time.perf_counter()
         share = 1.0 / self.cfg.optim.accumulate
 
@@ -103,7 +104,7 @@ class HeadTraining(L.LightningModule):
         self.log("val/loss", figures["regression"] + figures["smooth"], batch_size=1)
         self.log("val/recall", figures["recall"], batch_size=1, prog_bar=True)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         optim = self.cfg.optim
         adamw = torch.optim.AdamW(
             self.heads.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay

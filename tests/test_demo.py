@@ -1,0 +1,37 @@
+"""The main job on the real backbone with the shipped heads: one real 4K text, read in a quarter of its length."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from locret_kit.samples.needles import make_needle, score
+from locret_kit.samples.text import load_text
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", ROOT / "checkpoints" / "smollm2-135m-locret"
+
+
+@pytest.mark.backbone
+def test_reads_a_real_text_in_a_quarter_of_its_length(tmp_path):
+    assert BACKBONE.is_dir(), "run: python scripts/fetch_backbone.py"
+    tokenizer = AutoTokenizer.from_pretrained(BACKBONE)
+    needle = make_needle("R.PassKey", tokenizer, n_tokens=4096, depth=0.4, seed="test", haystack=load_text("pydoc"))
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "locret_kit.cli.infer", "--ckpt", str(HEADS), "--budget", "1024"]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "12", "--report", str(report)],
+        input=needle.prompt, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert score(done.stdout, needle.answer) == 1.0, done.stdout
+    figures = json.loads(report.read_text())
+    assert figures["kept_rows"] == [1024] * 30
+    assert figures["prompt_tokens"] == needle.n_tokens
+    assert figures["evictions"] >= 5
