@@ -81,7 +81,11 @@ def load_heads(source: str | Path, *, revision: str | None = None, config: Heads
         if path.suffix == ".safetensors":
             return _build(_read_safetensors(path), config or _config_beside(path), path)
         return _from_torch_file(path, config)
-    if path.suffix in (".pt", ".bin", ".safetensors") or str(source).startswith((".", "/")) or str(source).count("/") != 1:
+    if (
+        path.suffix in (".pt", ".bin", ".safetensors")
+        or str(source).startswith((".", "/"))
+        or str(source).count("/") != 1
+    ):
         raise FileNotFoundError(f"ckpt={str(source)!r}: no such file or folder")
     return _from_hub(str(source), revision, config)
 
@@ -100,14 +104,18 @@ def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None) -> Re
             raise ValueError(f"{repo} holds neither {WEIGHTS} nor one .bin file")
         return _from_torch_file(Path(hf_hub_download(repo, bins[0], revision=revision)), config)
     except (OSError, RuntimeError) as error:
-        raise FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {str(error).splitlines()[0]}") from error
+        raise FileNotFoundError(
+            f"ckpt={repo!r}: not a local file, and the Hub says: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _from_torch_file(path: Path, config: HeadsConfig | None) -> RetainingHeads:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = "it holds more than tensors" if "weights_only" in str(error).lower() else "it is truncated or no torch file"
+        reason = (
+            "it holds more than tensors" if "weights_only" in str(error).lower() else "it is truncated or no torch file"
+        )
         raise ValueError(f"ckpt={str(path)!r} cannot be read safely: {reason}") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("config"), dict) and "state" in loaded:
         return _build(loaded["state"], _config(loaded["config"], path), path)

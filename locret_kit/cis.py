@@ -78,7 +78,11 @@ def cis_loss(
         regression = (regression_BHS * weight_BHS).sum() / weight_BHS.sum()
     else:
         regression = regression_BHS.mean()
-    smooth = smoothing * predicted_BHS.diff(dim=-1).square().mean() if predicted_BHS.shape[-1] > 1 else predicted_BHS.new_zeros(())
+    smooth = (
+        smoothing * predicted_BHS.diff(dim=-1).square().mean()
+        if predicted_BHS.shape[-1] > 1
+        else predicted_BHS.new_zeros(())
+    )
     return regression, smooth
 
 

@@ -40,7 +40,9 @@ class HeadsConfig:
     @classmethod
     def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: Any) -> HeadsConfig:
         """The configuration of heads of width ``d_hidden`` for a backbone."""
-        dims = {k: getattr(spec, k) for k in ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim", "activation")}
+        dims = {
+            k: getattr(spec, k) for k in ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim", "activation")
+        }
         return cls(backbone=backbone, d_hidden=d_hidden, **dims, **rest)
 
     def mismatches(self, spec: BackboneSpec) -> list[str]:

@@ -77,7 +77,12 @@ def run(args: argparse.Namespace) -> None:
             for sample in sorted(range(args.samples), key=lambda i: 7 * i % args.samples):
                 depth = (sample + 0.5) / args.samples
                 needle = make_needle(
-                    args.task, tokenizer, n_tokens=length, depth=depth, seed=f"{args.haystack}:{length}:{sample}", haystack=text
+                    args.task,
+                    tokenizer,
+                    n_tokens=length,
+                    depth=depth,
+                    seed=f"{args.haystack}:{length}:{sample}",
+                    haystack=text,
                 )
                 ids = stream_ids(tokenizer, [needle.prompt], special=True)
                 for policy in args.policy:
@@ -86,7 +91,9 @@ def run(args: argparse.Namespace) -> None:
                         heads = untrained if policy == "random-heads" else trained[ckpt]
                         name = "untrained" if policy == "random-heads" else Path(ckpt).name if learned else "-"
                         for budget in args.budget if policy != "full" else [0]:
-                            row = dict(zip(KEY, (args.task, args.haystack, length, budget, policy, name, sample), strict=True))
+                            row = dict(
+                                zip(KEY, (args.task, args.haystack, length, budget, policy, name, sample), strict=True)
+                            )
                             if tuple(row.values()) in finished:
                                 continue
                             cache = cache_for(policy, heads, budget or 1024, len(ids), args)
@@ -116,7 +123,9 @@ def table(args: argparse.Namespace) -> None:
         print("|---|" + "---|" * len(columns))
         for name in names:
             found = [scores.get((name, n, 0 if name == "full" else b)) for n, b in columns]
-            print(f"| {name} | " + " | ".join(f"{sum(x) / len(x):.2f} (n={len(x)})" if x else "-" for x in found) + " |")
+            print(
+                f"| {name} | " + " | ".join(f"{sum(x) / len(x):.2f} (n={len(x)})" if x else "-" for x in found) + " |"
+            )
 
 
 def cost(args: argparse.Namespace) -> None:
@@ -136,9 +145,13 @@ def cost(args: argparse.Namespace) -> None:
                 if args.full:
                     began = time.perf_counter()
                     model.generate(
-                        torch.tensor([list(ids)]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=1
+                        torch.tensor([list(ids)]),
+                        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                        max_new_tokens=1,
                     )
-                    line += f"; model.generate with full attention {1e3 * (time.perf_counter() - began) / len(ids):.3f} ms"
+                    line += (
+                        f"; model.generate with full attention {1e3 * (time.perf_counter() - began) / len(ids):.3f} ms"
+                    )
                 print(line, flush=True)
 
 

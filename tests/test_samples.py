@@ -46,9 +46,15 @@ def make_tokenizer(template=CHAT):
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator([PARAGRAPH, HAYSTACK[:20000]], trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    bpe.train_from_iterator(
+        [PARAGRAPH, HAYSTACK[:20000]],
+        trainers.BpeTrainer(
+            vocab_size=600,
+            special_tokens=["<|im_start|>", "<|im_end|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>")
     tokenizer.chat_template = template
     return tokenizer
@@ -66,6 +72,7 @@ def spans(tokenizer, sample):
 
 
 # --- chat
+
 
 def test_spans_of_every_turn_with_end_token():
     sample = encode_chat(TOK, chat("Say 42. Then 42 again.", "42", "42? Once more: 42", "No. 42", "why", "42"))
@@ -147,16 +154,20 @@ def test_render_prompt():
 
 # --- records
 
-@pytest.mark.parametrize("record, index, expected", [
-    ({"instruction": "q", "output": "a", "input": ""}, 0, chat("q", "a")),
-    ({"instruction": "q", "output": "a", "input": "doc", "file": "x"}, 0, chat("q\n\ndoc", "a")),
-    ({"messages": chat("q", "a", "r", "b"), "length": 3}, 0, chat("q", "a", "r", "b")),
-    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, 0, chat("q", "a")),
-    ({"document": "d", "question": "q", "answer": "a"}, 0, chat("d\n\nq", "a")),
-    ({"context": "d", "query": "q", "answers": ["a", "b"]}, 0, chat("d\n\nq", "a")),
-    ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 1, chat("d\n\nq", "b")),
-    ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 4, chat("d\n\np", "a")),
-])
+
+@pytest.mark.parametrize(
+    "record, index, expected",
+    [
+        ({"instruction": "q", "output": "a", "input": ""}, 0, chat("q", "a")),
+        ({"instruction": "q", "output": "a", "input": "doc", "file": "x"}, 0, chat("q\n\ndoc", "a")),
+        ({"messages": chat("q", "a", "r", "b"), "length": 3}, 0, chat("q", "a", "r", "b")),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, 0, chat("q", "a")),
+        ({"document": "d", "question": "q", "answer": "a"}, 0, chat("d\n\nq", "a")),
+        ({"context": "d", "query": "q", "answers": ["a", "b"]}, 0, chat("d\n\nq", "a")),
+        ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 1, chat("d\n\nq", "b")),
+        ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 4, chat("d\n\np", "a")),
+    ],
+)
 def test_schemas(record, index, expected):
     assert to_messages(record, index=index) == expected
 
@@ -226,6 +237,7 @@ def test_hub_is_streamed(monkeypatch):
 
 # --- text
 
+
 def test_load_text(tmp_path, monkeypatch):
     assert text.load_text("pydoc").count(" the ") > 1000
     (tmp_path / "a.jsonl").write_text('{"input": "one"}\n{"input": "two"}\n')
@@ -247,8 +259,11 @@ def test_load_text(tmp_path, monkeypatch):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from([HAYSTACK, PARAGRAPH, "Ein Satz, größer. 日本語のテキスト。 Ja!\n"]),
-       st.integers(1, 700) | st.integers(700, 4000), st.integers(0, 99))
+@given(
+    st.sampled_from([HAYSTACK, PARAGRAPH, "Ein Satz, größer. 日本語のテキスト。 Ja!\n"]),
+    st.integers(1, 700) | st.integers(700, 4000),
+    st.integers(0, 99),
+)
 def test_cut_length_and_start(source, n_tokens, seed):
     piece = text.cut(source, TOK, n_tokens, random.Random(seed))
     assert abs(text.count(TOK, piece) - n_tokens) <= max(2, 0.01 * n_tokens)  # 2: a character may take three tokens
@@ -259,9 +274,15 @@ def test_cut_length_and_start(source, n_tokens, seed):
 
 # --- needles
 
+
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(needles.TASKS)), st.integers(220, 3000), st.floats(0, 1), st.integers(0, 99),
-       st.sampled_from([None, HAYSTACK]))
+@given(
+    st.sampled_from(sorted(needles.TASKS)),
+    st.integers(220, 3000),
+    st.floats(0, 1),
+    st.integers(0, 99),
+    st.sampled_from([None, HAYSTACK]),
+)
 def test_needle(task, n_tokens, depth, seed, haystack):
     needle = needles.make_needle(task, TOK, n_tokens=n_tokens, depth=depth, seed=seed, haystack=haystack)
     words = needles.TASKS[task]
@@ -281,7 +302,8 @@ def test_needle_wording():
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
         "I will quiz you about the important information there.\n\n"
         f"The pass key is {needle.answer}. Remember it. {needle.answer} is the pass key.\n"
-        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\nThe grass")
+        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\nThe grass"
+    )
     assert needle.prompt.endswith("\n\nWhat is the pass key?\n\nThe pass key is") and needle.depth == 0
     last = needles.make_needle("R.Number", TOK, n_tokens=1500, depth=1, seed=1)
     assert last.depth == 1 and "memorize" not in last.prompt
@@ -289,13 +311,25 @@ def test_needle_wording():
 
 
 def test_needle_does_not_depend_on_the_process():
-    code = ("from test_samples import *; n = needles.make_needle('R.Number', TOK, n_tokens=900, depth=.3, seed='s', "
-            "haystack=HAYSTACK); s = synthetic.synthetic_sample(TOK, [HAYSTACK], 900, 3, 4); "
-            "import hashlib; print(hashlib.sha256((n.prompt + repr(s)).encode()).hexdigest())")
-    runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                           env={**os.environ, "PYTHONHASHSEED": str(seed),
-                                "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}).stdout
-            for seed in (1, 2)}
+    code = (
+        "from test_samples import *; n = needles.make_needle('R.Number', TOK, n_tokens=900, depth=.3, seed='s', "
+        "haystack=HAYSTACK); s = synthetic.synthetic_sample(TOK, [HAYSTACK], 900, 3, 4); "
+        "import hashlib; print(hashlib.sha256((n.prompt + repr(s)).encode()).hexdigest())"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": str(seed),
+                "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+            },
+        ).stdout
+        for seed in (1, 2)
+    }
     assert len(runs) == 1 and len(runs.pop()) == 65
 
 
@@ -308,23 +342,27 @@ def test_needle_errors():
         needles.make_needle("passkey", TOK, n_tokens=20, depth=0.5, seed=0)
 
 
-@pytest.mark.parametrize("output, points", [
-    (" 12345.", 1), ("The pass key is 12345, not 777", 1), ("1234", 0), ("123456", 0), ("777 12345", 0), ("", 0)])
+@pytest.mark.parametrize(
+    "output, points",
+    [(" 12345.", 1), ("The pass key is 12345, not 777", 1), ("1234", 0), ("123456", 0), ("777 12345", 0), ("", 0)],
+)
 def test_score(output, points):
     assert needles.score(output, "12345") == points
 
 
 # --- synthetic
 
+
 @pytest.mark.parametrize("n_tokens, repetitive", [(700, 0.3), (1500, 0.0), (1500, 1.0)])
 def test_synthetic_samples(n_tokens, repetitive):
-    samples = synthetic.synthetic_samples(TOK, texts=[HAYSTACK, PARAGRAPH * 9], n_tokens=n_tokens, seed=5,
-                                          repetitive=repetitive)
+    samples = synthetic.synthetic_samples(
+        TOK, texts=[HAYSTACK, PARAGRAPH * 9], n_tokens=n_tokens, seed=5, repetitive=repetitive
+    )
     chats = 0
     for i, sample in enumerate(itertools.islice(samples, 40)):
         assert sample == synthetic.synthetic_sample(TOK, [HAYSTACK, PARAGRAPH * 9], n_tokens, 5, i, repetitive)
         assert 0.9 * n_tokens <= len(sample.ids) <= n_tokens
-        (start, end), = sample.answers
+        ((start, end),) = sample.answers
         prompt, answer = TOK.decode(sample.ids[:start]), TOK.decode(sample.ids[start:end])
         chats += answer.endswith("<|im_end|>")
         assert prompt.endswith("<|im_start|>assistant\n") == answer.endswith("<|im_end|>")
@@ -363,8 +401,11 @@ def test_synthetic_errors():
 
 
 def test_light_import():
-    code = ("import sys, locret_kit.samples.synthetic, locret_kit.samples.needles; "
-            "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          cwd=__file__.rsplit("/tests/", 1)[0])
+    code = (
+        "import sys, locret_kit.samples.synthetic, locret_kit.samples.needles; "
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=__file__.rsplit("/tests/", 1)[0]
+    )
     assert done.stdout.strip() == "[]"

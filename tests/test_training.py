@@ -45,7 +45,10 @@ def test_it_learns_and_exports(backbone, tmp_path):
     losses = list(curve(tmp_path, "val/loss").values())
     assert len(losses) == len(curve(tmp_path, "val/recall")) == 3
     assert losses[-1] < 0.9 * losses[0]
-    folder, file = RetainingHeads.from_pretrained(str(tmp_path / "heads")), RetainingHeads.from_pretrained(str(tmp_path / "heads.pt"))
+    folder, file = (
+        RetainingHeads.from_pretrained(str(tmp_path / "heads")),
+        RetainingHeads.from_pretrained(str(tmp_path / "heads.pt")),
+    )
     assert folder.config == file.config
     assert folder.config.backbone == str(backbone)
     assert folder.config.inference["budget"] == 128
@@ -87,7 +90,13 @@ def test_resume_follows_the_uninterrupted_curve(backbone, tmp_path):
 
 
 def test_ctrl_c_saves_and_prints_the_command(backbone, tmp_path):
-    arguments = [*SETTINGS, f"backbone.model={backbone}", f"out={tmp_path}", "optim.steps=100000", "trainer.save_every=100000"]
+    arguments = [
+        *SETTINGS,
+        f"backbone.model={backbone}",
+        f"out={tmp_path}",
+        "optim.steps=100000",
+        "trainer.save_every=100000",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "locret_kit.cli.train", *arguments],
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},

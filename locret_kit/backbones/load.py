@@ -47,7 +47,12 @@ def resolve_model(name: str) -> str:
 
 
 def load_backbone(
-    name: str, *, dtype: str = "auto", device: str | None = None, adapter: str | None = None, revision: str | None = None
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    adapter: str | None = None,
+    revision: str | None = None,
 ) -> tuple[Any, Any]:
     """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -27,9 +27,11 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
     B, Q, T, D = q_BQTD.shape
     H, S = k_BHSD.shape[1:3]
     G = Q // H
-    if T == 1 and (window is None or window >= S):  # decoding: fold the group into the query axis, no mask, no copy of k
-        return F.scaled_dot_product_attention(
-            q_BQTD.reshape(B, H, G, D), k_BHSD, v_BHSD, scale=scaling
-        ).reshape(B, Q, 1, D)
+    if T == 1 and (
+        window is None or window >= S
+    ):  # decoding: fold the group into the query axis, no mask, no copy of k
+        return F.scaled_dot_product_attention(q_BQTD.reshape(B, H, G, D), k_BHSD, v_BHSD, scale=scaling).reshape(
+            B, Q, 1, D
+        )
     mask = causal_lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)

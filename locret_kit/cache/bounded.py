@@ -56,7 +56,9 @@ class BoundedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.pending:
-            raise RuntimeError("a BoundedCache was given to a model that is not attached: use `with attach(model): ...`")
+            raise RuntimeError(
+                "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.pending = True
@@ -66,7 +68,9 @@ class BoundedLayer(CacheLayerMixin):
         """Write new rows behind the newest one."""
         new = slice(self.rows, self.rows + k.shape[2])
         self.keys[:, :, new], self.values[:, :, new], self.scores[:, :, new] = k, v, score_BHT
-        self.positions[:, :, new] = torch.arange(self.seen, self.seen + k.shape[2], device=self.device, dtype=torch.int32)
+        self.positions[:, :, new] = torch.arange(
+            self.seen, self.seen + k.shape[2], device=self.device, dtype=torch.int32
+        )
         self.rows += k.shape[2]
         self.seen += k.shape[2]
 
@@ -321,7 +325,9 @@ class BoundedCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         if layer_idx >= len(self.layers):
-            raise RuntimeError("a BoundedCache was given to a model that is not attached: use `with attach(model): ...`")
+            raise RuntimeError(
+                "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -55,7 +55,9 @@ class Schedule:
     def until_boundary(self, seen: int) -> int:
         """Tokens from ``seen`` to the next boundary (at least 1)."""
         if self.body is not None and seen >= self.body:
-            left = (self.prompt_length or 0) - seen  # the tail goes in blocks too: a windowed layer has room for one chunk
+            left = (
+                self.prompt_length or 0
+            ) - seen  # the tail goes in blocks too: a windowed layer has room for one chunk
             return min(left, self.chunk) if left > 0 else 1
         to_chunk = self.chunk - seen % self.chunk
         return to_chunk if self.body is None else min(to_chunk, self.body - seen)

@@ -24,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chunk", type=int, help="tokens between evictions")
     p.add_argument("--stabilizers", type=int, help="newest slots that an eviction may not take")
     p.add_argument("--local-len", type=int, help="last tokens of the prompt, never evicted during prefill")
-    p.add_argument("--positions", choices=("compact", "original"), help="rotate keys by cache row, or by place in the text")
+    p.add_argument(
+        "--positions", choices=("compact", "original"), help="rotate keys by cache row, or by place in the text"
+    )
     text = p.add_argument_group("text")
     text.add_argument("--question", help="asked about the text on stdin, through the chat template")
     text.add_argument("--question-file", type=Path, help="the question, from a file")
@@ -160,7 +162,12 @@ def _progress() -> Any:
         rate = done / (now - began)
         end = "\r" if terminal and done < total else "\n"
         left = (total - done) / rate
-        print(f"prefill {done}/{total} tokens, {rate:.0f} tok/s, {left:.0f} s left   ", file=sys.stderr, end=end, flush=True)
+        print(
+            f"prefill {done}/{total} tokens, {rate:.0f} tok/s, {left:.0f} s left   ",
+            file=sys.stderr,
+            end=end,
+            flush=True,
+        )
 
     return show
 

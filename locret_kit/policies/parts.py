@@ -78,7 +78,9 @@ class Stabilizers:
 
     def protects(self, context: Context) -> Tensor:
         S = context.positions.shape[-1]
-        return (torch.arange(S, device=context.positions.device) >= S - context.stabilizers).expand_as(context.positions)
+        return (torch.arange(S, device=context.positions.device) >= S - context.stabilizers).expand_as(
+            context.positions
+        )
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,18 @@ def parse_policy(text: str) -> Policy:
     for item in text.split():
         key, eq, value = item.partition("=")
         if not eq or key not in ("score", *parts):
-            raise ValueError(f"policy part {item!r} is unknown.{nearest(key, ('score', *parts))} Parts: score, scope, allocation, selection.")
+            raise ValueError(
+                f"policy part {item!r} is unknown.{nearest(key, ('score', *parts))} Parts: score, scope, allocation, selection."
+            )
         parts[key] = value
     if "score" not in parts:
         raise ValueError(f"policy={text!r} names no score; known: {', '.join(SCORES)}")
     if parts["allocation"] not in ALLOCATIONS:
         raise ValueError(f"allocation={parts['allocation']!r} is unknown. Known: {', '.join(ALLOCATIONS)}.")
     scopes = tuple(_call(scope, "scope", SCOPES) for scope in parts["scope"].split("+") if scope)
-    return Policy(text, _call(parts["score"], "score", SCORES), scopes, _call(parts["selection"], "selection", SELECTIONS))
+    return Policy(
+        text, _call(parts["score"], "score", SCORES), scopes, _call(parts["selection"], "selection", SELECTIONS)
+    )
 
 
 def describe_policies() -> list[str]:
@@ -117,5 +121,7 @@ def describe_policies() -> list[str]:
         scopes = "+".join(type(s).__name__.lower() for s in policy.scopes) or "-"
         params = ", ".join(f"{k}={v}" for k, v in _parameters(make).items()) or "-"
         score = "-" if policy.keeps_everything else type(policy.score).__name__.lower()
-        lines.append(f"{name:<12} score={score:<8} scope={scopes:<18} parameters: {params:<10} {policy.source}".rstrip())
+        lines.append(
+            f"{name:<12} score={score:<8} scope={scopes:<18} parameters: {params:<10} {policy.source}".rstrip()
+        )
     return lines

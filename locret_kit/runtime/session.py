@@ -108,7 +108,9 @@ def decode(
         seen.append(token)
         if n + 1 < max_new_tokens:
             piece = torch.tensor([[token]], device=model.device)
-            logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+            logits = (
+                model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+            )
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -24,7 +24,9 @@ def read_utf8(stream: BinaryIO, block: int = BLOCK) -> Iterator[str]:
         try:
             yield decoder.decode(data)
         except UnicodeDecodeError as error:
-            raise ValueError(f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}") from None
+            raise ValueError(
+                f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}"
+            ) from None
         offset += len(data)
     try:
         decoder.decode(b"", final=True)
@@ -64,7 +66,14 @@ def _take(tokenizer: Any, text: str, done: int, end: int, ids: array) -> tuple[s
     last = len(tokens)
     if end < len(text):
         # Cut well before the window's end, where what comes behind cannot change a token any more.
-        last = next((i for i in range(last - 1, first, -1) if offsets[i][0] < end - CONTEXT and _starts_word(text, offsets[i][0])), first)
+        last = next(
+            (
+                i
+                for i in range(last - 1, first, -1)
+                if offsets[i][0] < end - CONTEXT and _starts_word(text, offsets[i][0])
+            ),
+            first,
+        )
         if last == first:  # one unbroken word of a block's length: cut anywhere
             last = max(first + 1, len(tokens) - CONTEXT // 4)
     ids.extend(tokens[first:last])

@@ -60,8 +60,10 @@ def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None =
     if has_template(tokenizer):
         text = _render(tokenizer, messages)
         where = [_locate(tokenizer, messages, i, text) for i in range(len(messages))]
-        turns = [(a, b, _turn_end(tokenizer, messages, i)) if messages[i]["role"] == "assistant" else (a, b, "")
-                 for i, (a, b) in enumerate(where)]
+        turns = [
+            (a, b, _turn_end(tokenizer, messages, i)) if messages[i]["role"] == "assistant" else (a, b, "")
+            for i, (a, b) in enumerate(where)
+        ]
     else:
         text, turns = "", []
         for message in messages:
@@ -195,13 +197,13 @@ def _with_end_token(tokenizer, text: str, ids: list[int], offsets: list[Span], l
     """End of an answer's token span, moved behind the end-of-turn token if the turn's `tail` starts with one."""
     blank = len(tail) - len(tail.lstrip(" "))
     end = last
-    while end < len(ids) and blank and text[offsets[end][0]:offsets[end][1]].strip(" ") == "":
+    while end < len(ids) and blank and text[offsets[end][0] : offsets[end][1]].strip(" ") == "":
         end += 1
     if not tail.strip(" ") or end >= len(ids):
         return last
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
-    word = text[offsets[end][0]:offsets[end][1]].strip(" ")
+    word = text[offsets[end][0] : offsets[end][1]].strip(" ")
     return end + 1 if ids[end] in special and word and tail.lstrip(" ").startswith(word) else last
 
 

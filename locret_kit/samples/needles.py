@@ -36,12 +36,19 @@ TASKS = {
     "R.PassKey": Task(
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
         "I will quiz you about the important information there.",
-        "The pass key is {key}. Remember it. {key} is the pass key.\n", "What is the pass key?", "The pass key is", 0),
+        "The pass key is {key}. Remember it. {key} is the pass key.\n",
+        "What is the pass key?",
+        "The pass key is",
+        0,
+    ),
     "R.Number": Task(
         "There is an important info hidden inside a lot of irrelevant text. Find it. "
         "I will quiz you about the important information there.",
         "The sequence of digits is {key}. Remember it. {key} is the sequence of digits.\n",
-        "What is the sequence of digits?", "The sequence of digits is", 5),
+        "What is the sequence of digits?",
+        "The sequence of digits is",
+        5,
+    ),
 }
 ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
@@ -64,8 +71,9 @@ class Needle:
     """The answer's first words; a chat prompt is made of `document` and `question` alone."""
 
 
-def make_needle(task: str, tokenizer, *, n_tokens: int, depth: float, seed: int | str,
-                haystack: str | None = None) -> Needle:
+def make_needle(
+    task: str, tokenizer, *, n_tokens: int, depth: float, seed: int | str, haystack: str | None = None
+) -> Needle:
     """A prompt of at most, and within 1% of, `n_tokens` tokens with one needle at the line or sentence start nearest
     to `depth`. Digits and piece of haystack depend on task and seed alone; the same in every process.
 

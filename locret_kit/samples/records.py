@@ -15,8 +15,16 @@ SCHEMAS = {
     "alpaca": "instruction, output, optionally input (Yukang/LongAlpaca-12k)",
     "document": "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
 }
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-         "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
 
 
 def read_records(source: str | Path, *, split: str = "train") -> Iterator[dict]:

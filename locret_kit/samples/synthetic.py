@@ -18,14 +18,17 @@ from locret_kit.samples.text import cut, starts, take
 COPY = 0.2
 """Share of copy tasks among the samples over real text."""
 _COPY_QUESTIONS = (
-    'Repeat the text that follows "{lead}".', 'Continue the passage of the text: "{lead}"',
-    'What comes right after the words "{lead}"?', 'Quote the text from here on: "{lead}"',
+    'Repeat the text that follows "{lead}".',
+    'Continue the passage of the text: "{lead}"',
+    'What comes right after the words "{lead}"?',
+    'Quote the text from here on: "{lead}"',
 )
 _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
 
 
-def synthetic_samples(tokenizer, *, texts: list[str], n_tokens: int, seed: int,
-                      repetitive: float = 0.3) -> Iterator[Sample]:
+def synthetic_samples(
+    tokenizer, *, texts: list[str], n_tokens: int, seed: int, repetitive: float = 0.3
+) -> Iterator[Sample]:
     """Samples number 0, 1, 2, ... of `synthetic_sample`, without end."""
     index = 0
     while True:
@@ -33,8 +36,9 @@ def synthetic_samples(tokenizer, *, texts: list[str], n_tokens: int, seed: int,
         index += 1
 
 
-def synthetic_sample(tokenizer, texts: Sequence[str], n_tokens: int, seed: int, index: int,
-                     repetitive: float = 0.3) -> Sample:
+def synthetic_sample(
+    tokenizer, texts: Sequence[str], n_tokens: int, seed: int, index: int, repetitive: float = 0.3
+) -> Sample:
     """Sample number `index`: one answer, of 0.9 to 1.0 times `n_tokens` tokens in all.
 
     Half of them are conversations (`encode_chat`), half plain text whose prompt ends with the answer's first words
@@ -127,8 +131,9 @@ def _ask(asked: list[Fact], chat: bool, wording: float) -> tuple[str, str | None
     return question, _ANSWER_PREFIXES[int(wording * 100) % 3], full if wording < 0.85 else short
 
 
-def _finish(tokenizer, template: str, context: str, question: str, prefix: str | None, answer: str,
-            chat: bool) -> Sample:
+def _finish(
+    tokenizer, template: str, context: str, question: str, prefix: str | None, answer: str, chat: bool
+) -> Sample:
     """The sample of one prompt and its answer."""
     prompt = re.sub(r"\{([qc])\}", lambda found: question if found[1] == "q" else context, template)
     if chat:

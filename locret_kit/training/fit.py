@@ -64,9 +64,7 @@ def fit(cfg: Any, argv: list[str]) -> Path:
         device="cpu" if cfg.trainer.accelerator == "cpu" else None,
     )  # fmt: skip
     module = HeadTraining(backbone, cfg)
-    data = SampleModule(
-        cfg.data, tokenizer, seed=cfg.seed, steps=cfg.optim.steps, accumulate=cfg.optim.accumulate
-    )
+    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, steps=cfg.optim.steps, accumulate=cfg.optim.accumulate)
     state = out / "state"
     again = " ".join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
     trainer = L.Trainer(

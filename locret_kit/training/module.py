@@ -36,7 +36,9 @@ class HeadTraining(L.LightningModule):
                 cfg.heads.d_hidden,
                 target=cfg.target.kind,
                 adapter=cfg.backbone.adapter,
-                inference={k: getattr(cfg.infer, k) for k in ("budget", "chunk", "stabilizers", "local_len", "positions")},
+                inference={
+                    k: getattr(cfg.infer, k) for k in ("budget", "chunk", "stabilizers", "local_len", "positions")
+                },
             )
         )
         self.cfg = cfg

@@ -75,7 +75,9 @@ class Observer:
 
     def _score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float) -> None:
         at = torch.tensor(self.queries, device=q.device)
-        target_BHS = cis_target(q_rot[:, :, at], k_rot, at, scaling, kind=self.kind, floor=self.floor)[..., : self.slots]
+        target_BHS = cis_target(q_rot[:, :, at], k_rot, at, scaling, kind=self.kind, floor=self.floor)[
+            ..., : self.slots
+        ]
         prompt = slice(0, self.slots)
         with torch.set_grad_enabled(self.backward is not None):
             predicted_BHS = self.heads[layer](q[:, :, prompt], k[:, :, prompt], v[:, :, prompt])

@@ -1,0 +1,158 @@
+"""``locret-infer`` as a user meets it: answers, reports, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_tokenizer import TEXT, save_tiny_backbone
+from transformers import AutoModelForCausalLM
+
+from locret_kit.backbones.families import spec_of
+from locret_kit.cli.infer import main
+from locret_kit.heads import HeadsConfig, RetainingHeads
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a tiny backbone and heads for it, made for a budget of 6000."""
+    folder = tmp_path_factory.mktemp("infer")
+    backbone = save_tiny_backbone(folder / "backbone")
+    spec = spec_of(AutoModelForCausalLM.from_pretrained(backbone).config)
+    settings = dict(budget=6000, chunk=32, stabilizers=2500, local_len=100, positions="compact")
+    torch.manual_seed(1)
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 16, inference=settings))
+    heads.save_pretrained(str(folder / "heads"))
+    other = save_tiny_backbone(folder / "other", num_hidden_layers=2, num_key_value_heads=4)
+    assert other.is_dir()
+    return folder
+
+
+def infer(monkeypatch, capsys, text: str | bytes, *arguments: str) -> tuple[int, str, str]:
+    data = text.encode() if isinstance(text, str) else text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    status = main(list(arguments))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):
+    report = tmp_path / "report.json"
+    status, out, err = infer(
+        monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "heads"), "--budget", "48", "--max-new-tokens", "5",
+        "--question", "What is it?", "--report", str(report),
+    )  # fmt: skip
+    assert status == 0, err
+    assert out.endswith("\n")
+    figures = json.loads(report.read_text())
+    assert figures["kept_rows"] == [48] * 3
+    # 2500 and 100 were made for a budget of 6000: they scale to 48.
+    assert (figures["stabilizers"], figures["local_len"]) == (20, 0)
+    assert figures["policy"] == "locret" and figures["evictions"] > 0 and figures["answer"] + "\n" == out
+    for word in ("tok/s", "peak memory", "evictions", "rows"):
+        assert word in err
+
+
+def test_the_same_seed_repeats_and_sampling_differs(place, monkeypatch, capsys):
+    run = ["--ckpt", str(place / "heads"), "--budget", "64", "--max-new-tokens", "12", "--quiet"]
+    greedy = infer(monkeypatch, capsys, TEXT, *run)[1]
+    assert greedy == infer(monkeypatch, capsys, TEXT, *run)[1]
+    hot = [infer(monkeypatch, capsys, TEXT, *run, "--temperature", "2", "--seed", str(seed))[1] for seed in (1, 1, 2)]
+    assert hot[0] == hot[1] != hot[2]
+
+
+def test_short_prompts_simply_run(place, monkeypatch, capsys):
+    for text in ("a", "short text", TEXT):
+        status, _, err = infer(monkeypatch, capsys, text, "--ckpt", str(place / "heads"), "--max-new-tokens", "2")
+        assert status == 0 and " 0 evictions" in err
+
+
+def test_a_model_alone_runs_policies_without_heads(place, monkeypatch, capsys):
+    for policy in ("streaming", "recency", "random", "streaming(sinks=2)", "score=recency scope=sinks(3)", "full"):
+        status, _, err = infer(
+            monkeypatch, capsys, TEXT, "--model", str(place / "backbone"), "--policy", policy, "--budget", "32",
+            "--chunk", "16", "--max-new-tokens", "2",
+        )  # fmt: skip
+        assert status == 0, err
+
+
+BAD = [
+    (b"", [], "stdin holds no text"),
+    (b" \n\t \n", [], "stdin holds no text"),
+    (b"fine until \xff here", [], "byte 11"),
+    (b"text", ["--budget", "0"], "budget=0 must be at least 1"),
+    (b"text", ["--budget", "8", "--stabilizers", "9"], "stabilizers=9 must be below budget=8"),
+    (b"text", ["--chunk", "0"], "chunk=0 must be at least 1"),
+    (b"text", ["--policy", "locrett"], "Did you mean 'locret'?"),
+    (b"text", ["--policy", "score=cis scop=sinks"], "Did you mean 'scope'?"),
+    (b"text", ["--policy", "streaming(sink=4)"], "Did you mean 'sinks'?"),
+    (b"text", ["--model", "{place}/other"], "n_layers: heads have 3, the backbone has 2"),
+    (b"text", ["--model", "{place}/nowhere"], "no such folder"),
+    (b"text", ["--ckpt", "{place}/nothing.pt"], "no such file"),
+    (b"text", ["--ckpt", "{place}/truncated.pt"], "cannot be read safely"),
+    (b"text", ["--question", " "], "the question is empty"),
+    (b"text", ["--question", "a", "--question-file", "b"], "not both"),
+    (b"text", ["--question-file", "{place}/nofile"], "No such file"),
+    (b"text", ["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+    (b"text", ["--top-p", "0"], "top_p=0.0 must be above 0"),
+    (b"text", ["--max-new-tokens", "0"], "max_new_tokens=0"),
+]
+
+
+@pytest.mark.parametrize(("text", "flags", "said"), BAD, ids=[said for _, _, said in BAD])
+def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
+    whole = place / "whole.pt"
+    if not whole.exists():
+        from locret_kit.checkpoint import save_heads
+
+        save_heads(RetainingHeads.from_pretrained(str(place / "heads")), whole)
+        (place / "truncated.pt").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    flags = [flag.replace("{place}", str(place)) for flag in flags]
+    if "--ckpt" not in flags:
+        flags = ["--ckpt", str(place / "heads"), *flags]
+    status, out, err = infer(monkeypatch, capsys, text, *flags, "--quiet")
+    assert (status, out) == (1, "")
+    assert len(err.strip().splitlines()) == 1 and err.startswith("locret-infer: ") and said in err, err
+
+
+def test_a_closed_pipe_is_an_error_without_a_traceback(place):
+    command = (
+        f"yes 'The harbour was quiet.' | head -c 2000 | {sys.executable} -m locret_kit.cli.infer --quiet "
+        f"--ckpt {place / 'heads'} --budget 32 --max-new-tokens 200 --temperature 5; echo status $? >&2"
+    )
+    # `read` closes the pipe before anything is written to it.
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; ({command}) | true"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "status 1" in done.stderr and "stdout was closed" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_import_stay_light():
+    for code in (
+        "import locret_kit",
+        "from locret_kit.cli.infer import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+    ):
+        check = code + "\nimport sys\nassert not {'torch', 'lightning', 'triton', 'transformers'} & set(sys.modules)"
+        done = subprocess.run(
+            [sys.executable, "-c", check], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_list_policies_names_every_policy(capsys):
+    from locret_kit.policies.registry import NAMED
+
+    assert main(["--list-policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(NAMED)
+    assert "sinks=4" in next(line for line in lines if line.startswith("streaming"))
