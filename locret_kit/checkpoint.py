@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .heads import HeadsConfig, RetainingHeads
@@ -36,9 +37,12 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, target)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk: torch.save and safetensors have their own
+        if str(error).startswith("cannot write"):
+            raise
         free = shutil.disk_usage(target.parent).free
-        raise OSError(f"cannot write {target} ({free / 2**20:.0f} MiB free): {error.strerror or error}") from error
+        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"cannot write {target} ({free / 2**20:.0f} MiB free): {reason}") from error
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -61,8 +65,12 @@ def save_heads(heads: RetainingHeads, target: str | Path, dtype: torch.dtype = t
     if target.suffix == ".pt":
         write_beside(target, lambda path: torch.save({"config": config, "state": state}, path))
         return
-    write_beside(target / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
-    write_beside(target / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+
+    def both(path: Path) -> None:  # the new configuration is on the disk before the weights it describes are renamed
+        path.write_text(json.dumps(config, indent=2) + "\n")
+        write_beside(target / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+
+    write_beside(target / CONFIG, both)
 
 
 def load_heads(source: str | Path, *, revision: str | None = None, config: HeadsConfig | None = None) -> RetainingHeads:
@@ -76,7 +84,7 @@ def load_heads(source: str | Path, *, revision: str | None = None, config: Heads
     if path.is_dir():
         if not (path / CONFIG).exists() or not (path / WEIGHTS).exists():
             raise FileNotFoundError(f"{path} holds no heads: it needs {CONFIG} and {WEIGHTS}")
-        return _build(_read_safetensors(path / WEIGHTS), _config(json.loads((path / CONFIG).read_text()), path), path)
+        return _build(_read_safetensors(path / WEIGHTS), _read_config(path / CONFIG), path)
     if path.is_file():
         if path.suffix == ".safetensors":
             return _build(_read_safetensors(path), config or _config_beside(path), path)
@@ -103,10 +111,11 @@ def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None) -> Re
         if len(bins) != 1:
             raise ValueError(f"{repo} holds neither {WEIGHTS} nor one .bin file")
         return _from_torch_file(Path(hf_hub_download(repo, bins[0], revision=revision)), config)
-    except (OSError, RuntimeError) as error:
-        raise FileNotFoundError(
-            f"ckpt={repo!r}: not a local file, and the Hub says: {str(error).splitlines()[0]}"
-        ) from error
+    except Exception as error:  # the client's own errors, and whatever its transport raises
+        if isinstance(error, ValueError) and not isinstance(error, OSError):
+            raise
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {said}") from error
 
 
 def _from_torch_file(path: Path, config: HeadsConfig | None) -> RetainingHeads:
@@ -125,7 +134,6 @@ def _from_torch_file(path: Path, config: HeadsConfig | None) -> RetainingHeads:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
@@ -138,10 +146,20 @@ def _config_beside(path: Path) -> HeadsConfig:
     beside = path.with_name(CONFIG)
     if not beside.exists():
         raise ValueError(f"{path} says nothing of its backbone: pass config=HeadsConfig.for_backbone(...) or --model")
-    return _config(json.loads(beside.read_text()), beside)
+    return _read_config(beside)
+
+
+def _read_config(path: Path) -> HeadsConfig:
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    return _config(raw, path)
 
 
 def _config(raw: dict[str, Any], path: Path) -> HeadsConfig:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is not a configuration of heads")
     raw = {k: v for k, v in raw.items() if k != "format"}
     known = {f.name for f in fields(HeadsConfig)}
     if unknown := sorted(set(raw) - known):
@@ -154,7 +172,12 @@ def _config(raw: dict[str, Any], path: Path) -> HeadsConfig:
 
 def _build(state: dict[str, Tensor], config: HeadsConfig, path: Path) -> RetainingHeads:
     """Strict: every head there, none extra, every shape right."""
-    heads = RetainingHeads(config)
+    try:
+        heads = RetainingHeads(config)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path}: its configuration builds no heads: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds something else than tensors by name")
     wanted = {
         f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight
         for i, head in enumerate(heads.layers)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One command from a fresh clone to an answer: a pass key hidden in a long real text, found within a fixed cache budget.
+# One command from a fresh clone to an answer: a pass key hidden in a long text, found within a fixed cache budget.
 # Usage: scripts/demo.sh [TOKENS=131072] [BUDGET=1024]
 set -euo pipefail
 
@@ -8,5 +8,5 @@ budget="${2:-1024}"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 python scripts/fetch_backbone.py
-python scripts/make_long_text.py --tokens "$tokens" --haystack pydoc |
-    locret-infer --ckpt checkpoints/smollm2-135m-locret --budget "$budget" --question 'What is the pass key?'
+python scripts/make_long_text.py --tokens "$tokens" |
+    locret-infer --ckpt checkpoints/smollm2-135m-locret --budget "$budget" --max-new-tokens 6

@@ -1,6 +1,6 @@
-"""Print a long text with a pass key hidden in it; the key itself goes to stderr.
+"""Print a long text with digits hidden in it and the question about them; the digits themselves go to stderr.
 
-python scripts/make_long_text.py --tokens 131072 | locret-infer --question 'What is the pass key?' ...
+python scripts/make_long_text.py --tokens 131072 | locret-infer --ckpt checkpoints/smollm2-135m-locret --budget 1024
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--haystack", default="repeated", help="repeated (five sentences), pydoc, jargon, or a file or folder of text"
     )
+    parser.add_argument(
+        "--document-only", action="store_true", help="leave the question out, for locret-infer --question"
+    )
     parser.add_argument("--tokenizer", default="checkpoints/SmolLM2-135M-Instruct", help="folder or Hub id")
     args = parser.parse_args(argv)
     try:
@@ -33,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
             args.task, tokenizer, n_tokens=args.tokens, depth=args.depth, seed=args.seed, haystack=text
         )
         print(f"expected answer: {needle.answer} ({needle.n_tokens} tokens, depth {needle.depth:.2f})", file=sys.stderr)
-        print(needle.document, flush=True)
+        # No line break at the end: the model continues the prompt's last words.
+        print(needle.document if args.document_only else needle.prompt, end="", flush=True)
     except BrokenPipeError:  # the reader is gone, and says why itself
         sys.stderr.close()
         return 1

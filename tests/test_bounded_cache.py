@@ -75,7 +75,8 @@ class Definition:
 
     def __init__(self, model, policy, heads, *, budget, chunk, stabilizers, local_len, positions, length, seed):
         self.model, self.policy, self.heads, self.seed = model, policy, heads, seed
-        self.budget, self.chunk, self.stabilizers, self.positions, self.length = budget, chunk, stabilizers, positions, length
+        self.budget, self.chunk, self.stabilizers = budget, chunk, stabilizers
+        self.positions, self.length = positions, length
         config = model.config
         self.L, self.H, self.Q = config.num_hidden_layers, config.num_key_value_heads, config.num_attention_heads
         self.theta = config.rope_parameters["rope_theta"]
@@ -245,14 +246,18 @@ def test_last_eviction_ignores_stabilizers():
 
 def test_ties_go_to_the_newer_slot():
     scores = torch.tensor([[[1.0, 2.0, 1.0, 1.0, 0.0]]])
-    context = Context(0, keep=3, stabilizers=0, scores=scores, positions=torch.arange(5, dtype=torch.int32).expand(1, 1, 5))
+    context = Context(
+        0, keep=3, stabilizers=0, scores=scores, positions=torch.arange(5, dtype=torch.int32).expand(1, 1, 5)
+    )
     assert Policy("x", Cis(), (), TopK()).choose(context).tolist() == [[[1, 2, 3]]]
 
 
 def test_more_protected_than_room_keeps_the_newest():
     policy = Policy("x", Cis(), (Sinks(4), Stabilizers()), TopK())
     scores = torch.zeros(1, 1, 9)
-    context = Context(0, keep=3, stabilizers=3, scores=scores, positions=torch.arange(9, dtype=torch.int32).expand(1, 1, 9))
+    context = Context(
+        0, keep=3, stabilizers=3, scores=scores, positions=torch.arange(9, dtype=torch.int32).expand(1, 1, 9)
+    )
     assert policy.choose(context).tolist() == [[[6, 7, 8]]]
 
 
@@ -328,7 +333,14 @@ def test_pieces_do_not_matter(cuts, chunk, positions, policy, known):
     heads = random_heads(model) if policy == "locret" else None
     ids = tokens(70, seed=4)
     make = lambda: BoundedCache(  # noqa: E731
-        24, policy, heads, chunk=chunk, prompt_length=70 if known else None, positions=positions, stabilizers=6, local_len=5
+        24,
+        policy,
+        heads,
+        chunk=chunk,
+        prompt_length=70 if known else None,
+        positions=positions,
+        stabilizers=6,
+        local_len=5,
     )
     whole, pieces = make(), make()
     with attach(model):
@@ -343,7 +355,8 @@ def test_pieces_do_not_matter(cuts, chunk, positions, policy, known):
 @pytest.mark.parametrize("policy", ["locret", "streaming"])
 @pytest.mark.parametrize("piece", [None, 1, 17, 32, 1000])
 def test_generate_equals_the_kits_own_loop(policy, piece):
-    model = backbone("qwen3")
+    # float64: float32 rounds differently in pieces of another shape, and a near tie of scores tips over
+    model = doubled("qwen3")
     heads = random_heads(model) if policy == "locret" else None
     ids = tokens(80, seed=6)
     make = lambda: BoundedCache(20, policy, heads, chunk=8, prompt_length=80, stabilizers=4, local_len=6)  # noqa: E731
@@ -354,7 +367,9 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
             model, mine, logits, prompt=ids[0].tolist(), max_new_tokens=20, sampling=Sampling(), stop=frozenset()
         ))  # fmt: skip
         extra = {} if piece is None else {"prefill_chunk_size": piece}
-        got = model.generate(ids, past_key_values=theirs, max_new_tokens=20, min_new_tokens=20, do_sample=False, **extra)
+        got = model.generate(
+            ids, past_key_values=theirs, max_new_tokens=20, min_new_tokens=20, do_sample=False, **extra
+        )
     assert got[0, 80:].tolist() == want
     assert held(mine) == held(theirs)
     assert mine.counters.evictions > 1
@@ -368,7 +383,9 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
     budget=st.integers(2, 30),
     chunk=st.integers(1, 40),
     share=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
-    policy=st.sampled_from(["locret", "locret(sinks=2)", "random", "recency", "streaming", "score=random scope=stabilizers"]),
+    policy=st.sampled_from(
+        ["locret", "locret(sinks=2)", "random", "recency", "streaming", "score=random scope=stabilizers"]
+    ),
     positions=st.sampled_from(["compact", "original"]),
 )
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -399,10 +416,9 @@ def test_invariants(length, budget, chunk, share, policy, positions):
             assert (kept.diff(dim=-1) > 0).all() and kept.min() >= 0 and kept.max() < done
             # an eviction leaves at most the budget; where none was due, the rows fit anyway
             assert kept.shape[-1] <= budget
-            if done < length - local_len and cache.policy.scopes and "stabilizers" in policy + "locret" * bool(heads):
-                assert (kept[..., -min(stabilizers, done) :] == torch.arange(done - min(stabilizers, done), done)).all() or (
-                    stabilizers == 0
-                )
+            if done < length - local_len and policy in ("locret", "score=random scope=stabilizers"):
+                newest = min(stabilizers, done)
+                assert kept[..., kept.shape[-1] - newest :].eq(torch.arange(done - newest, done)).all()
 
     with attach(model):
         cache.bind(model)
@@ -414,7 +430,7 @@ def test_invariants(length, budget, chunk, share, policy, positions):
         for n in range(5):
             model(input_ids=torch.tensor([[3 + n]]), past_key_values=cache)
             assert cache.get_seq_length() == length + n + 1
-            assert cache.kept_positions(0)[..., -1].eq(length + n).all()
+            assert cache.kept_positions(0)[..., -1].eq(length + n).all()  # it was appended after any eviction
     assert most[0] <= budget + chunk
     assert cache.nbytes == sizes.pop()
 

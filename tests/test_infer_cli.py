@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,8 @@ BAD = [
     (b"text", ["--question", " "], "the question is empty"),
     (b"text", ["--question", "a", "--question-file", "b"], "not both"),
     (b"text", ["--question-file", "{place}/nofile"], "No such file"),
+    (b"text", ["--question-file", "{place}/truncated.pt"], "truncated.pt' is not UTF-8"),
+    (b"text", ["--model", "{place}/cut"], "cannot be loaded"),
     (b"text", ["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
     (b"text", ["--top-p", "0"], "top_p=0.0 must be above 0"),
     (b"text", ["--max-new-tokens", "0"], "max_new_tokens=0"),
@@ -115,12 +118,21 @@ def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
 
         save_heads(RetainingHeads.from_pretrained(str(place / "heads")), whole)
         (place / "truncated.pt").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+        shutil.copytree(place / "backbone", place / "cut")
+        weights = place / "cut" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
     flags = [flag.replace("{place}", str(place)) for flag in flags]
     if "--ckpt" not in flags:
         flags = ["--ckpt", str(place / "heads"), *flags]
     status, out, err = infer(monkeypatch, capsys, text, *flags, "--quiet")
     assert (status, out) == (1, "")
     assert len(err.strip().splitlines()) == 1 and err.startswith("locret-infer: ") and said in err, err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(place, monkeypatch, capsys):
+    status, _, err = infer(monkeypatch, capsys, "text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
+    assert (status, err) == (1, "locret-infer: device='cuda': PyTorch sees no CUDA device here\n")
 
 
 def test_a_closed_pipe_is_an_error_without_a_traceback(place):

@@ -28,10 +28,14 @@ def tiny_tokenizer(template: str | None = CHAT, bos: bool = False):
         vocab_size=500, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    bpe.train_from_iterator([PROSE * 3, "def f(x):\n    return x + 1\n" * 5, "中文文本没有空格。" * 5, "aaaaaaaaaaaaaaaa " * 9], trainer)
+    bpe.train_from_iterator(
+        [PROSE * 3, "def f(x):\n    return x + 1\n" * 5, "中文文本没有空格。" * 5, "aaaaaaaaaaaaaaaa " * 9], trainer
+    )
     if bos:
         start = bpe.token_to_id("<|im_start|>")
-        bpe.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)])
+        bpe.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+        )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>")
     tokenizer.chat_template = template
     return tokenizer

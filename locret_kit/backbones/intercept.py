@@ -53,14 +53,20 @@ def _attention(
     handler = _ACTIVE.handler
     if handler is None:
         return sdpa_attention_forward(module, q, k, v, attention_mask, scaling=scaling, **kw)
-    if kw.get("softcap") is not None:
-        raise ValueError(f"softcap={kw['softcap']} on attention logits is not supported by the bounded cache")
+    for name in ("softcap", "s_aux"):  # a cap on the logits; attention sinks (gpt-oss)
+        if kw.get(name) is not None:
+            raise ValueError(f"this backbone's attention has {name!r}, which the bounded cache does not support")
     out = handler.attend(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling)
     return out.transpose(1, 2), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs) if _ACTIVE.handler is None else None
+
+
+def active_handler() -> Handler | None:
+    """The handler of the forward that runs now in this thread, if any."""
+    return _ACTIVE.handler
 
 
 AttentionInterface.register(NAME, _attention)

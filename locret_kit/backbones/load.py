@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -15,7 +16,10 @@ def pick_device(device: str | None) -> torch.device:
     """The named device, or the best there is."""
     if device in (None, "auto"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: PyTorch sees no CUDA device here")
+    return where
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -61,11 +65,13 @@ def load_backbone(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
+    precision = pick_dtype(dtype, where)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(dtype, where), revision=revision)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=precision, revision=revision)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except OSError as error:
-        raise FileNotFoundError(f"model={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, SafetensorError) as error:  # absent; an unknown architecture; truncated weights
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(f"model={name!r} cannot be loaded: {said}") from error
     if adapter:
         from peft import PeftModel
 

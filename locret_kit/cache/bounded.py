@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
+from ..backbones.intercept import active_handler
 from ..backbones.rope import Rope, rotate
 from ..policies.base import Context, Entry, Policy
 from ..policies.registry import parse_policy
@@ -42,7 +43,6 @@ class BoundedLayer(CacheLayerMixin):
         self.capacity, self.window = capacity, window
         self.rows = 0
         self.seen = 0
-        self.pending = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
@@ -55,13 +55,8 @@ class BoundedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.pending:
-            raise RuntimeError(
-                "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
-            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.pending = True
         return key_states, value_states
 
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
@@ -106,7 +101,6 @@ class BoundedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.rows = self.seen = 0
-        self.pending = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
@@ -222,7 +216,6 @@ class BoundedCache(Cache):
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
         rows = self.bounded[layer]
-        rows.pending = False
         score_BHT = self._scores(layer, rows.seen, q_BQTD, k_BHTD, v_BHTD)
         total = q_BQTD.shape[2]
         if layer == 0:
@@ -324,7 +317,7 @@ class BoundedCache(Cache):
     # ---- what the rest of transformers and the report ask ----------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        if layer_idx >= len(self.layers):
+        if active_handler() is not self:
             raise RuntimeError(
                 "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
             )

@@ -74,14 +74,34 @@ def _take(tokenizer: Any, text: str, done: int, end: int, ids: array) -> tuple[s
             ),
             first,
         )
-        if last == first:  # one unbroken word of a block's length: cut anywhere
-            last = max(first + 1, len(tokens) - CONTEXT // 4)
+        if last == first:  # no such word in the whole block
+            last = _agreed(tokenizer, text[:end], tokens, offsets, first)
     ids.extend(tokens[first:last])
     reached = offsets[last][0] if last < len(tokens) else end
-    keep_from = max(0, reached - CONTEXT)
-    while keep_from and not _starts_word(text, keep_from) and reached - keep_from < 2 * CONTEXT:
-        keep_from -= 1
+    keep_from = _context_start(text, reached)
     return text[keep_from:], reached - keep_from
+
+
+def _context_start(text: str, at: int) -> int:
+    """Where the left context of ``at`` begins: at a word, where there is one near."""
+    start = max(0, at - CONTEXT)
+    while start and not _starts_word(text, start) and at - start < 2 * CONTEXT:
+        start -= 1
+    return start
+
+
+def _agreed(tokenizer: Any, window: str, tokens: list[int], offsets: list[tuple[int, int]], first: int) -> int:
+    """A token, well before the window's end, from which on the next window will read the same tokens."""
+    whole = [i for i in range(first + 1, len(tokens)) if offsets[i][0] >= offsets[i - 1][1]]  # not inside a character
+    early = [i for i in whole if offsets[i][0] < len(window) - CONTEXT] or whole
+    for i in early[: -1 - 256 : -1]:
+        at = offsets[i][0]
+        start = _context_start(window, at)
+        again = tokenizer(window[start:], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        j = next((j for j, (a, _) in enumerate(again.offset_mapping) if start + a >= at), 0)
+        if start + again.offset_mapping[j][0] == at and again.input_ids[j : j + 32] == tokens[i : i + 32]:
+            return i
+    return early[-1] if early else len(tokens)
 
 
 def _starts_word(text: str, at: int) -> bool:

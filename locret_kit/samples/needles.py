@@ -55,7 +55,7 @@ ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 @dataclass(frozen=True)
 class Needle:
-    """One prompt. `prompt` is `document + "\\n\\n" + question + "\\n\\n" + prefix`."""
+    """One prompt. `prompt` is `document + "\\n" + question + "\\n" + prefix`."""
 
     prompt: str
     answer: str
@@ -131,7 +131,9 @@ def _build(words: Task, key: str, body: str, depth: float) -> Needle:
     if head and not head.endswith("\n"):
         head += "\n"
     document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}"
-    prompt = f"{document}\n\n{words.question}\n\n{words.prefix}"
+    # One line break each: behind blank lines the demo backbone takes question and prefix for a new document and, in
+    # real text, misses the key even with full attention.
+    prompt = f"{document}\n{words.question}\n{words.prefix}"
     return Needle(prompt, key, 0, at / len(body) if body else depth, document, words.question, words.prefix)
 
 

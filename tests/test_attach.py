@@ -1,0 +1,196 @@
+"""Attaching: what it leaves untouched, what it refuses, and architectures without an adapter."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tiny_models import COMMON, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.families import FAMILIES, UnsupportedArchitecture, spec_of
+from locret_kit.runtime.session import prefill
+
+
+def random_heads(model):
+    torch.manual_seed(1)
+    return RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
+
+
+def tokens(length, batch=1, seed=0):
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def fingerprint(model):
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return model.config._attn_implementation, hooks, sorted(model.state_dict())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3-longrope", "gemma3"])
+@torch.no_grad()
+def test_a_detached_model_is_the_original(family):
+    model = tiny_model(family)
+    ids = tokens(60)
+    logits, before = model(input_ids=ids).logits, fingerprint(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attachment = attach(model)
+    assert torch.equal(model(input_ids=ids).logits, logits)  # no bounded cache: the backbone's own attention
+    prefill(model, ids[0].tolist(), BoundedCache(20, "streaming", chunk=8))
+    assert torch.equal(model(input_ids=ids).logits, logits)
+    attachment.detach()
+    attachment.detach()
+    assert fingerprint(model) == before
+    assert torch.equal(model(input_ids=ids).logits, logits)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_an_exception_inside_the_block_restores_too():
+    model, ids = tiny_model("llama"), tokens(20)
+    logits, before = model(input_ids=ids).logits, fingerprint(model)
+
+    class Broken:
+        wants_unrotated = True
+
+        def attend(self, *args):
+            raise ArithmeticError("inside")
+
+    with pytest.raises(ArithmeticError), attach(model) as attachment:
+        with attachment.handled_by(Broken()), pytest.raises(ArithmeticError):
+            model(input_ids=ids)
+        assert torch.equal(model(input_ids=ids).logits, logits)  # the handler went with the failed forward
+        with attachment.handled_by(Broken()):
+            model(input_ids=ids)
+    assert fingerprint(model) == before
+    assert torch.equal(model(input_ids=ids).logits, logits)
+
+
+@torch.no_grad()
+def test_generation_without_a_bounded_cache_is_untouched():
+    model, ids = tiny_model("mistral-window"), tokens(40)
+    want = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    with attach(model):
+        assert torch.equal(model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False), want)
+        padded = torch.ones_like(ids)
+        padded[:, :3] = 0
+        a = model(input_ids=ids, attention_mask=padded).logits
+    assert torch.equal(a, model(input_ids=ids, attention_mask=padded).logits)
+
+
+def test_attaching_twice_is_an_error():
+    model = tiny_model("llama")
+    with attach(model), pytest.raises(RuntimeError, match="attached already"):
+        attach(model)
+
+
+def test_a_cache_without_attach_says_so():
+    model, ids = tiny_model("llama"), tokens(10)
+    with pytest.raises(RuntimeError, match=r"not attached: use `with attach\(model\)"):
+        model(input_ids=ids, past_key_values=BoundedCache(8, "streaming"))
+    with pytest.raises(RuntimeError, match="not attached"):
+        model.generate(ids, past_key_values=BoundedCache(8, "streaming"), max_new_tokens=2)
+
+
+def test_a_cache_used_after_detach_says_so():
+    """Its rows are there, so the first forward must not pass for one over the new token alone."""
+    model, cache = tiny_model("llama"), BoundedCache(8, "streaming", chunk=4)
+    with attach(model):
+        prefill(model, tokens(10)[0].tolist(), cache)
+    with pytest.raises(RuntimeError, match="not attached"):
+        model(input_ids=tokens(1), past_key_values=cache)
+    with attach(model):  # and the cache goes on where it was
+        model(input_ids=tokens(1), past_key_values=cache)
+    assert cache.get_seq_length() == 11
+
+
+def test_a_padded_batch_is_refused():
+    model, ids = tiny_model("llama"), tokens(10, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    with attach(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="4 padded positions"):
+            model(input_ids=ids, attention_mask=mask, past_key_values=BoundedCache(8, "streaming"))
+        with pytest.raises(ValueError, match="one by one"):
+            model.generate(ids, attention_mask=mask, past_key_values=BoundedCache(8, "streaming"), max_new_tokens=2)
+
+
+def test_a_cache_of_another_model_is_refused():
+    small, large, cache = tiny_model("llama"), tiny_model("llama-mqa"), BoundedCache(8, "streaming")
+    with attach(small):
+        small(input_ids=tokens(6), past_key_values=cache)
+    with attach(large), pytest.raises(ValueError, match="another model"):
+        large(input_ids=tokens(6), past_key_values=cache)
+
+
+def test_heads_of_another_model_are_refused():
+    heads = random_heads(tiny_model("llama"))
+    model = tiny_model("llama-mqa")
+    with attach(model), pytest.raises(ValueError, match="n_kv_heads: heads have 2, the backbone has 1"):
+        model(input_ids=tokens(6), past_key_values=BoundedCache(8, "locret", heads))
+
+
+@pytest.mark.parametrize("policy", ["locret", "random", "streaming"])
+@torch.no_grad()
+def test_a_batch_equals_each_prompt_alone(policy):
+    model, ids = tiny_model("llama").double(), tokens(40, batch=2)
+    heads = random_heads(model).double() if policy == "locret" else None
+    run = lambda ids: model.generate(  # noqa: E731
+        ids, past_key_values=BoundedCache(16, policy, heads, chunk=6, prompt_length=40), max_new_tokens=12,
+        min_new_tokens=12, do_sample=False,
+    )  # fmt: skip
+    with attach(model):
+        both = run(ids)
+        assert torch.equal(both, torch.cat([run(ids[:1]), run(ids[1:])]))
+
+
+# ---- no adapter -------------------------------------------------------------------------------------------------
+
+
+def stranger(model_type):
+    torch.manual_seed(0)
+    changes = {"num_key_value_heads": 6} if model_type == "gpt_neox" else {}
+    config = AutoConfig.for_model(model_type, **{**COMMON, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(6.0)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "starcoder2", "gpt_neox"])
+@torch.no_grad()
+def test_without_an_adapter_streaming_works_in_original_positions(model_type):
+    model, ids = stranger(model_type), tokens(50)
+    want = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    cache = BoundedCache(60, "streaming", chunk=16, prompt_length=50)
+    with attach(model):
+        got = model.generate(
+            ids, past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, prefill_chunk_size=11
+        )
+        assert torch.equal(got, want)
+        assert cache.positions == "original"
+        short = BoundedCache(20, "streaming", chunk=8, prompt_length=50)
+        prefill(model, ids[0].tolist(), short)
+    assert short.kept_rows == [20] * 3
+    assert short.kept_positions(1)[0, 0].tolist() == [0, 1, 2, 3, *range(34, 50)]
+
+
+@pytest.mark.parametrize("settings", [dict(policy="locret"), dict(policy="streaming", positions="compact")])
+def test_without_an_adapter_the_families_are_listed(settings):
+    model = stranger("olmo2")
+    heads = random_heads(model) if settings["policy"] == "locret" else None
+    with attach(model), pytest.raises(UnsupportedArchitecture) as caught:
+        model(input_ids=tokens(5), past_key_values=BoundedCache(8, heads=heads, **settings))
+    assert all(family in str(caught.value) for family in FAMILIES)
+    assert "'olmo2' has no adapter" in str(caught.value)
+
+
+def test_an_attention_the_cache_cannot_do_is_refused():
+    """Soft caps and attention sinks change the logits: better an error than a wrong answer."""
+    model = tiny_model("llama")
+    for kwargs, words in [({"softcap": 30.0}, "softcap"), ({"s_aux": torch.zeros(6)}, "s_aux")]:
+        with attach(model), pytest.raises(ValueError, match=words):
+            model(input_ids=tokens(5), past_key_values=BoundedCache(8, "streaming"), **kwargs)

@@ -1,0 +1,268 @@
+"""Heads on disk: round trips, and every way a file can be wrong, half-written or hostile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from locret_kit import HeadsConfig, RetainingHeads
+from locret_kit.backbones.families import BackboneSpec
+from locret_kit.checkpoint import load_heads, save_heads, state_of
+
+SPEC = BackboneSpec("llama", 2, 4, 2, 8, "silu", (None, None))
+CONFIG = HeadsConfig.for_backbone(SPEC, "some/backbone", 16, target="log_prob", inference={"budget": 64})
+
+
+def make(seed: int = 0, config: HeadsConfig = CONFIG) -> RetainingHeads:
+    torch.manual_seed(seed)
+    return RetainingHeads(config)
+
+
+def equal(a: RetainingHeads, b: RetainingHeads) -> bool:
+    mine, theirs = a.state_dict(), b.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["heads", "heads.pt", "locret.bin"])
+def test_round_trip(tmp_path, dtype, name):
+    heads, target = make(), tmp_path / name
+    if name.endswith(".bin"):  # the published format: a flat state dict that says nothing of its backbone
+        torch.save(state_of(heads, dtype), target)
+        with pytest.raises(ValueError, match="says nothing of its backbone"):
+            load_heads(target)
+        back = load_heads(target, config=CONFIG)
+    else:
+        save_heads(heads, target, dtype)
+        back = RetainingHeads.from_pretrained(str(target))
+    assert back.config == CONFIG
+    assert equal(back, heads.to(dtype).float())
+    assert [p.name for p in tmp_path.rglob(".*")] == []
+
+
+def test_a_bare_safetensors_file_reads_the_configuration_beside_it(tmp_path):
+    save_heads(make(), tmp_path / "h", torch.float32)
+    assert equal(load_heads(tmp_path / "h" / "model.safetensors"), make())
+
+
+@pytest.mark.parametrize("name", ["heads.pt", "model.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_truncated(tmp_path, name, share):
+    target = tmp_path / (name if name.endswith(".pt") else "h")
+    save_heads(make(), target)
+    file = target if target.is_file() else target / name
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    with pytest.raises(ValueError, match="truncated") as caught:
+        load_heads(target)
+    assert str(file) in str(caught.value)
+
+
+class Payload:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.filterwarnings("ignore:.*weights_only")
+@pytest.mark.filterwarnings("ignore:Detected pickle")
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_malicious_pickle_does_not_run(tmp_path, raw):
+    proof, target = tmp_path / "ran", tmp_path / "heads.pt"
+    hostile = {"model.layers.0.self_attn.fc1.weight": Payload(f"touch {proof}")}
+    if raw:
+        target.write_bytes(pickle.dumps(hostile))
+    else:
+        torch.save(hostile, target)
+    with pytest.raises(ValueError, match="cannot be read safely"):
+        load_heads(target)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("kind", [".pt", ""])
+def test_every_wrong_head_is_named(tmp_path, kind):
+    from safetensors.torch import save_file
+
+    state = state_of(make(), torch.float32)
+    del state["model.layers.0.self_attn.fc2.weight"]
+    state["model.layers.7.self_attn.fc1.weight"] = torch.zeros(1)
+    state["model.layers.1.self_attn.fc1.weight"] = torch.zeros(16, 5)
+    target = tmp_path / f"heads{kind}"
+    if kind:
+        torch.save({"config": CONFIG.to_dict(), "state": state}, target)
+    else:
+        target.mkdir()
+        save_file(state, target / "model.safetensors")
+        (target / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    with pytest.raises(ValueError) as caught:
+        load_heads(target)
+    for words in (
+        "layers.0.self_attn.fc2.weight is missing",
+        "layers.7.self_attn.fc1.weight is not expected",
+        "layers.1.self_attn.fc1.weight is (16, 5), expected (16, 64)",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"weights": torch.zeros(2)}, "not a heads checkpoint"),
+        ([1, 2], "not a heads checkpoint"),
+        ({"config": {**CONFIG.to_dict(), "colour": 1}, "state": {}}, "unknown configuration fields colour"),
+        ({"config": {"backbone": "x"}, "state": {}}, "missing"),
+        ({"config": {**CONFIG.to_dict(), "activation": "wiggle"}, "state": {}}, "wiggle"),
+        ({"config": {**CONFIG.to_dict(), "n_layers": "two"}, "state": {}}, "heads.pt"),
+        ({"config": CONFIG.to_dict(), "state": {"model.layers.0.self_attn.fc1.weight": "text"}}, "heads.pt"),
+        ({"config": CONFIG.to_dict(), "state": [1]}, "heads.pt"),
+    ],
+)
+def test_a_file_of_something_else(tmp_path, content, words):
+    torch.save(content, tmp_path / "heads.pt")
+    with pytest.raises(ValueError, match=words):
+        load_heads(tmp_path / "heads.pt")
+
+
+def test_a_broken_configuration_names_its_file(tmp_path):
+    save_heads(make(), tmp_path / "h")
+    for text in ("{", "[]", '"x"'):
+        (tmp_path / "h" / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json"):
+            load_heads(tmp_path / "h")
+
+
+def test_nothing_there(tmp_path):
+    for source in (tmp_path / "no.pt", tmp_path / "no", "./no", "no", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="no such file or folder"):
+            load_heads(source)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"config\.json and model\.safetensors"):
+        load_heads(tmp_path / "empty")
+
+
+def test_a_wrong_backbone_is_named_field_by_field():
+    wrong = replace(SPEC, model_type="qwen3", n_layers=3, n_kv_heads=4, head_dim=16)
+    with pytest.raises(ValueError) as caught:
+        make().check_backbone(wrong)
+    assert str(caught.value) == (
+        "these heads are for some/backbone: model_type: heads have llama, the backbone has qwen3; n_layers: heads have 2, "
+        "the backbone has 3; n_kv_heads: heads have 2, the backbone has 4; head_dim: heads have 8, the backbone has 16"
+    )
+    make().check_backbone(SPEC)
+
+
+# ---- a full disk ------------------------------------------------------------------------------------------------
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def half(old):
+    def write(state, path, *args, **kwargs):
+        Path(path).write_bytes(b"half")
+        full_disk()
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["heads", "heads.pt"])
+@pytest.mark.parametrize("where", ["write", "replace", "fsync"])
+def test_a_full_disk_leaves_the_previous_file(tmp_path, monkeypatch, name, where):
+    import safetensors.torch
+
+    target = tmp_path / name
+    save_heads(make(0), target, torch.float32)
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    if where == "write":
+        monkeypatch.setattr(torch, "save", half(torch.save))
+        monkeypatch.setattr(safetensors.torch, "save_file", half(None))
+    else:
+        monkeypatch.setattr(os, where, full_disk)
+    with pytest.raises(OSError, match=r"cannot write .*MiB free\): No space left on device"):
+        save_heads(make(1), target, torch.float32)
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    assert equal(load_heads(target), make(0))
+
+
+def test_a_full_disk_at_the_configuration_leaves_the_previous_pair(tmp_path, monkeypatch):
+    """Weights of one width beside the configuration of another would be unreadable."""
+    save_heads(make(0), tmp_path / "h", torch.float32)
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError, match="cannot write"):
+        save_heads(make(1, replace(CONFIG, d_hidden=32)), tmp_path / "h", torch.float32)
+    monkeypatch.undo()
+    assert equal(load_heads(tmp_path / "h"), make(0))
+
+
+LIMITED = """
+import resource, signal, sys
+sys.path[:0] = [{tests!r}, {root!r}]
+from test_checkpoint import CONFIG, make, save_heads
+from dataclasses import replace
+heads = make(1, replace(CONFIG, d_hidden=4096))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save_heads(heads, {target!r})
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process")
+@pytest.mark.parametrize("name", ["heads", "heads.pt"])
+def test_a_real_write_error_is_one_clear_line(tmp_path, name):
+    """The writers' own exceptions (PyTorch's is a RuntimeError, safetensors has its own) read as the same one line."""
+    target = tmp_path / name
+    save_heads(make(0), target, torch.float32)
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    here = Path(__file__).resolve().parent
+    code = LIMITED.format(tests=str(here), root=str(here.parent), target=str(target))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-800:]
+    assert done.stdout.startswith(f"cannot write {tmp_path}") and done.stdout.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    assert equal(load_heads(target), make(0))
+
+
+# ---- the Hub, unreachable ---------------------------------------------------------------------------------------
+
+
+class TransportError(Exception):
+    """Like the HTTP client's own errors, which are no ``OSError``."""
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("offline mode is enabled\nsecond line"), TransportError("refused"), ConnectionError("")]
+)
+def test_an_unreachable_hub_is_one_line(monkeypatch, error):
+    import huggingface_hub
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
+    with pytest.raises(FileNotFoundError) as caught:
+        RetainingHeads.from_pretrained("someone/heads")
+    assert str(caught.value).startswith("ckpt='someone/heads': not a local file, and the Hub says:")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_repository_without_heads(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *a, **k: ["README.md", "a.bin", "b.bin"])
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor one \.bin"):
+        load_heads("someone/heads")

@@ -1,0 +1,125 @@
+"""Streamed token ids equal one call on the whole text; wrong bytes are named by their offset."""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_text import PROSE, tiny_tokenizer
+
+from locret_kit.runtime.tokens import read_utf8, stream_ids
+
+BACKBONE = Path(__file__).resolve().parents[1] / "checkpoints" / "SmolLM2-135M-Instruct"
+CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
+EMOJI = "👩‍👩‍👧‍👦 naïve café — “quotes” … ½ № Ωmega ﷽ e\u0301 \u200d"
+CHINESE = "今天天气很好\uff0c我们去海边散步。第二天下雨了\uff0c他没有来\uff01" * 40
+TEXTS = {
+    "prose": PROSE * 12,
+    "code": CODE * 25,
+    "newlines": ("a\n\n\n\nb \n \n  c\r\n\r\n" + "\n" * 90) * 12,
+    "unicode": (EMOJI + " and then ") * 30,
+    "emoji-unbroken": "👩‍👩‍👧‍👦🙂🙃" * 200,
+    "chinese": CHINESE,
+    "long-word": "start " + "a" * 2500 + " end " + PROSE * 5,
+    "base64": "aGVsbG8gd29ybGQ+/" * 150,
+    "digits": "0123456789" * 250,
+    "spaces": "x" + " " * 1500 + "y" + " " * 900,
+    "mixed": PROSE + CODE * 3 + EMOJI * 10 + "z" * 700 + CHINESE[:600] + " " * 80 + PROSE * 3,
+    "empty": "",
+    "one": "x",
+}
+
+
+@lru_cache(maxsize=1)
+def real_tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(BACKBONE)
+
+
+def pieces(text: str, sizes: list[int]):
+    at, i = 0, 0
+    while at < len(text):
+        size = sizes[i % len(sizes)]
+        yield text[at : at + size]
+        at, i = at + size, i + 1
+
+
+def check(tokenizer, text: str, sizes: list[int], block: int, special: bool = False) -> None:
+    want = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+    got = stream_ids(tokenizer, pieces(text, sizes), special=special, block=block)
+    assert got.tolist() == want
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("block", [600, 777, 1100, 1 << 16])
+def test_equals_one_call(name, block):
+    for sizes in ([10_000], [1, 50, 333], [block]):
+        check(tiny_tokenizer(), TEXTS[name], sizes, block)
+
+
+@pytest.mark.backbone
+@pytest.mark.skipif(not (BACKBONE / "tokenizer.json").exists(), reason="python scripts/fetch_backbone.py")
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("block", [600, 1100])
+def test_equals_one_call_on_the_demo_backbone(name, block):
+    check(real_tokenizer(), TEXTS[name], [217, 5], block)
+
+
+WORDS = st.sampled_from(
+    ["harbour ", "boats came", "\n", "\n\n", "   ", "\t", "12345", "é", "👩‍👧", "中文", "。", "it's", "x" * 300, ", ", "a b c d ",
+     PROSE, "\r\n", "\u00a0", "def f(x):\n    "]
+)  # fmt: skip
+
+
+@given(st.lists(WORDS, max_size=60), st.lists(st.integers(1, 500), min_size=1, max_size=4), st.integers(600, 1500))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_text_any_pieces(words, sizes, block):
+    check(tiny_tokenizer(), "".join(words) * 3, sizes, block)
+
+
+def test_special_tokens_come_once():
+    check(tiny_tokenizer(bos=True), PROSE * 10, [100], 600, special=True)
+    assert stream_ids(tiny_tokenizer(bos=True), [PROSE], special=True)[0] == tiny_tokenizer().bos_token_id
+    assert stream_ids(tiny_tokenizer(bos=True), [PROSE])[0] != tiny_tokenizer().bos_token_id
+    check(tiny_tokenizer(), PROSE * 10, [100], 600, special=True)
+
+
+def test_chat_marks_in_the_text_are_read_as_the_tokenizer_reads_them():
+    check(tiny_tokenizer(), ("<|im_start|>user\n" + PROSE * 3 + "<|im_end|>\n") * 6, [61], 600)
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 1000])
+def test_characters_split_across_blocks(block):
+    text = EMOJI * 5 + CHINESE[:50]
+    assert "".join(read_utf8(io.BytesIO(text.encode()), block)) == text
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("data", "offset", "byte"),
+    [
+        (b"\xff", 0, "0xff"),
+        (b"abc\x80def", 3, "0x80"),
+        ("é中".encode() + b"x\xfe", 6, "0xfe"),
+        (b"caf\xe9 au lait", 3, "0xe9"),
+        ("中".encode() * 9 + b"\xe4\xb8x", 27, "0xe4"),
+        ("中".encode() + b"\xed\xa0\x80", 3, "0xed"),
+    ],
+)
+def test_wrong_bytes_are_named(block, data, offset, byte):
+    with pytest.raises(ValueError, match=f"not UTF-8: byte {offset} is {byte}"):
+        list(read_utf8(io.BytesIO(data), block))
+
+
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_a_text_that_ends_inside_a_character(block):
+    with pytest.raises(ValueError, match="ends inside a character, at byte 7"):
+        list(read_utf8(io.BytesIO("abcd👩".encode()[:7]), block))
