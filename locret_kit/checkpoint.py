@@ -73,9 +73,17 @@ def save_heads(heads: RetainingHeads, target: str | Path, dtype: torch.dtype = t
     write_beside(target / CONFIG, both)
 
 
-def load_heads(source: str | Path, *, revision: str | None = None, config: HeadsConfig | None = None) -> RetainingHeads:
-    """Heads from a folder, a ``.pt`` file, a published ``.bin`` (needs ``config``, or its sizes are read from the weights
-    and the backbone is unknown) or a Hub repository id.
+def load_heads(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    config: HeadsConfig | None = None,
+    backbone: str | None = None,
+) -> RetainingHeads:
+    """Heads from a folder, a ``.pt`` file, a published ``.bin`` or a Hub repository id.
+
+    A ``.bin`` says nothing of its backbone: ``config`` does, or ``backbone`` (a folder or Hub id) whose configuration
+    gives the sizes, or a ``config.json`` beside the file.
 
     Raises:
         FileNotFoundError: nothing there. ValueError: not a heads checkpoint, or names and shapes do not fit; each is named.
@@ -88,17 +96,17 @@ def load_heads(source: str | Path, *, revision: str | None = None, config: Heads
     if path.is_file():
         if path.suffix == ".safetensors":
             return _build(_read_safetensors(path), config or _config_beside(path), path)
-        return _from_torch_file(path, config)
+        return _from_torch_file(path, config, backbone)
     if (
         path.suffix in (".pt", ".bin", ".safetensors")
         or str(source).startswith((".", "/"))
         or str(source).count("/") != 1
     ):
         raise FileNotFoundError(f"ckpt={str(source)!r}: no such file or folder")
-    return _from_hub(str(source), revision, config)
+    return _from_hub(str(source), revision, config, backbone)
 
 
-def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None) -> RetainingHeads:
+def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None, backbone: str | None) -> RetainingHeads:
     from huggingface_hub import hf_hub_download, list_repo_files
 
     try:
@@ -110,7 +118,7 @@ def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None) -> Re
         bins = [name for name in names if name.endswith(".bin")]
         if len(bins) != 1:
             raise ValueError(f"{repo} holds neither {WEIGHTS} nor one .bin file")
-        return _from_torch_file(Path(hf_hub_download(repo, bins[0], revision=revision)), config)
+        return _from_torch_file(Path(hf_hub_download(repo, bins[0], revision=revision)), config, backbone)
     except Exception as error:  # the client's own errors, and whatever its transport raises
         if isinstance(error, ValueError) and not isinstance(error, OSError):
             raise
@@ -118,7 +126,7 @@ def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None) -> Re
         raise FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {said}") from error
 
 
-def _from_torch_file(path: Path, config: HeadsConfig | None) -> RetainingHeads:
+def _from_torch_file(path: Path, config: HeadsConfig | None, backbone: str | None) -> RetainingHeads:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -130,7 +138,21 @@ def _from_torch_file(path: Path, config: HeadsConfig | None) -> RetainingHeads:
         return _build(loaded["state"], _config(loaded["config"], path), path)
     if not isinstance(loaded, dict) or not any(_PUBLISHED.match(str(key)) for key in loaded):
         raise ValueError(f"ckpt={str(path)!r} is not a heads checkpoint: no model.layers.*.self_attn.fc1.weight in it")
+    if config is None and backbone is not None:
+        config = _config_of_backbone(backbone, loaded)
     return _build(loaded, config or _config_beside(path), path)
+
+
+def _config_of_backbone(backbone: str, state: dict[str, Tensor]) -> HeadsConfig:
+    """Sizes from the backbone's configuration, the heads' width from their weights."""
+    from transformers import AutoConfig
+
+    from .backbones.families import spec_of
+    from .backbones.load import resolve_model
+
+    spec = spec_of(AutoConfig.from_pretrained(resolve_model(backbone)).get_text_config(decoder=True))
+    width = next(weight.shape[0] for name, weight in state.items() if name.endswith("fc1.weight"))
+    return HeadsConfig.for_backbone(spec, backbone, width)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -145,7 +167,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _config_beside(path: Path) -> HeadsConfig:
     beside = path.with_name(CONFIG)
     if not beside.exists():
-        raise ValueError(f"{path} says nothing of its backbone: pass config=HeadsConfig.for_backbone(...) or --model")
+        raise ValueError(f"{path} says nothing of its backbone: name it (--model, or backbone=)")
     return _read_config(beside)
 
 

@@ -87,11 +87,13 @@ class RetainingHeads(nn.Module):
             raise ValueError(f"these heads are for {self.config.backbone}: " + "; ".join(wrong))
 
     @classmethod
-    def from_pretrained(cls, source: str, *, revision: str | None = None) -> RetainingHeads:
+    def from_pretrained(
+        cls, source: str, *, revision: str | None = None, backbone: str | None = None
+    ) -> RetainingHeads:
         """Load from a folder, a ``.pt`` or published ``.bin`` file, or a Hub repository. See ``checkpoint.load_heads``."""
         from .checkpoint import load_heads
 
-        return load_heads(source, revision=revision)
+        return load_heads(source, revision=revision, backbone=backbone)
 
     def save_pretrained(self, folder: str, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write ``model.safetensors`` and ``config.json`` into ``folder``, atomically."""

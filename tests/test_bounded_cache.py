@@ -56,7 +56,7 @@ def hashed(seed: int, layer: int, head: int, position: int) -> float:
         x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
         return x ^ (x >> 16)
 
-    return (mix(mix(mix(position * 64 + seed) + layer) + head) & 0xFFFFFF) / 2**24
+    return (mix(mix(mix(mix(position) + seed) + layer) + head) & 0xFFFFFF) / 2**24
 
 
 def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:

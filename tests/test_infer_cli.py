@@ -62,6 +62,31 @@ def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):
         assert word in err
 
 
+def test_a_published_bin_takes_its_sizes_from_the_model(place, monkeypatch, capsys):
+    from locret_kit.checkpoint import state_of
+
+    torch.save(state_of(RetainingHeads.from_pretrained(str(place / "heads")), torch.float32), place / "published.bin")
+    run = [
+        "--budget",
+        "48",
+        "--chunk",
+        "32",
+        "--stabilizers",
+        "20",
+        "--local-len",
+        "0",
+        "--positions",
+        "compact",
+        "--quiet",
+    ]
+    answer = infer(
+        monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "published.bin"), "--model", str(place / "backbone"), *run
+    )
+    assert answer == infer(monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "heads"), *run)
+    status, _, err = infer(monkeypatch, capsys, TEXT, "--ckpt", str(place / "published.bin"), "--quiet")
+    assert status == 1 and "name it (--model" in err
+
+
 def test_the_same_seed_repeats_and_sampling_differs(place, monkeypatch, capsys):
     run = ["--ckpt", str(place / "heads"), "--budget", "64", "--max-new-tokens", "12", "--quiet"]
     greedy = infer(monkeypatch, capsys, TEXT, *run)[1]

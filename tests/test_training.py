@@ -67,11 +67,11 @@ def test_resume_follows_the_uninterrupted_curve(backbone, tmp_path):
     assert train(backbone, tmp_path / "whole", *more) == 0
     # The same schedule (6 steps), stopped after the checkpoint of step 3.
     script = (
-        "import sys, lightning as L\n"
+        "import os, sys, lightning as L\n"
         "from locret_kit.cli.train import main\n"
         "class Stop(L.Callback):\n"
         "    def on_train_batch_end(self, trainer, *a):\n"
-        "        if trainer.global_step == 4: sys.exit(9)\n"
+        "        if trainer.global_step == 4: os._exit(9)\n"
         "real = L.Trainer.__init__\n"
         "L.Trainer.__init__ = lambda self, *a, callbacks=(), **k: real(self, *a, callbacks=[*callbacks, Stop()], **k)\n"
         "main(sys.argv[1:])\n"

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime.session import Sampling, generate
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    heads = RetainingHeads.from_pretrained(args.ckpt) if args.ckpt else None
+    heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
     config = heads.config if heads else None
     settings = scaled_settings(config.inference if config else {}, args)
     Schedule.scaled(settings["budget"], settings["chunk"], None, settings["stabilizers"], settings["local_len"])

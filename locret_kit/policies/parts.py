@@ -45,7 +45,7 @@ class Random:
         B, H, T, _ = entry.k.shape
         pos_T = torch.arange(entry.position, entry.position + T, dtype=torch.int64)
         head_H = torch.arange(H, dtype=torch.int64)[:, None]
-        x = _mix(_mix(_mix(pos_T * 64 + entry.seed) + entry.layer) + head_H)
+        x = _mix(_mix(_mix(_mix(pos_T) + entry.seed) + entry.layer) + head_H)
         return ((x & 0xFFFFFF).float() / 2**24).to(entry.k.device).expand(B, H, T)
 
 
