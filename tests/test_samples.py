@@ -288,7 +288,7 @@ def test_needle(task, n_tokens, depth, seed, haystack):
     words = needles.TASKS[task]
     assert needle.n_tokens == len(TOK(needle.prompt)["input_ids"]) <= n_tokens
     assert needle.n_tokens >= 0.99 * n_tokens - 1
-    assert needle.prompt == f"{needle.document}\n{needle.question}\n{needle.prefix}"
+    assert needle.prompt == f"{needle.document}\n{needle.question} {needle.prefix}"
     assert needle.prompt.count("\n" + words.needle.format(key=needle.answer)) == 1
     assert needle.prompt.count(needle.answer) == 2
     assert len(needle.answer) == {"R.PassKey": 5, "R.Number": 10}[task]
@@ -304,10 +304,10 @@ def test_needle_wording():
         f"The pass key is {needle.answer}. Remember it. {needle.answer} is the pass key.\n"
         "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\nThe grass"
     )
-    assert needle.prompt.endswith("\nWhat is the pass key?\nThe pass key is") and needle.depth == 0
+    assert needle.prompt.endswith("\nWhat is the pass key? The pass key is") and needle.depth == 0
     last = needles.make_needle("R.Number", TOK, n_tokens=1500, depth=1, seed=1)
     assert last.depth == 1 and "memorize" not in last.prompt
-    assert last.document.endswith(f"{last.answer} is the sequence of digits.\n")
+    assert last.document.endswith(f"{last.answer} is the sequence of digits.")
 
 
 def test_needle_does_not_depend_on_the_process():

@@ -55,7 +55,7 @@ ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 @dataclass(frozen=True)
 class Needle:
-    """One prompt. `prompt` is `document + "\\n" + question + "\\n" + prefix`."""
+    """One prompt. `prompt` is `document + "\\n" + question + " " + prefix`."""
 
     prompt: str
     answer: str
@@ -131,9 +131,10 @@ def _build(words: Task, key: str, body: str, depth: float) -> Needle:
     if head and not head.endswith("\n"):
         head += "\n"
     document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}"
-    # One line break each: behind blank lines the demo backbone takes question and prefix for a new document and, in
-    # real text, misses the key even with full attention.
-    prompt = f"{document}\n{words.question}\n{words.prefix}"
+    # Question and answer's first words stand on one line, as in the pass-key task's first form (Landmark Attention):
+    # behind blank lines the demo backbone misses the key in some texts even with full attention.
+    document = document.rstrip("\n")
+    prompt = f"{document}\n{words.question} {words.prefix}"
     return Needle(prompt, key, 0, at / len(body) if body else depth, document, words.question, words.prefix)
 
 
