@@ -24,6 +24,7 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import RetainingHeads
+from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime.session import generate, prefill
 from locret_kit.runtime.tokens import stream_ids
 from locret_kit.samples.needles import make_needle, score
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
                 )
                 ids = stream_ids(tokenizer, [needle.prompt], special=True)
                 for policy in args.policy:
-                    learned = policy in ("locret", "ada-locret", "pyramid-locret") or "cis" in policy
+                    learned = policy != "random-heads" and parse_policy(policy).needs_heads
                     for ckpt in args.ckpt if learned else args.ckpt[:1]:
                         heads = untrained if policy == "random-heads" else trained[ckpt]
                         name = "untrained" if policy == "random-heads" else Path(ckpt).name if learned else "-"
