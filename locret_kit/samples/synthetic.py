@@ -15,7 +15,7 @@ from locret_kit.samples.chat import Sample, encode, encode_chat, token_span
 from locret_kit.samples.facts import PROMPTS, SENTENCES, Fact, make_fact
 from locret_kit.samples.text import cut, starts, take
 
-COPY = 0.2
+COPY = 0.1
 """Share of copy tasks among the samples over real text."""
 _COPY_QUESTIONS = (
     'Repeat the text that follows "{lead}".',
@@ -113,17 +113,19 @@ def _facts(rng: random.Random) -> list[Fact]:
 
 
 def _asked(facts: list[Fact], rng: random.Random) -> list[Fact]:
-    """The facts asked for: one (70%), two or all."""
-    kind = rng.random()
-    n = 1 if kind < 0.7 else 2 if kind < 0.85 else len(facts)
-    return rng.sample(facts, min(n, len(facts)))
+    """The facts asked for, in any order: most often all of them. A fact that nobody asks for teaches the heads that
+    such facts may go, which no head can know."""
+    n = len(facts) if rng.random() < 0.8 else 1
+    return rng.sample(facts, n)
 
 
 def _ask(asked: list[Fact], chat: bool, wording: float) -> tuple[str, str | None, str]:
     """Question, answer prefix (of a plain prompt, else None) and answer. `wording` in [0, 1) picks short or full."""
     question = " ".join(fact.question for fact in asked)
     full = " ".join(f"{fact.prefix} {fact.value}." for fact in asked)
-    short = ", ".join(fact.value for fact in asked) + ("." if wording * 10 % 1 < 0.5 else "")
+    if len(asked) > 1:  # a list of bare values would leave open which of them comes next
+        return (question, None, full) if chat else (question, asked[0].prefix, full[len(asked[0].prefix) + 1 :])
+    short = asked[0].value + ("." if wording * 10 % 1 < 0.5 else "")
     if chat:
         return question, None, full if wording < 0.5 else short
     if wording < 0.7:
