@@ -1,0 +1,46 @@
+"""The one place that chooses between an operation's reference and its Triton kernel: by name, never by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+BACKENDS = ("reference", "triton")
+FUNCTIONS = {
+    "column_stats": "column_stats",
+    "window_attention": "column_stats",
+    "log_sum_exp": "column_stats",
+    "column_max": "column_max",
+    "score_head": "score_head",
+    "select_rows": "select_compact",
+    "compact_rows": "select_compact",
+    "ragged_decode": "ragged_decode",
+}
+"""Function -> the folder that holds it."""
+
+
+class BackendUnavailable(RuntimeError):
+    """The backend that was asked for cannot run here."""
+
+
+@cache
+def function(name: str, backend: str) -> Callable[..., Any]:
+    """The function ``name`` of ``backend``.
+
+    Raises:
+        ValueError: an unknown function or backend.
+        BackendUnavailable: Triton is asked for and not installed.
+    """
+    if name not in FUNCTIONS:
+        raise ValueError(f"function={name!r} must be one of: {', '.join(FUNCTIONS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} must be one of: {', '.join(BACKENDS)}")
+    try:
+        module = import_module(f".{FUNCTIONS[name]}.{backend}", __package__)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise BackendUnavailable(f"backend={backend!r} needs the package triton, which is not installed") from error
+    return getattr(module, name)

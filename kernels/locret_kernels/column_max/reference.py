@@ -1,0 +1,40 @@
+"""The largest logit of each slot over answer queries and group: the definition, in torch.
+
+Source: Locret, section 3.3 (``log_prob=False``); the log-probability is this project's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def column_max(
+    q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, *, log_prob: bool = False, tile: int = 64
+) -> Tensor:
+    """``[B, H, S]`` (float32): the maximum over queries and group of the scaled logit, minus the log-sum-exp of the query's
+    row with ``log_prob``. Query ``t`` sees the slots up to ``q_pos_T[t]``; ``-inf`` where none sees a slot.
+
+    Args:
+        q_BQTD: queries and keys after RoPE; slot ``s`` is at position ``s``.
+        tile: queries at a time.
+
+    Raises:
+        ValueError: no query.
+    """
+    B, Q, T, D = q_BQTD.shape
+    H, S = k_BHSD.shape[1:3]
+    if not T:
+        raise ValueError("a target needs at least one answer query")
+    k = k_BHSD.float().transpose(-1, -2)
+    best_BHS = torch.full((B, H, S), float("-inf"), device=q_BQTD.device)
+    for start in range(0, T, tile):
+        part = slice(start, start + tile)
+        q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling
+        logits = (q @ k).view(B, H, Q // H, -1, S)
+        future_TS = torch.arange(S, device=q.device) > q_pos_T[part, None]
+        logits = logits.masked_fill_(future_TS, float("-inf"))
+        if log_prob:
+            logits -= logits.logsumexp(-1, keepdim=True)
+        best_BHS = torch.maximum(best_BHS, logits.amax((2, 3)))
+    return best_BHS

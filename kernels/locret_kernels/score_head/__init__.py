@@ -1,0 +1,1 @@
+"""A retaining head, from q, k and v to predicted importance, without the concatenation between them."""
