@@ -100,3 +100,11 @@ class RetainingHeads(nn.Module):
         from .checkpoint import save_heads
 
         save_heads(self, folder, dtype)
+
+    def push_to_hub(
+        self, repo: str, *, private: bool = False, commit_message: str = "Upload retaining heads", **facts: Any
+    ) -> str:
+        """Publish as one commit with a model card, and return its address. ``facts``: see ``card.write_release``."""
+        from .card import publish
+
+        return publish(self, repo, private=private, message=commit_message, **facts)

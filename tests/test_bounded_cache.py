@@ -18,9 +18,11 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.schedule import Schedule
-from locret_kit.policies.base import Context, Policy
-from locret_kit.policies.parts import Cis, Recency, Sinks, Stabilizers, TopK
+from locret_kit.policies.base import Policy, ScorePart, Slots
 from locret_kit.policies.registry import parse_policy
+from locret_kit.policies.scopes import Sinks, Stabilizers
+from locret_kit.policies.scores import Cis, Recency
+from locret_kit.policies.selection import TopK
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
@@ -170,6 +172,20 @@ class Definition:
         return [[[row[0] for row in rows] for rows in layer] for layer in self.rows]
 
 
+def slots_of(scores, positions, *, keep: int, stabilizers: int = 0) -> Slots:
+    """The slots of one head, by their entry scores."""
+    at = torch.tensor(list(positions), dtype=torch.int32).view(1, 1, -1)
+    entered = torch.tensor(scores).view(1, 1, -1)
+    return Slots(
+        layer=0, layers=1, keep=keep, stabilizers=stabilizers, chunk=8, fresh=0, seen=int(at.max()) + 1, positions=at,
+        valid=torch.ones_like(at, dtype=torch.bool), entered=entered, stats={},
+    )  # fmt: skip
+
+
+def chosen(policy: Policy, slots: Slots) -> list[int]:
+    return policy.choose(slots)[0, 0].nonzero().flatten().tolist()
+
+
 def held(cache: BoundedCache) -> list[list[list[int]]]:
     return [cache.kept_positions(i)[0].tolist() for i in range(len(cache.layers))]
 
@@ -228,9 +244,7 @@ def test_locret_one_token_at_a_time():
 def test_last_eviction_ignores_stabilizers():
     """The newest token of the body has the lowest score: it is protected in the middle, and goes at the end."""
 
-    class Falling:
-        needs_heads = False
-
+    class Falling(ScorePart):
         def enter(self, entry):
             return -Recency().enter(entry)
 
@@ -245,20 +259,13 @@ def test_last_eviction_ignores_stabilizers():
 
 
 def test_ties_go_to_the_newer_slot():
-    scores = torch.tensor([[[1.0, 2.0, 1.0, 1.0, 0.0]]])
-    context = Context(
-        0, keep=3, stabilizers=0, scores=scores, positions=torch.arange(5, dtype=torch.int32).expand(1, 1, 5)
-    )
-    assert Policy("x", Cis(), (), TopK()).choose(context).tolist() == [[[1, 2, 3]]]
+    slots = slots_of([1.0, 2.0, 1.0, 1.0, 0.0], range(5), keep=3)
+    assert chosen(Policy("x", Cis(), (), TopK()), slots) == [1, 2, 3]
 
 
 def test_more_protected_than_room_keeps_the_newest():
     policy = Policy("x", Cis(), (Sinks(4), Stabilizers()), TopK())
-    scores = torch.zeros(1, 1, 9)
-    context = Context(
-        0, keep=3, stabilizers=3, scores=scores, positions=torch.arange(9, dtype=torch.int32).expand(1, 1, 9)
-    )
-    assert policy.choose(context).tolist() == [[[6, 7, 8]]]
+    assert chosen(policy, slots_of([0.0] * 9, range(9), keep=3, stabilizers=3)) == [6, 7, 8]
 
 
 # ---- theorem F.1 ------------------------------------------------------------------------------------------------
@@ -279,20 +286,14 @@ def test_theorem_f1_on_the_policy(data):
         kept += range(at, at + step)
         at += step
         if len(kept) > budget:
-            context = Context(
-                0, keep=budget, stabilizers=0,
-                scores=torch.tensor([[[float(score[i]) for i in kept]]]),
-                positions=torch.tensor([[kept]], dtype=torch.int32),
-            )  # fmt: skip
-            kept = [kept[i] for i in policy.choose(context)[0, 0].tolist()]
+            slots = slots_of([float(score[i]) for i in kept], kept, keep=budget)
+            kept = [kept[i] for i in chosen(policy, slots)]
         best = sorted(range(at), key=lambda i: (score[i], i), reverse=True)[:budget]
         assert kept == sorted(best)
 
 
-class Given:
+class Given(ScorePart):
     """Scores that the test fixed, a layer, head and position."""
-
-    needs_heads = False
 
     def __init__(self, table):
         self.table = table

@@ -20,6 +20,7 @@ from locret_kit.cli.infer import main
 from locret_kit.heads import HeadsConfig, RetainingHeads
 
 ROOT = Path(__file__).resolve().parents[1]
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,19 @@ def test_the_same_seed_repeats_and_sampling_differs(place, monkeypatch, capsys):
     assert hot[0] == hot[1] != hot[2]
 
 
+def test_one_shot_and_eviction_while_decoding(place, tmp_path, monkeypatch, capsys):
+    report = tmp_path / "report.json"
+    status, _, err = infer(
+        monkeypatch, capsys, TEXT, "--ckpt", str(place / "heads"), "--policy", "snapkv(8)", "--budget", "32", "--one-shot",
+        "--decode-every", "2", "--max-new-tokens", "6", "--report", str(report),
+    )  # fmt: skip
+    assert status == 0, err
+    figures = json.loads(report.read_text())
+    assert figures["one_shot"] and figures["decode_every"] == 2 and figures["chunk"] == figures["prompt_tokens"]
+    assert figures["kept_rows"] == [32] * 3 and figures["evictions"] == 1 + (figures["new_tokens"] - 1) // 2
+    assert all(figures[name] > 0 for name in ("score_s", "select_s", "compact_s"))
+
+
 def test_short_prompts_simply_run(place, monkeypatch, capsys):
     for text in ("a", "short text", TEXT):
         status, _, err = infer(monkeypatch, capsys, text, "--ckpt", str(place / "heads"), "--max-new-tokens", "2")
@@ -102,7 +116,17 @@ def test_short_prompts_simply_run(place, monkeypatch, capsys):
 
 
 def test_a_model_alone_runs_policies_without_heads(place, monkeypatch, capsys):
-    for policy in ("streaming", "recency", "random", "streaming(sinks=2)", "score=recency scope=sinks(3)", "full"):
+    named = (
+        "streaming",
+        "recency",
+        "random",
+        "streaming(sinks=2)",
+        "full",
+        "h2o(window=0.25)",
+        "ada-snapkv(6)",
+        "sirllm",
+    )
+    for policy in (*named, "score=recency scope=sinks(3)"):
         status, _, err = infer(
             monkeypatch, capsys, TEXT, "--model", str(place / "backbone"), "--policy", policy, "--budget", "32",
             "--chunk", "16", "--max-new-tokens", "2",
@@ -132,6 +156,7 @@ BAD = [
     (b"text", ["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
     (b"text", ["--top-p", "0"], "top_p=0.0 must be above 0"),
     (b"text", ["--max-new-tokens", "0"], "max_new_tokens=0"),
+    (b"text", ["--decode-every", "0"], "decode_every=0 must be from 1 to chunk=32"),
 ]
 
 
@@ -168,7 +193,7 @@ def test_a_closed_pipe_is_an_error_without_a_traceback(place):
     # `read` closes the pipe before anything is written to it.
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; ({command}) | true"], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=HERE,
     )  # fmt: skip
     assert "status 1" in done.stderr and "stdout was closed" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
@@ -181,7 +206,10 @@ def test_help_and_import_stay_light():
     ):
         check = code + "\nimport sys\nassert not {'torch', 'lightning', 'triton', 'transformers'} & set(sys.modules)"
         done = subprocess.run(
-            [sys.executable, "-c", check], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+            [sys.executable, "-c", check],
+            capture_output=True,
+            text=True,
+            env=HERE,
         )
         assert done.returncode == 0, done.stderr
 

@@ -7,6 +7,9 @@ to the backbone's own attention. A handler is any object with
 
 and gets q, k and v **before RoPE** (the rotary module answers cos = 1, sin = 0 meanwhile) when it says
 ``wants_unrotated = True``. The bounded cache is one handler, the training observer the other. This module knows neither.
+
+A handler that says ``needs_logits = True`` also has ``blocks(tokens)`` and ``read(hidden, ids)``: a forward is then cut into
+its blocks, and after each of them ``read`` gets the final hidden states.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +92,7 @@ class Attachment:
         self.model = model
         self.decoder = decoder_of(model)
         self._explicit: Handler | None = None
+        self._earlier: list[list[Tensor]] = []  # hidden states of the blocks before the last, a forward each
         config = text_config(model)
         if config._attn_implementation == NAME:
             raise RuntimeError("this model is attached already: detach it first")
@@ -95,28 +100,56 @@ class Attachment:
         self.model.set_attn_implementation(NAME)
         self._hooks = [
             self.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.decoder.register_forward_hook(self._leave, always_call=True),
+            self.decoder.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
         if hasattr(self.decoder, "rotary_emb"):
             self._hooks.append(self.decoder.rotary_emb.register_forward_hook(self._unrotate))
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         _ACTIVE.stack.append(None)  # first, since `_leave` pops whatever happens below
+        self._earlier.append([])
         past: Any = kwargs.get("past_key_values")
         if not hasattr(past, "attend"):
             past = None
         handler: Handler | None = self._explicit or past
         if handler is None:
-            return
+            return None
         _refuse_padding(kwargs.get("attention_mask"))
         if self._explicit is None:
             past.bind(self.model)
         if handler.wants_unrotated:
             require_adapter(text_config(self.model))
+        if getattr(handler, "needs_logits", False):
+            args, kwargs = self._read_blocks(module, handler, args, kwargs)
         _ACTIVE.stack[-1] = handler
+        return args, kwargs
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        _ACTIVE.stack.pop()
+    def _read_blocks(self, module: nn.Module, handler: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Run every block of this forward but the last; what is left is the arguments of the last."""
+        ids = args[0] if args else kwargs.get("input_ids")
+        if ids is None:
+            raise ValueError("this policy scores tokens by their probability: give input_ids, not inputs_embeds")
+        rest = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask")}
+        start, ends = 0, list(accumulate(handler.blocks(ids.shape[1])))
+        for end in ends:
+            piece = {"input_ids": ids[:, start:end], **rest}
+            for name in ("position_ids", "cache_position"):
+                if piece.get(name) is not None:
+                    piece[name] = piece[name][..., start:end]
+            if end == ends[-1]:
+                break
+            self._earlier[-1].append(module(**piece).last_hidden_state)
+            start = end
+        return (), piece
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: dict, output: Any) -> Any:
+        handler, earlier = _ACTIVE.stack.pop(), self._earlier.pop()
+        if output is None or not getattr(handler, "needs_logits", False):
+            return None
+        handler.read(output.last_hidden_state, kwargs["input_ids"])  # type: ignore[union-attr]
+        if earlier:
+            output.last_hidden_state = torch.cat((*earlier, output.last_hidden_state), dim=1)
+        return output
 
     def _unrotate(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:

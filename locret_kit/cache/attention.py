@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from locret_kernels.column_stats import log_sum_exp
 
-@lru_cache(maxsize=8)
+
+@lru_cache(maxsize=2)
 def causal_lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask ``[T, S]``: the last new token sees the last row; with a window, only the newest ``window`` rows."""
-    gap_TS = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)
-    hidden = gap_TS < 0
+    every_TS = torch.ones(T, S, dtype=torch.bool, device=device)
+    hidden = every_TS.triu(S - T + 1)
     if window is not None:
-        hidden |= gap_TS >= window
+        hidden |= every_TS.tril(S - T - window)
     return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
@@ -35,3 +37,15 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
         )
     mask = causal_lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
+
+
+def attend_rows_lse(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
+    if q_BQTD.device.type != "cpu":
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling), log_sum_exp(q_BQTD, k_BHSD, scaling)
+    T, S = q_BQTD.shape[2], k_BHSD.shape[2]
+    mask = causal_lower_right(T, S, None, q_BQTD.dtype, q_BQTD.device) if T > 1 else None
+    # What scaled_dot_product_attention itself calls on a CPU; it keeps the log-sum-exp to itself.
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BQTD, k_BHSD, v_BHSD, 0.0, False, attn_mask=mask, scale=scaling
+    )

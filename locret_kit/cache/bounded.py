@@ -12,117 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
+
+from locret_kernels.column_stats import column_stats
 
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
 from ..backbones.intercept import active_handler
 from ..backbones.rope import Rope, rotate
-from ..policies.base import Context, Entry, Policy
+from ..policies.base import Entry, Policy
 from ..policies.registry import parse_policy
-from .attention import attend_rows
+from .attention import attend_rows, attend_rows_lse
+from .entropy import token_entropy
+from .fork import fork
+from .layers import BoundedLayer, Part, RaggedLayer
 from .schedule import Schedule
+from .view import slots_of
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
 
 POSITIONS = ("compact", "original")
-
-
-class BoundedLayer(CacheLayerMixin):
-    """Rows of one layer, preallocated, ordered by age. ``update`` hands the new keys and values through: the rows are
-    written by ``BoundedCache.attend``, which the attention call reaches right after."""
-
-    is_sliding = False
-    keys: Tensor  # type: ignore[assignment]
-    values: Tensor  # type: ignore[assignment]
-    positions: Tensor
-    scores: Tensor
-
-    def __init__(self, capacity: int, window: int | None = None) -> None:
-        super().__init__()
-        self.capacity, self.window = capacity, window
-        self.rows = 0
-        self.seen = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, H, _, D = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
-        with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
-            self.keys = key_states.new_empty(B, H, self.capacity, D)
-            self.values = value_states.new_empty(B, H, self.capacity, value_states.shape[-1])
-            self.positions = torch.empty(B, H, self.capacity, dtype=torch.int32, device=self.device)
-            self.scores = torch.empty(B, H, self.capacity, dtype=torch.float32, device=self.device)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return key_states, value_states
-
-    def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
-        """Write new rows behind the newest one."""
-        new = slice(self.rows, self.rows + k.shape[2])
-        self.keys[:, :, new], self.values[:, :, new], self.scores[:, :, new] = k, v, score_BHT
-        self.positions[:, :, new] = torch.arange(
-            self.seen, self.seen + k.shape[2], device=self.device, dtype=torch.int32
-        )
-        self.rows += k.shape[2]
-        self.seen += k.shape[2]
-
-    def keep(self, index_BHK: Tensor) -> None:
-        """Keep the rows of ``index`` (ascending, int64) and move them to the front; the rest is free."""
-        K = index_BHK.shape[2]
-        for rows in (self.keys, self.values):
-            index = index_BHK[..., None].expand(-1, -1, -1, rows.shape[-1])
-            rows[:, :, :K] = rows[:, :, : self.rows].gather(2, index)
-        for stat in (self.positions, self.scores):
-            stat[:, :, :K] = stat[:, :, : self.rows].gather(2, index_BHK)
-        self.rows = K
-
-    def drop_oldest(self, keep: int) -> None:
-        """Keep the newest ``keep`` rows (layers with a window)."""
-        if self.rows > keep:
-            old, self.rows = self.rows, keep
-            for rows in (self.keys, self.values, self.positions, self.scores):
-                rows[:, :, :keep] = rows[:, :, old - keep : old].clone()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.rows + int(query_length), self.seen - self.rows
-
-    def get_seq_length(self) -> int:
-        """Tokens seen (the logical length), not rows kept."""
-        return self.seen
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        self.rows = self.seen = 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            for name in ("keys", "values", "positions", "scores"):
-                setattr(self, name, getattr(self, name).index_select(0, beam_idx.to(self.device)))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("a bounded cache cannot be cropped: evicted rows do not come back")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the preallocated buffers."""
-        if not self.is_initialized:
-            return 0
-        return sum(int(t.nbytes) for t in (self.keys, self.values, self.positions, self.scores))
+TABLE_STEP = 64
+"""Rotation tables of ragged heads are made for lengths rounded up to this, so that few are needed."""
 
 
 @dataclass
 class CacheCounters:
-    """What the cache did, for the report."""
+    """What the cache did, for the report. Seconds are host time; scoring includes the statistics of attention."""
 
     evictions: int = 0
+    """Of the layer that had most."""
     evicted_rows: int = 0
     score_s: float = 0.0
     select_s: float = 0.0
@@ -133,7 +52,8 @@ class BoundedCache(Cache):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
     Args:
-        budget: slots that each key/value head of a full-attention layer keeps after an eviction, everything counted.
+        budget: slots that a key/value head of a full-attention layer keeps after an eviction, everything counted; the mean
+            over layers and heads where the policy's allocation tells them apart.
         policy: a name or an expression of the policy grammar, or a ``Policy``.
         heads: retaining heads, for policies that score by predicted importance.
         chunk: tokens between evictions; the buffers hold ``budget + chunk`` rows.
@@ -144,6 +64,9 @@ class BoundedCache(Cache):
         positions: "compact" rotates keys by their row, so no position exceeds ``budget + chunk``; "original" keeps the
             true positions. Default: compact where the architecture has an adapter.
         seed: for policies that draw.
+        decode_every: decoded tokens between evictions; by default decoding evicts only when the buffers are full.
+        one_shot: evict once, when the whole prompt has been read (the form of SnapKV, PyramidKV and NaCl): the prompt is
+            the chunk, and nothing is held back. The buffers then hold ``budget + prompt_length`` rows.
 
     Raises:
         ValueError: a setting out of range; names the setting, its value and the bound.
@@ -161,6 +84,8 @@ class BoundedCache(Cache):
         local_len: int | None = None,
         positions: str | None = None,
         seed: int = 0,
+        decode_every: int | None = None,
+        one_shot: bool = False,
     ) -> None:
         super().__init__(layers=[])
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy
@@ -168,7 +93,7 @@ class BoundedCache(Cache):
             raise ValueError(f"positions={positions!r} must be one of: {', '.join(POSITIONS)}")
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
-        self.schedule = Schedule.scaled(budget, chunk, prompt_length, stabilizers, local_len)
+        self.schedule = Schedule.scaled(budget, chunk, prompt_length, stabilizers, local_len, decode_every, one_shot)
         self.heads = heads if self.policy.needs_heads else None
         self.positions = positions
         self.seed = seed
@@ -176,7 +101,13 @@ class BoundedCache(Cache):
         self.spec: BackboneSpec | None = None
         self.wants_unrotated = False
         self.ropes: list[Rope] | None = None
+        self.budgets: list[int] = []
+        """Slots of a head of each layer; a windowed layer has none and holds its window."""
+        # The statistics that are kept; a slot's count follows from its position.
+        self.statistics = tuple(sorted(self.policy.statistics - {"count"}))
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.model: Any = None
+        self.last_hidden: Tensor | None = None
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
@@ -196,19 +127,35 @@ class BoundedCache(Cache):
             require_adapter(config)
         if self.heads is not None:
             self.heads.check_backbone(spec)
-        capacity = self.schedule.capacity
-        if self.policy.keeps_everything:
-            capacity = self.schedule.prompt_length or 0
-        for window in spec.windows:
-            # A windowed layer holds the rows its window can still see beside one block, and no more.
-            rows = capacity if window is None else window - 1 + self.schedule.chunk
-            self.layers.append(BoundedLayer(rows, window))
+        self.budgets = self._layer_budgets(spec.windows)
+        recent = self.policy.score.recent(self.schedule.chunk)
+        for window, budget in zip(spec.windows, self.budgets, strict=True):
+            if window is not None:  # the rows that the window can still see beside one block, and no more
+                self.layers.append(BoundedLayer(window - 1 + self.schedule.chunk, window))
+            elif self.policy.keeps_everything:
+                self.layers.append(BoundedLayer(self.schedule.prompt_length or 0))
+            else:
+                make = RaggedLayer if self.policy.ragged else BoundedLayer
+                rows = budget + self.schedule.chunk
+                self.layers.append(make(rows, None, len(self.statistics), recent))
         if self.wants_unrotated:
-            span = self.schedule.prompt_length or capacity
-            if self.positions == "compact" and not self.policy.keeps_everything:
-                span = min(span, capacity)
-            self.ropes = ropes_of(model, span)
+            self.ropes = ropes_of(model, self._span(spec))
+        self.model = model
         self.spec = spec
+
+    def _layer_budgets(self, windows: tuple[int | None, ...]) -> list[int]:
+        s, full = self.schedule, sum(window is None for window in windows)
+        shares = iter(self.policy.layer_budgets(s.budget, full, s.chunk, s.stabilizers, s.tail, s.prompt_length))
+        return [next(shares) if window is None else 0 for window in windows]
+
+    def _span(self, spec: BackboneSpec) -> int:
+        """The largest position of a run plus one: with compact positions, the rows of the longest head."""
+        s = self.schedule
+        if self.positions != "compact" or self.policy.keeps_everything:
+            return s.prompt_length or (0 if self.policy.keeps_everything else s.capacity)
+        heads = spec.n_kv_heads if self.policy.ragged else 1
+        rows = max(self.budgets, default=0) * heads + s.chunk
+        return min(s.prompt_length or rows, rows)
 
     # ---- the handler ---------------------------------------------------------------------------------------------
 
@@ -216,57 +163,90 @@ class BoundedCache(Cache):
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
         rows = self.bounded[layer]
-        score_BHT = self._scores(layer, rows.seen, q_BQTD, k_BHTD, v_BHTD)
-        total = q_BQTD.shape[2]
+        rows.scaling = scaling
         if layer == 0:
             self._tables.clear()
         out, start = [], 0
-        while start < total:
-            step = min(total - start, self.schedule.until_boundary(rows.seen))
+        for step in self.schedule.blocks(rows.seen, q_BQTD.shape[2]):
             new = slice(start, start + step)
-            q, k, v = q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new]
             self._make_room(layer, rows, step)
-            out.append(self._block(layer, rows, q, k, v, score_BHT[:, :, new], scaling))
-            keep = self.schedule.keep_at(rows.seen, rows.rows)
-            if keep is not None and rows.window is None:
-                self._evict(layer, rows, keep, decoding=False)
+            out.append(self._block(layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
+            if not self.policy.needs_logits:
+                self._evict_if_due(layer, rows)
             start += step
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
-    def _block(
-        self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor, score_BHT: Tensor, scaling: float
-    ) -> Tensor:
+    def _block(self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Attend over the rows and one block of new tokens, which become rows."""
-        T = q.shape[2]
-        if self.ropes is None:  # the backbone rotated already
-            rows.append(k, v, score_BHT)
-            return attend_rows(q, rows.keys[:, :, : rows.rows], rows.values[:, :, : rows.rows], scaling, rows.window)
-        rope = self.ropes[layer]
-        if self.positions == "original" or rows.window is not None:
-            cos, sin = self._table(rope, rows.seen, T, q)
-            rows.append(rotate(k, cos, sin), v, score_BHT)
-            keys, q = rows.keys[:, :, : rows.rows], rotate(q, cos, sin)
-        else:
-            rows.append(k, v, score_BHT)
-            cos, sin = self._table(rope, 0, rows.rows, q)
-            keys = rotate(rows.keys[:, :, : rows.rows], cos, sin)
-            q = rotate(q, cos[-T:], sin[-T:])
-        return attend_rows(q, keys, rows.values[:, :, : rows.rows], scaling, rows.window)
+        score_BHT = self._entry_scores(layer, rows, q, k, v)
+        rows.remember(q)
+        if self.ropes is not None and not self.rotates_rows(rows):
+            cos, sin = self.table(self.ropes[layer], rows.seen, q.shape[2], q)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        rows.append(k, v, score_BHT)
+        G = q.shape[1] // k.shape[1]
+        out = [
+            self._attend_part(layer, rows, part, q[part.batch, part.heads.start * G : part.heads.stop * G], scaling)
+            for part in rows.parts()
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
 
-    def _table(self, rope: Rope, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend_part(self, layer: int, rows: BoundedLayer, part: Part, q: Tensor, scaling: float) -> Tensor:
+        """Attention of heads of equal length, read in place; their slots gain its statistics."""
+        T, n, keys = q.shape[2], part.keys.shape[2], part.keys
+        if self.rotates_rows(rows):
+            cos, sin = self.row_table(layer, rows, n, q)
+            keys, q = rotate(keys, cos, sin), rotate(q, cos[-T:], sin[-T:])
+        if not len(part.stats):
+            return attend_rows(q, keys, part.values, scaling, rows.window)
+        out, lse = attend_rows_lse(q, keys, part.values, scaling)
+        began = time.perf_counter()
+        made = column_stats(q, keys, scaling, lse, want=frozenset(self.statistics))
+        for stat, name in zip(part.stats, self.statistics, strict=True):
+            stat += getattr(made, name)
+        self.counters.score_s += time.perf_counter() - began
+        return out
+
+    def rotates_rows(self, rows: BoundedLayer) -> bool:
+        """Whether keys are stored before RoPE and rotated by their row whenever they are read."""
+        return self.ropes is not None and self.positions == "compact" and rows.window is None
+
+    def table(self, rope: Rope, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[length, R]`` of the positions from ``start`` on; made once a forward."""
         key = (id(rope), start, length)
         if key not in self._tables:
             pos_T = torch.arange(start, start + length, device=like.device)
             self._tables[key] = rope.tables(pos_T, like.dtype)
         return self._tables[key]
 
-    def _scores(self, layer: int, position: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def row_table(self, layer: int, rows: BoundedLayer, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[n, R]`` of the ranks of a head's ``n`` rows."""
+        assert self.ropes is not None
+        made = -(-n // TABLE_STEP) * TABLE_STEP if rows.ragged else n
+        cos, sin = self.table(self.ropes[layer], 0, made, like)
+        return cos[:n], sin[:n]
+
+    def _entry_scores(self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         began = time.perf_counter()
-        head = self.heads[layer] if self.heads is not None else None
-        entry = Entry(layer=layer, position=position, q=q, k=k, v=v, head=head, seed=self.seed)
-        score_BHT = self.policy.score.enter(entry)
+        entry = Entry(
+            layer=layer,
+            position=rows.seen,
+            q=q,
+            k=k,
+            v=v,
+            head=self.heads[layer] if self.heads is not None else None,
+            seed=self.seed,
+            rope=self.ropes[layer] if self.ropes is not None else None,
+            memory=rows.memory,
+        )
+        # A windowed layer's scores are never read, and its score's memory would grow with the text.
+        score_BHT = self.policy.score.enter(entry) if rows.window is None else None
+        if score_BHT is None:
+            score_BHT = torch.zeros((), device=k.device).expand(k.shape[:3])
         self.counters.score_s += time.perf_counter() - began
         return score_BHT
+
+    # ---- eviction --------------------------------------------------------------------------------------------------
 
     def _make_room(self, layer: int, rows: BoundedLayer, step: int) -> None:
         """Before a block is appended: windowed layers forget what no query can see; decoding evicts when full."""
@@ -274,40 +254,75 @@ class BoundedCache(Cache):
             if rows.window is not None:
                 rows.drop_oldest(rows.window - 1)
             elif self.policy.keeps_everything:
-                self._grow(rows, step)
+                rows.grow(rows.rows + step)
             else:
-                self._evict(layer, rows, self.schedule.budget, decoding=True)
+                self._evict(layer, rows, self.budgets[layer], decoding=True)
 
-    def _grow(self, rows: BoundedLayer, step: int) -> None:
-        """Full attention without a known prompt length: double the buffers."""
-        rows.capacity = max(rows.rows + step, 2 * rows.capacity)
-        for name in ("keys", "values", "positions", "scores"):
-            old = getattr(rows, name)
-            with torch.inference_mode(False):
-                new = old.new_empty(*old.shape[:2], rows.capacity, *old.shape[3:])
-            new[:, :, : rows.rows] = old[:, :, : rows.rows]
-            setattr(rows, name, new)
+    def _evict_if_due(self, layer: int, rows: BoundedLayer) -> None:
+        """At a boundary of the schedule."""
+        if rows.window is None:
+            keep = self.schedule.keep_at(rows.seen, rows.rows, self.budgets[layer])
+            if keep is not None:
+                self._evict(layer, rows, keep, decoding=self.schedule.decoding(rows.seen))
 
     def _evict(self, layer: int, rows: BoundedLayer, keep: int, *, decoding: bool) -> None:
         if self.policy.keeps_everything or rows.rows <= keep:
             return
-        t0 = time.perf_counter()
         stabilizers = 0 if self.schedule.is_last(rows.seen) and not decoding else self.schedule.stabilizers
-        context = Context(
-            layer=layer,
-            keep=keep,
-            stabilizers=min(stabilizers, keep),
-            scores=rows.scores[:, :, : rows.rows],
-            positions=rows.positions[:, :, : rows.rows],
-        )
-        index_BHK = self.policy.choose(context)
+        slots = slots_of(self, layer, keep, min(stabilizers, keep))
+        t0 = time.perf_counter()
+        scores_BHS = self.policy.score.score(slots)
+        rows.rescore(slots.entered)
         t1 = time.perf_counter()
-        if layer == 0:
-            self.counters.evictions += 1
-        self.counters.evicted_rows += (rows.rows - keep) * index_BHK.shape[0] * index_BHK.shape[1]
-        rows.keep(index_BHK)
-        self.counters.select_s += t1 - t0
-        self.counters.compact_s += time.perf_counter() - t1
+        stay_BHS = self.policy.choose(slots, scores_BHS)
+        t2 = time.perf_counter()
+        rows.evictions += 1
+        self.counters.evictions = max(self.counters.evictions, rows.evictions)
+        self.counters.evicted_rows += (rows.rows - keep) * stay_BHS.shape[0] * stay_BHS.shape[1]
+        rows.keep(stay_BHS, keep)
+        self.counters.score_s += t1 - t0
+        self.counters.select_s += t2 - t1
+        self.counters.compact_s += time.perf_counter() - t2
+
+    # ---- policies that read the backbone's logits --------------------------------------------------------------------
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether ``read`` must be called after every forward, and no forward may cross a boundary."""
+        return self.policy.needs_logits
+
+    def blocks(self, tokens: int) -> list[int]:
+        """Lengths of the blocks in which the next ``tokens`` tokens go."""
+        return list(self.schedule.blocks(self.get_seq_length(), tokens))
+
+    @torch.no_grad()
+    def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
+        """Score the block that was just read by the final hidden states of its tokens, then evict where it is due."""
+        began = time.perf_counter()
+        score_BT, self.last_hidden = token_entropy(self.model, hidden_BTE, ids_BT, self.last_hidden)
+        for rows in self.bounded:
+            if rows.window is None:
+                rows.score_newest(score_BT)
+        self.counters.score_s += time.perf_counter() - began
+        for layer, rows in enumerate(self.bounded):
+            self._evict_if_due(layer, rows)
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def fork(self, prompt_length: int | None = None) -> BoundedCache:
+        """An independent copy that goes on with another prompt of the same beginning: a document read once and asked
+        several questions. Heads, policy and model are shared, the buffers are copied.
+
+        Going on equals a fresh run of the new prompt: bit for bit where the fork was made at a multiple of ``chunk``.
+
+        Args:
+            prompt_length: tokens of the new prompt, those read so far included; None leaves it unknown.
+
+        Raises:
+            ValueError: what was read reaches into the new prompt's tail, or a fresh run of the new prompt would have evicted
+                otherwise so far.
+        """
+        return fork(self, prompt_length)
 
     @property
     def bounded(self) -> list[BoundedLayer]:
@@ -329,14 +344,14 @@ class BoundedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.bounded[layer_idx].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
 
-    def kept_positions(self, layer: int) -> Tensor:
-        """Positions ``[B, H, rows]`` (int32, ascending) of the tokens that layer holds now."""
-        rows = self.bounded[layer]
-        return rows.positions[:, :, : rows.rows].clone()
+    def kept_positions(self, layer: int) -> Any:
+        """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
+        of lists; ``kept_positions(layer)[b][h]`` is a head's either way."""
+        return self.bounded[layer].kept()
 
     @property
     def kept_rows(self) -> list[int]:
-        """Rows held now, a layer each."""
+        """Rows a head holds now (on average where heads differ), a layer each."""
         return [layer.rows for layer in self.bounded]
 
     @property

@@ -1,12 +1,17 @@
 """Where evictions happen, in integers. No torch.
 
 Source: Locret, algorithm 1. Boundaries stand at every multiple of ``chunk`` and where the last ``local_len`` tokens of the
-prompt begin; the tail itself and the first decoded tokens are appended without eviction.
+prompt begin; the tail itself and the first decoded tokens are appended without eviction. In the one-shot form the whole
+prompt is one chunk without a tail.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+PIECE = 512
+"""Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,10 @@ class Schedule:
     stabilizers: int = 0
     local_len: int = 0
     prompt_length: int | None = None
+    decode_every: int | None = None
+    """Decoded tokens between evictions; None evicts only when the buffers are full."""
+    one_shot: bool = False
+    """One eviction, when the whole prompt has been read."""
 
     def __post_init__(self) -> None:
         for name, low in (("budget", 1), ("chunk", 1), ("stabilizers", 0), ("local_len", 0)):
@@ -28,18 +37,36 @@ class Schedule:
                 raise ValueError(f"{name}={getattr(self, name)} must be below budget={self.budget}")
         if self.prompt_length is not None and self.prompt_length < 1:
             raise ValueError(f"prompt_length={self.prompt_length} must be at least 1")
+        if self.decode_every is not None and not 1 <= self.decode_every <= self.chunk:
+            raise ValueError(f"decode_every={self.decode_every} must be from 1 to chunk={self.chunk}")
+        if self.decode_every is not None and self.prompt_length is None:
+            raise ValueError(f"decode_every={self.decode_every} needs prompt_length: it counts from the prompt's end")
 
     @classmethod
     def scaled(
-        cls, budget: int, chunk: int, prompt_length: int | None, stabilizers: int | None, local_len: int | None
+        cls,
+        budget: int,
+        chunk: int,
+        prompt_length: int | None,
+        stabilizers: int | None,
+        local_len: int | None,
+        decode_every: int | None = None,
+        one_shot: bool = False,
     ) -> Schedule:
-        """Fill what was not given: an eighth of the budget as stabilizers, at most 64 held-back tokens."""
+        """Fill what was not given: an eighth of the budget as stabilizers, at most 64 held-back tokens. The one-shot form
+        has its own chunk, stabilizers and tail."""
+        if one_shot:
+            if prompt_length is None:
+                raise ValueError("one_shot=True needs prompt_length: the prompt is its one chunk")
+            chunk, stabilizers, local_len = prompt_length, 0, 0
         return cls(
             budget=budget,
             chunk=chunk,
             stabilizers=budget // 8 if stabilizers is None else stabilizers,
             local_len=min(64, budget // 4) if local_len is None else local_len,
             prompt_length=prompt_length,
+            decode_every=decode_every,
+            one_shot=one_shot,
         )
 
     @property
@@ -52,6 +79,16 @@ class Schedule:
         """Prompt tokens before the held-back tail; None while the prompt's length is unknown."""
         return None if self.prompt_length is None else max(0, self.prompt_length - self.local_len)
 
+    @property
+    def tail(self) -> int:
+        """Prompt tokens that are held back."""
+        return 0 if self.prompt_length is None else min(self.local_len, self.prompt_length)
+
+    def piece(self, seen: int) -> int:
+        """Tokens that a prefill feeds the model next."""
+        step = self.until_boundary(seen)
+        return min(step, PIECE) if self.one_shot else step
+
     def until_boundary(self, seen: int) -> int:
         """Tokens from ``seen`` to the next boundary (at least 1)."""
         if self.body is not None and seen >= self.body:
@@ -62,22 +99,51 @@ class Schedule:
         to_chunk = self.chunk - seen % self.chunk
         return to_chunk if self.body is None else min(to_chunk, self.body - seen)
 
+    def blocks(self, seen: int, tokens: int) -> Iterator[int]:
+        """Lengths of the blocks in which ``tokens`` new ones go, none of them across a boundary."""
+        while tokens > 0:
+            step = min(tokens, self.until_boundary(seen))
+            yield step
+            seen, tokens = seen + step, tokens - step
+
+    def decoding(self, seen: int) -> bool:
+        """Whether the prompt is over."""
+        return self.prompt_length is not None and seen > self.prompt_length
+
     def is_last(self, seen: int) -> bool:
         """Whether the boundary at ``seen`` is the one before the tail, where nothing is protected as a stabilizer."""
         return self.body is not None and seen >= self.body
 
-    def keep_at(self, seen: int, rows: int) -> int | None:
+    def keep_at(self, seen: int, rows: int, budget: int | None = None) -> int | None:
         """Slots to keep after ``seen`` tokens with ``rows`` slots held; None where nothing is to be evicted.
 
         The tail counts: before it the cache is cut to ``budget - tail``, so that prompt and tail fill the budget.
+        ``budget`` is the layer's, where layers have their own.
         """
+        budget = self.budget if budget is None else budget
+        if self.decoding(seen):
+            due = self.decode_every is not None and (seen - (self.prompt_length or 0)) % self.decode_every == 0
+            return budget if due and rows > budget else None
         if self.body is None:
-            return self.budget if seen % self.chunk == 0 and rows > self.budget else None
+            return budget if seen % self.chunk == 0 and rows > budget else None
         if self.prompt_length is not None and self.prompt_length <= self.budget:
             return None
         if seen == self.body:
-            keep = self.budget - (self.prompt_length or 0) + self.body
+            keep = budget - self.tail
             return keep if rows > keep else None
-        if seen < self.body and seen % self.chunk == 0 and rows > self.budget:
-            return self.budget
+        if seen < self.body and seen % self.chunk == 0 and rows > budget:
+            return budget
         return None
+
+    def evictions(self, seen: int, budget: int) -> list[tuple[int, int, bool]]:
+        """Every eviction of a layer within the first ``seen`` tokens of a prompt: (tokens seen, slots kept, the last one)."""
+        done = rows = 0
+        events = []
+        while done < seen:
+            step = min(self.until_boundary(done), seen - done)
+            done, rows = done + step, rows + step
+            keep = self.keep_at(done, rows, budget)
+            if keep is not None:
+                rows = keep
+                events.append((done, keep, self.is_last(done)))
+        return events

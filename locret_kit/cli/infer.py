@@ -17,13 +17,15 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="locret-infer", description=__doc__, allow_abbrev=False)
     p.add_argument("--ckpt", help="heads: a folder, a .pt or .bin file, or a Hub repository")
     p.add_argument("--model", help="backbone: a folder or a Hub id (default: the one the heads name)")
-    p.add_argument("--adapter", help="PEFT adapter for the backbone (default: the one the heads name)")
+    p.add_argument("--adapter", help="PEFT adapter for the backbone, or none (default: the one the heads name)")
     p.add_argument("--policy", help="a policy's name or an expression (default: locret with --ckpt)")
     p.add_argument("--list-policies", action="store_true", help="print every policy with its parts and leave")
     p.add_argument("--budget", type=int, help="slots kept per key/value head and layer")
     p.add_argument("--chunk", type=int, help="tokens between evictions")
     p.add_argument("--stabilizers", type=int, help="newest slots that an eviction may not take")
     p.add_argument("--local-len", type=int, help="last tokens of the prompt, never evicted during prefill")
+    p.add_argument("--decode-every", type=int, help="decoded tokens between evictions (default: only when full)")
+    p.add_argument("--one-shot", action="store_true", help="one eviction, when the whole prompt has been read")
     p.add_argument(
         "--positions", choices=("compact", "original"), help="rotate keys by cache row, or by place in the text"
     )
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"budget={args.budget} must be at least 1")
 
     say = (lambda *a, **k: None) if args.quiet else lambda *a, **k: print(*a, file=sys.stderr, flush=True, **k)
-    from ..backbones.load import load_backbone
+    from ..backbones.load import choose_adapter, load_backbone
     from ..cache.bounded import BoundedCache
     from ..heads import RetainingHeads
     from ..runtime.session import Sampling, generate
@@ -89,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     Schedule.scaled(settings["budget"], settings["chunk"], None, settings["stabilizers"], settings["local_len"])
     name = args.model or (config.backbone if config else "")
     say(f"backbone: {name}")
-    adapter = args.adapter or (config.adapter if config else None)
+    adapter, warning = choose_adapter(config.adapter if config else None, args.adapter)
+    if warning:
+        print(warning, file=sys.stderr)
     model, tokenizer = load_backbone(name, dtype=args.dtype, device=args.device, adapter=adapter)
     if heads is not None:
         from ..backbones.families import spec_of, text_config
@@ -97,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
         heads.check_backbone(spec_of(text_config(model)))
         heads.to(model.device, model.dtype)
     ids = read_prompt(args, tokenizer)
-    cache = BoundedCache(policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, **settings)
+    cache = BoundedCache(
+        policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, decode_every=args.decode_every,
+        one_shot=args.one_shot, **settings,
+    )  # fmt: skip
     say(f"prompt: {len(ids)} tokens")
     text, report = generate(
         model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,

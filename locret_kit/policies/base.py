@@ -1,8 +1,14 @@
-"""The seam: what a policy's parts are given, and how a policy chooses the slots that stay."""
+"""The seam: what a policy's parts are given, and how they choose the slots that stay.
+
+A policy answers four questions, each with one part: what is a slot worth (score), which slots may not go now (scopes),
+how many slots does each layer and each head get (allocation), and which slots stay (selection). Parts know nothing of
+models, caches or files.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,7 +23,7 @@ class Entry:
     position: int
     """Position in the text of the first new token."""
     q: Tensor
-    """``[B, Q, T, D]``, before RoPE when the policy needs heads."""
+    """``[B, Q, T, D]`` as the backbone hands them over: before RoPE where the architecture has an adapter."""
     k: Tensor
     """``[B, H, T, D]``"""
     v: Tensor
@@ -25,56 +31,199 @@ class Entry:
     head: nn.Module | None
     """The layer's retaining head, for scores that need one."""
     seed: int
+    rope: Any = None
+    """The layer's ``Rope``; None where the architecture has no adapter."""
+    memory: MutableMapping[str, Tensor] = field(default_factory=dict)
+    """What the score keeps of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
 
 
-@dataclass(frozen=True)
-class Context:
-    """The slots of one layer when it must be cut to ``keep`` slots a head."""
+def _nothing() -> Tensor:
+    raise ValueError("these slots hold no keys, values or queries")
+
+
+@dataclass
+class Slots:
+    """The slots of one layer when it must be cut to ``keep`` slots a head. Heads that hold fewer than ``S`` slots (after an
+    adaptive allocation) are padded on the left."""
 
     layer: int
+    layers: int
     keep: int
+    """Slots a head of this layer keeps on average, everything counted, after the allocation over layers."""
     stabilizers: int
     """Newest slots protected now; 0 at the last eviction before the tail."""
-    scores: Tensor
-    """``[B, H, S]`` float32, larger is kept."""
+    chunk: int
+    """Tokens between evictions while a prompt is read."""
+    fresh: int
+    """Tokens that entered since the last eviction."""
+    seen: int
+    """Tokens of the text so far."""
     positions: Tensor
-    """``[B, H, S]`` int32, ascending."""
+    """``[B, H, S]`` int32, ascending in every head."""
+    valid: Tensor
+    """``[B, H, S]`` bool; False is padding."""
+    entered: Tensor
+    """``[B, H, S]`` float32: what ``Score.enter`` returned for the slot; zeros for scores without. What ``Score.score`` writes
+    into it stays with the slot."""
+    stats: Mapping[str, Tensor]
+    """``[B, H, S]`` float32, those that the policy asks for: ``sum`` and ``square`` of the attention received (mean over the
+    group), ``above`` (how often it was above average), ``count`` (queries that have seen the slot)."""
+    keys: Callable[[], Tensor] = _nothing
+    """Keys ``[B, H, S, D]`` as attention sees them (rotated), zeros at padding."""
+    values: Callable[[], Tensor] = _nothing
+    """Values ``[B, H, S, D]``, zeros at padding."""
+    raw_keys: Callable[[], Tensor] = _nothing
+    """Keys before RoPE; raises ValueError where the architecture has no adapter."""
+    queries: Callable[[], Tensor] = _nothing
+    """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
+    ``Score.recent`` asked for."""
+    scaling: float = 1.0
+    seed: int = 0
+    target: str = "logit"
+    """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
+    ragged: bool = False
+    """Whether some heads are padded."""
+    rope: Any = None
+    """The layer's ``Rope``; None where the architecture has no adapter."""
+    next_position: Tensor | None = None
+    """Position ``[B, H]`` (int64) by which the next token would be rotated."""
+    memory: MutableMapping[str, Tensor] = field(default_factory=dict)
+    """What the score keeps of this layer between calls."""
+
+    def newest(self, n: int) -> Tensor:
+        """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""
+        S = self.positions.shape[-1]
+        row_S = torch.arange(S, device=self.positions.device)
+        return (row_S >= S - n) & self.valid
+
+
+def amount(size: int | float, whole: int) -> int:
+    """A size that is a number of tokens (an integer) or a fraction of ``whole`` (a float), rounded down, at most ``whole``."""
+    return min(int(size * whole) if isinstance(size, float) else size, whole)
 
 
 class Score(Protocol):
-    """How much a slot is worth."""
+    """How much a slot is worth. Derive from ``ScorePart`` for the defaults."""
 
     needs_heads: ClassVar[bool]
+    """Reads retaining heads."""
+    needs_logits: ClassVar[bool]
+    """Reads the backbone's probability of each token."""
+    statistics: ClassVar[frozenset[str]]
+    """The running statistics to keep: of ``sum``, ``square``, ``above``, ``count``."""
 
-    def enter(self, entry: Entry) -> Tensor:
-        """Scores ``[B, H, T]`` (float32) of tokens that enter; larger is kept."""
+    def recent(self, chunk: int) -> int:
+        """How many of the newest queries must be kept at hand."""
+        ...
+
+    def enter(self, entry: Entry) -> Tensor | None:
+        """Scores ``[B, H, T]`` (float32) fixed when tokens enter; None where there are none."""
+        ...
+
+    def score(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]`` (float32); larger is kept. Anything at padding."""
+        ...
+
+    def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
+        """The same scores in a unit that can be compared across heads, for allocations over heads."""
         ...
 
 
-class Scope(Protocol):
-    """Which slots may not be evicted now."""
+class ScorePart:
+    """The defaults of a score: nothing is needed, and a slot is worth what it was when it entered."""
 
-    def protects(self, context: Context) -> Tensor:
+    needs_heads: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = False
+    statistics: ClassVar[frozenset[str]] = frozenset()
+
+    def recent(self, chunk: int) -> int:
+        return 0
+
+    def enter(self, entry: Entry) -> Tensor | None:
+        return None
+
+    def score(self, slots: Slots) -> Tensor:
+        return slots.entered
+
+    def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
+        return scores_BHS
+
+
+class Scope(Protocol):
+    """Which slots may not be evicted now. Derive from ``ScopePart`` for the defaults."""
+
+    statistics: ClassVar[frozenset[str]]
+
+    def window(self, budget: int, chunk: int, stabilizers: int) -> int:
+        """How many of the newest slots this scope always protects: what a pyramid leaves every layer."""
+        ...
+
+    def protects(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``; True stays while there is room."""
         ...
 
 
-class Selection(Protocol):
-    """Which slots stay, given scores and scope."""
+class ScopePart:
+    """The defaults of a scope: no statistics, no window."""
 
-    def select(self, scores_BHS: Tensor, protected_BHS: Tensor, keep: int) -> Tensor:
-        """Row indices ``[B, H, keep]`` (int64, ascending)."""
+    statistics: ClassVar[frozenset[str]] = frozenset()
+
+    def window(self, budget: int, chunk: int, stabilizers: int) -> int:
+        return 0
+
+
+class Allocation(Protocol):
+    """How many slots each layer and each head gets."""
+
+    ragged: ClassVar[bool]
+    """Whether heads of one layer may get different numbers."""
+
+    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
+        """Slots a head of each layer; the sum is ``layers * budget``. ``longest``: tokens of the prompt, where known."""
         ...
+
+    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
+        """Slots ``[B, H]`` (int64) of each head; the sum over heads is ``H * keep``, and no head gets more than it holds.
+        The scores are comparable across heads."""
+        ...
+
+
+class Selection(Protocol):
+    """Which slots stay, given scores, scope and the number for each head."""
+
+    def select(
+        self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
+    ) -> Tensor:
+        """Boolean ``[B, H, S]`` with exactly ``budgets_BH`` True in each head, none of them padding."""
+        ...
+
+
+def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
+    """Place ``[B, H, S]`` (int64, 0 is the best) of every slot in its head: protected first, then by score, ties to the
+    newer slot, padding last. So runs repeat exactly."""
+    lowest = torch.finfo(scores_BHS.dtype).min
+    keys_BHS = scores_BHS.clamp(min=lowest, max=-lowest).masked_fill(protected_BHS, float("inf"))
+    keys_BHS = keys_BHS.masked_fill(~valid_BHS, float("-inf"))
+    order_BHS = keys_BHS.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    place_S = torch.arange(keys_BHS.shape[-1], device=keys_BHS.device).expand_as(order_BHS)
+    return torch.empty_like(order_BHS).scatter_(-1, order_BHS, place_S).flip(-1)
+
+
+def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
+    """Row indices ``[B, H, keep]`` (int64, ascending) of a boolean with ``keep`` True in each head."""
+    return stay_BHS.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :keep]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Score, scopes, allocation and selection under one name. Only the uniform allocation exists in this version."""
+    """Score, scopes, allocation and selection under one name."""
 
     name: str
     score: Any
     scopes: tuple[Any, ...]
     selection: Any
+    allocation: Any = None
+    """None is uniform: every layer and head gets the budget."""
     source: str = ""
     keeps_everything: bool = False
 
@@ -82,9 +231,39 @@ class Policy:
     def needs_heads(self) -> bool:
         return self.score.needs_heads
 
-    def choose(self, context: Context) -> Tensor:
-        """Row indices ``[B, H, keep]`` of the slots that stay, ascending."""
-        protected_BHS = torch.zeros_like(context.scores, dtype=torch.bool)
+    @property
+    def needs_logits(self) -> bool:
+        return self.score.needs_logits
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Running statistics that the parts read."""
+        return self.score.statistics.union(*(scope.statistics for scope in self.scopes))
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads of one layer may hold different numbers of slots."""
+        return self.allocation is not None and self.allocation.ragged
+
+    def layer_budgets(
+        self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
+    ) -> list[int]:
+        """Slots a head of each layer. ``tail``: tokens that are never evicted and must find room in every layer."""
+        if self.allocation is None:
+            return [budget] * layers
+        window = max((scope.window(budget, chunk, stabilizers) for scope in self.scopes), default=0)
+        return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
+
+    def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
+        """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given)."""
+        if scores_BHS is None:
+            scores_BHS = self.score.score(slots)
+        protected_BHS = torch.zeros_like(slots.valid)
         for scope in self.scopes:
-            protected_BHS |= scope.protects(context)
-        return self.selection.select(context.scores, protected_BHS, context.keep)
+            protected_BHS |= scope.protects(slots)
+        if self.ragged:
+            comparable_BHS = self.score.comparable(scores_BHS, slots)
+            budgets_BH = self.allocation.head_budgets(comparable_BHS, protected_BHS, slots.valid, slots.keep)
+        else:
+            budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
+        return self.selection.select(scores_BHS, protected_BHS, slots.valid, budgets_BH, slots)

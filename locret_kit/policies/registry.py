@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from ..naming import nearest
+from .allocation import Adaptive, Pyramid, PyramidAdaptive, Uniform
 from .base import Policy
-from .parts import Cis, Random, Recency, Sinks, Stabilizers, TopK
+from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
+from .scopes import Deviation, Proxies, Sinks, Stabilizers, Window
+from .scores import Aas, Aqas, Cis, Entropy, Ltas, Mas, ProxyAttention, Random, Recency, WindowAttention
+from .selection import Representatives, Sampled, TopK
 
-SCORES: dict[str, type] = {"cis": Cis, "random": Random, "recency": Recency}
-SCOPES: dict[str, type] = {"sinks": Sinks, "stabilizers": Stabilizers}
-ALLOCATIONS = ("uniform",)
-SELECTIONS: dict[str, type] = {"top-k": TopK}
+SCORES: dict[str, type] = {
+    "aas": Aas, "aqas": Aqas, "cis": Cis, "compactor": Compactor, "entropy": Entropy,
+    "expected-attention": ExpectedAttention, "keydiff": KeyDiff, "knorm": KNorm, "lagkv": LagKV, "ltas": Ltas, "mas": Mas,
+    "proxy": ProxyAttention, "random": Random, "recency": Recency, "window": WindowAttention,
+}  # fmt: skip
+SCOPES: dict[str, type] = {
+    "deviation": Deviation, "proxies": Proxies, "sinks": Sinks, "stabilizers": Stabilizers, "window": Window,
+}  # fmt: skip
+ALLOCATIONS: dict[str, type] = {"adaptive": Adaptive, "pyramid": Pyramid, "uniform": Uniform}
+SELECTIONS: dict[str, type] = {"representatives": Representatives, "sampled": Sampled, "top-k": TopK}
+PARTS = ("score", "scope", "allocation", "selection")
 
 
 def _full() -> Policy:
@@ -33,20 +45,180 @@ def _streaming(sinks: int = 4) -> Policy:
     return Policy("streaming", Recency(), (Sinks(sinks),), TopK(), source="StreamingLLM, arXiv 2309.17453")
 
 
+def _scissorhands(window: int | float = 0.5) -> Policy:
+    return Policy("scissorhands", Aqas(), (Window(window),), TopK(), source="ScissorHands, arXiv 2305.17118")
+
+
+def _h2o(window: int | float = 0.5) -> Policy:
+    return Policy("h2o", Aas(), (Window(window),), TopK(), source="H2O, arXiv 2306.14048")
+
+
+def _tova() -> Policy:
+    return Policy("tova", Ltas(), (), TopK(), source="TOVA, arXiv 2401.06104")
+
+
+def _roco(window: int | float = 0.5, newest: int = 10, sinks: int = 4) -> Policy:
+    return Policy("roco", Mas(), (Deviation(window, newest, sinks),), TopK(), source="RoCo, arXiv 2402.06262")
+
+
+def _snapkv(window: int = 32, kernel: int = 7) -> Policy:
+    score = WindowAttention(window, kernel)
+    return Policy("snapkv", score, (Window(window),), TopK(), source="SnapKV, arXiv 2404.14469")
+
+
+def _pyramidkv(window: int = 32, kernel: int = 7, beta: float = 20.0) -> Policy:
+    base = replace(_snapkv(window, kernel), name="pyramidkv", allocation=Pyramid(beta))
+    return replace(base, source="PyramidKV, arXiv 2406.02069")
+
+
+def _ada_snapkv(window: int = 32, kernel: int = 7, alpha: float = 0.5) -> Policy:
+    base = replace(_snapkv(window, kernel), name="ada-snapkv", allocation=Adaptive(alpha))
+    return replace(base, source="Ada-KV, arXiv 2407.11550")
+
+
+def _ada_pyramid(window: int = 32, kernel: int = 7, beta: float = 20.0, alpha: float = 0.5) -> Policy:
+    allocation = PyramidAdaptive(Pyramid(beta), Adaptive(alpha))
+    base = replace(_snapkv(window, kernel), name="ada-pyramid", allocation=allocation)
+    return replace(base, source="Ada-KV, arXiv 2407.11550")
+
+
+def _nacl(proxies: int | float = 0.1, ratio: float = 0.7) -> Policy:
+    scopes = (Proxies(proxies),)
+    return Policy("nacl", ProxyAttention(proxies), scopes, Sampled(ratio), source="NaCl, arXiv 2408.03675")
+
+
+def _sirllm(sinks: int = 4, window: int | float = 0.125) -> Policy:
+    return Policy("sirllm", Entropy(), (Sinks(sinks), Window(window)), TopK(), source="SirLLM, arXiv 2405.12528")
+
+
+def _kvcrush(
+    base: str = "h2o", ratio: float = 0.25, anchor: str = "mean", pick: str = "even", level: str = "token"
+) -> Policy:
+    policy = parse_policy(base)
+    if policy.keeps_everything:
+        raise ValueError(f"kvcrush(base={base}): the base evicts nothing, so nothing is to be represented")
+    selection = Representatives(ratio, anchor, pick, level)
+    return replace(policy, name="kvcrush", selection=selection, source="KVCrush, arXiv 2503.00022")
+
+
 def _locret(sinks: int = 0) -> Policy:
     scopes = (Stabilizers(), Sinks(sinks)) if sinks else (Stabilizers(),)
     return Policy("locret", Cis(), scopes, TopK(), source="Locret, arXiv 2410.01805")
 
 
+def _ada_locret(sinks: int = 0, alpha: float = 0.5) -> Policy:
+    return replace(_locret(sinks), name="ada-locret", allocation=Adaptive(alpha), source="Locret with Ada-KV's heads")
+
+
+def _pyramid_locret(sinks: int = 0, beta: float = 20.0) -> Policy:
+    base = replace(_locret(sinks), name="pyramid-locret", allocation=Pyramid(beta))
+    return replace(base, source="Locret with PyramidKV's layers")
+
+
+def _knorm() -> Policy:
+    return Policy("knorm", KNorm(), (), TopK(), source="arXiv 2406.11430")
+
+
+def _keydiff() -> Policy:
+    return Policy("keydiff", KeyDiff(), (), TopK(), source="KeyDiff, arXiv 2504.15364")
+
+
+def _lagkv(sinks: int = 4, lag: int = 128) -> Policy:
+    return Policy("lagkv", LagKV(sinks, lag), (), TopK(), source="LagKV, arXiv 2504.04704")
+
+
+def _expected_attention(sinks: int = 4, future: int = 512, epsilon: float = 0.0, value_norm: bool = True) -> Policy:
+    score = ExpectedAttention(sinks, future, epsilon, value_norm)
+    return Policy("expected-attention", score, (), TopK(), source="Expected Attention, arXiv 2510.00636")
+
+
+def _compactor(block: int = 256, sketch: int = 48, blend: float = 1.0, first: int = 8, last: int = 4) -> Policy:
+    score = Compactor(block, sketch, blend, first, last)
+    return Policy("compactor", score, (), TopK(), source="Compactor, arXiv 2507.08143")
+
+
 NAMED: dict[str, Callable[..., Policy]] = {
     "full": _full,
-    "locret": _locret,
     "random": _random,
     "recency": _recency,
     "streaming": _streaming,
+    "scissorhands": _scissorhands,
+    "h2o": _h2o,
+    "tova": _tova,
+    "roco": _roco,
+    "snapkv": _snapkv,
+    "pyramidkv": _pyramidkv,
+    "ada-snapkv": _ada_snapkv,
+    "ada-pyramid": _ada_pyramid,
+    "nacl": _nacl,
+    "sirllm": _sirllm,
+    "kvcrush": _kvcrush,
+    "knorm": _knorm,
+    "keydiff": _keydiff,
+    "lagkv": _lagkv,
+    "expected-attention": _expected_attention,
+    "compactor": _compactor,
+    "locret": _locret,
+    "ada-locret": _ada_locret,
+    "pyramid-locret": _pyramid_locret,
 }
 
-_CALL = re.compile(r"^\s*([\w-]+)\s*(?:\(([^()]*)\))?\s*$")
+_CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
+
+
+def parse_policy(text: str) -> Policy:
+    """A named policy (``roco``, ``streaming(sinks=8)``) or a composition of parts, separated by blanks.
+
+    Raises:
+        ValueError: unknown name, part or parameter; the message says what there is and suggests the nearest.
+    """
+    text = text.strip()
+    if "=" not in text.split("(")[0]:
+        return replace(_call(text, "policy", NAMED), name=text)
+    parts = {"scope": "", "allocation": "uniform", "selection": "top-k"}
+    for item in _split(text, " "):
+        key, eq, value = item.partition("=")
+        if not eq or key not in PARTS:
+            raise ValueError(
+                f"policy part {item!r} is unknown.{nearest(key, PARTS)} Parts: score, scope, allocation, selection."
+            )
+        parts[key] = value
+    if "score" not in parts:
+        raise ValueError(f"policy={text!r} names no score; known: {', '.join(SCORES)}")
+    return Policy(
+        text,
+        _call(parts["score"], "score", SCORES),
+        tuple(_call(scope, "scope", SCOPES) for scope in _split(parts["scope"], "+")),
+        _call(parts["selection"], "selection", SELECTIONS),
+        _allocation(parts["allocation"]),
+    )
+
+
+def _allocation(text: str) -> Any:
+    """One allocation, or a pyramid over layers and an adaptive one over heads joined by ``+``."""
+    made = [_call(item, "allocation", ALLOCATIONS) for item in _split(text, "+")]
+    if len(made) == 1:
+        return made[0]
+    by_type = {type(part): part for part in made}
+    if len(made) != 2 or by_type.keys() != {Pyramid, Adaptive}:
+        raise ValueError(f"allocation={text!r}: of several only pyramid+adaptive go together")
+    return PyramidAdaptive(by_type[Pyramid], by_type[Adaptive])
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """The pieces between marks that stand outside of parentheses; empty ones are left out.
+
+    >>> _split("sinks(n=4)+window(0.5)", "+")
+    ['sinks(n=4)', 'window(0.5)']
+    """
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and (letter == mark or (mark == " " and letter.isspace())):
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return [piece for piece in pieces if piece.strip()]
 
 
 def _call(text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Any:
@@ -57,12 +229,11 @@ def _call(text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Any:
     name, inside = match.groups()
     if name not in known:
         raise ValueError(f"{what}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(sorted(known))}.")
-    make = known[name]
-    allowed = _parameters(make)
+    allowed = inspect.signature(known[name]).parameters
     given: dict[str, Any] = {}
-    for i, item in enumerate(x for x in (inside or "").split(",") if x.strip()):
+    for i, item in enumerate(_split(inside or "", ",")):
         key, eq, value = item.partition("=")
-        if not eq:
+        if not eq or "(" in key:
             if i >= len(allowed):
                 raise ValueError(f"{what}={name}({inside}) takes {len(allowed)} parameters")
             key, value = list(allowed)[i], item
@@ -70,58 +241,50 @@ def _call(text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Any:
         if key not in allowed:
             there = ", ".join(allowed) or "none"
             raise ValueError(f"{what}={name}: parameter {key!r} is unknown.{nearest(key, allowed)} There are: {there}.")
-        kind = type(allowed[key])
+        given[key] = _value(value.strip(), allowed[key].annotation, f"{what}={name}: {key}")
+    return known[name](**given)
+
+
+def _value(text: str, kind: str, where: str) -> Any:
+    """The value of a parameter annotated as int, float, a size (either), bool or str."""
+    kinds: dict[str, tuple[Callable[[str], Any], ...]] = {
+        "int": (int,), "float": (float,), "int | float": (int, float), "bool": (_yes_or_no,), "str": (str,),
+    }  # fmt: skip
+    for make in kinds[kind]:
         try:
-            given[key] = kind(value.strip())
+            return make(text)
         except ValueError:
-            raise ValueError(f"{what}={name}: {key}={value.strip()!r} must be {kind.__name__}") from None
-    return make(**given)
+            continue
+    raise ValueError(f"{where}={text!r} must be {kind.replace(' | ', ' or ')}")
 
 
-def _parameters(make: Callable[..., Any]) -> dict[str, Any]:
-    """Parameter names and defaults of a part or of a named policy."""
-    if isinstance(make, type):
-        return {f.name: f.default for f in fields(make)}
-    names = make.__code__.co_varnames[: make.__code__.co_argcount]
-    return dict(zip(names, make.__defaults__ or (), strict=True))
+def _yes_or_no(text: str) -> bool:
+    known = {"true": True, "false": False}
+    if text.lower() not in known:
+        raise ValueError(text)
+    return known[text.lower()]
 
 
-def parse_policy(text: str) -> Policy:
-    """A named policy (``roco``, ``streaming(sinks=8)``) or a composition of parts.
-
-    Raises:
-        ValueError: unknown name, part or parameter; the message says what there is and suggests the nearest.
-    """
-    text = text.strip()
-    if "=" not in text.split("(")[0]:
-        return _call(text, "policy", NAMED)
-    parts = {"scope": "", "allocation": "uniform", "selection": "top-k"}
-    for item in text.split():
-        key, eq, value = item.partition("=")
-        if not eq or key not in ("score", *parts):
-            raise ValueError(
-                f"policy part {item!r} is unknown.{nearest(key, ('score', *parts))} Parts: score, scope, allocation, selection."
-            )
-        parts[key] = value
-    if "score" not in parts:
-        raise ValueError(f"policy={text!r} names no score; known: {', '.join(SCORES)}")
-    if parts["allocation"] not in ALLOCATIONS:
-        raise ValueError(f"allocation={parts['allocation']!r} is unknown. Known: {', '.join(ALLOCATIONS)}.")
-    scopes = tuple(_call(scope, "scope", SCOPES) for scope in parts["scope"].split("+") if scope)
-    return Policy(
-        text, _call(parts["score"], "score", SCORES), scopes, _call(parts["selection"], "selection", SELECTIONS)
-    )
+def spell(part: Any) -> str:
+    """A part in the grammar, every parameter written out."""
+    if isinstance(part, PyramidAdaptive):
+        return f"{spell(part.pyramid)}+{spell(part.adaptive)}"
+    names = {kind: name for table in (SCORES, SCOPES, ALLOCATIONS, SELECTIONS) for name, kind in table.items()}
+    inside = ",".join(f"{field.name}={getattr(part, field.name)}" for field in fields(part))
+    return names[type(part)] + (f"({inside})" if inside else "")
 
 
 def describe_policies() -> list[str]:
-    """One line a named policy: name, parts, parameters with defaults, source."""
+    """One line a named policy: name, its parts in the grammar, its parameters with their defaults, its source."""
     lines = []
     for name, make in NAMED.items():
         policy = make()
-        scopes = "+".join(type(s).__name__.lower() for s in policy.scopes) or "-"
-        params = ", ".join(f"{k}={v}" for k, v in _parameters(make).items()) or "-"
-        score = "-" if policy.keeps_everything else type(policy.score).__name__.lower()
-        lines.append(
-            f"{name:<12} score={score:<8} scope={scopes:<18} parameters: {params:<10} {policy.source}".rstrip()
-        )
+        parameters = ", ".join(f"{p.name}={p.default}" for p in inspect.signature(make).parameters.values()) or "-"
+        parts = {"score": spell(policy.score)}
+        if policy.scopes:
+            parts["scope"] = "+".join(spell(scope) for scope in policy.scopes)
+        parts["allocation"] = spell(policy.allocation or Uniform())
+        parts["selection"] = spell(policy.selection)
+        composed = "-" if policy.keeps_everything else " ".join(f"{key}={value}" for key, value in parts.items())
+        lines.append(f"{name:<14} {composed}  parameters: {parameters}  {policy.source}".rstrip())
     return lines

@@ -25,13 +25,16 @@ def peak_memory(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of one prompt and its answer. Seconds are wall clock; scoring, selecting and compacting are host time."""
+    """Figures of one prompt and its answer. Seconds are wall clock; scoring (the statistics of attention included),
+    selecting and compacting are host time within them."""
 
     policy: str
     budget: int
     chunk: int
     stabilizers: int
     local_len: int
+    one_shot: bool
+    decode_every: int | None
     positions: str
     prompt_tokens: int
     new_tokens: int
@@ -43,7 +46,7 @@ class Report:
     evictions: int
     evicted_rows: int
     kept_rows: list[int]
-    """Rows of a key/value head after prefill, a layer each."""
+    """Rows of a key/value head (on average where heads differ) after prefill, a layer each."""
     cache_bytes: int
     peak_bytes: int
     device: str
@@ -56,6 +59,7 @@ class Report:
         s, c = cache.schedule, cache.counters
         return cls(
             policy=cache.policy.name, budget=s.budget, chunk=s.chunk, stabilizers=s.stabilizers, local_len=s.local_len,
+            one_shot=s.one_shot, decode_every=s.decode_every,
             positions=cache.positions or "original", score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=str(model.dtype).removeprefix("torch."),

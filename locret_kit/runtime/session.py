@@ -60,16 +60,18 @@ class Sampling:
 def prefill(
     model: Any, ids: Sequence[int], cache: BoundedCache, progress: Callable[[int, int], None] | None = None
 ) -> Tensor:
-    """Read the prompt through ``cache`` and return the logits ``[V]`` behind its last token.
+    """Read the prompt through ``cache`` and return the logits ``[V]`` behind its last token. What the cache has seen already
+    (a fork) is taken as the prompt's beginning and not read again.
 
     ``model`` must be attached; ``ids`` may be any integer sequence. ``progress(done, total)`` is called a piece.
     """
-    total, logits = len(ids), None
+    total, done, logits = len(ids), cache.get_seq_length(), None
     if not total:
         raise ValueError("the prompt holds no tokens")
-    done = 0
+    if done >= total:
+        raise ValueError(f"the cache has seen {done} tokens already, the prompt has {total}")
     while done < total:
-        step = min(cache.schedule.until_boundary(done), total - done)
+        step = min(cache.schedule.piece(done), total - done)
         piece = torch.tensor([ids[done : done + step]], device=model.device, dtype=torch.long)
         logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         done += step

@@ -1,0 +1,35 @@
+"""Token entropy from a decoder's final hidden states, never more than a slice of logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SLICE = 64
+"""Tokens whose logits exist at once."""
+
+
+def token_entropy(model: Any, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``-log P(token | tokens before it)`` ``[B, T]`` (nats, float32), and the last hidden state for the next call.
+
+    Args:
+        hidden_BTE: final hidden states of the tokens ``ids_BT``.
+        before_B1E: the hidden state before the first of them; None at the start of a text, whose first token gets 0.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError("token entropy needs a model with an output layer (AutoModelForCausalLM)")
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    start = 1 if before_B1E is None else 0
+    source_BTE = hidden_BTE[:, :-1] if before_B1E is None else torch.cat((before_B1E, hidden_BTE[:, :-1]), dim=1)
+    out_BT = torch.zeros(ids_BT.shape, dtype=torch.float32, device=hidden_BTE.device)
+    for at in range(start, ids_BT.shape[1], SLICE):
+        target_BN = ids_BT[:, at : at + SLICE]
+        logits_BNV = head(source_BTE[:, at - start : at - start + target_BN.shape[1]]).float()
+        if cap is not None:
+            logits_BNV = cap * torch.tanh(logits_BNV / cap)
+        out_BT[:, at : at + SLICE] = F.cross_entropy(logits_BNV.transpose(1, 2), target_BN, reduction="none")
+    return out_BT, hidden_BTE[:, -1:].clone()

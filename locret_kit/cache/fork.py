@@ -1,0 +1,60 @@
+"""An independent copy of a cache that goes on with another prompt of the same beginning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .bounded import BoundedCache
+
+
+def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
+    """See ``BoundedCache.fork``."""
+    s, seen = cache.schedule, cache.get_seq_length()
+    new = type(cache)(
+        s.budget,
+        cache.policy,
+        cache.heads,
+        chunk=s.chunk,
+        prompt_length=prompt_length,
+        stabilizers=s.stabilizers,
+        local_len=s.local_len,
+        positions=cache.positions,
+        seed=cache.seed,
+        decode_every=s.decode_every if prompt_length is not None else None,
+    )
+    if cache.spec is None:
+        return new
+    if new.schedule.body is not None and seen > new.schedule.body:
+        raise ValueError(
+            f"prompt_length={prompt_length}: {seen} tokens are read already, more than the {new.schedule.body} before its tail"
+        )
+    if s.decoding(seen):
+        raise ValueError("this cache has decoded already: fork it before")
+    new.bind(cache.model)
+    if not cache.policy.keeps_everything:
+        _require_same_past(cache, new, seen)
+    for mine, theirs in zip(new.bounded, cache.bounded, strict=True):
+        mine.take(theirs)
+    new.counters = replace(cache.counters)
+    new.last_hidden = None if cache.last_hidden is None else cache.last_hidden.clone()
+    return new
+
+
+def _require_same_past(old: BoundedCache, new: BoundedCache, seen: int) -> None:
+    """Raise ValueError where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
+    for i, (mine, theirs) in enumerate(zip(old.budgets, new.budgets, strict=True)):
+        before, after = old.schedule.evictions(seen, mine), new.schedule.evictions(seen, theirs)
+        if old.bounded[i].window is None and before != after:
+            raise ValueError(
+                f"prompt_length={new.schedule.prompt_length}: after {seen} tokens a fresh run would have evicted "
+                f"{len(after)} times, this cache {len(before)} times or otherwise"
+            )
+        if mine != theirs:
+            raise ValueError(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
+    for a, b in zip(old.ropes or [], new.ropes or [], strict=True):
+        if a.scaling != b.scaling or not torch.equal(a.inv_freq, b.inv_freq):
+            raise ValueError("a prompt of that length is rotated by other frequencies (LongRoPE)")

@@ -1,0 +1,356 @@
+"""The rows of one layer: key, value, position, entry score and running statistics of a slot, side by side.
+
+``BoundedLayer`` holds as many rows for every head; ``RaggedLayer`` lets heads differ and takes no more memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from ..policies.base import rows_of
+
+PER_ROW = ("keys", "values", "positions", "scores")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Heads that hold as many rows: what one attention call reads, in place."""
+
+    batch: slice
+    heads: slice
+    keys: Tensor
+    """``[b, h, S, D]``"""
+    values: Tensor
+    stats: Tensor
+    """``[statistics, b, h, S]``"""
+
+
+class BoundedLayer(CacheLayerMixin):
+    """Rows of one layer, preallocated, ordered by age. ``update`` hands the new keys and values through: the rows are
+    written by ``BoundedCache.attend``, which the attention call reaches right after."""
+
+    is_sliding = False
+    ragged = False
+    keys: Tensor  # type: ignore[assignment]
+    values: Tensor  # type: ignore[assignment]
+    positions: Tensor
+    scores: Tensor
+    stats: Tensor
+    """``[statistics, B, H, capacity]`` float32."""
+    queries: Tensor
+    """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
+
+    def __init__(self, capacity: int, window: int | None = None, statistics: int = 0, recent: int = 0) -> None:
+        super().__init__()
+        self.capacity, self.window = capacity, window
+        self.statistics, self.recent = statistics, recent
+        self.scaling = 1.0
+        self.memory: dict[str, Tensor] = {}
+        self.rows = 0
+        self.seen = 0
+        self.fresh = 0
+        self.evictions = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        B, H, _, D = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
+            self.keys = key_states.new_empty(*self._shape(B, H), D)
+            self.values = value_states.new_empty(*self._shape(B, H), value_states.shape[-1])
+            self.positions = torch.empty(self._shape(B, H), dtype=torch.int32, device=self.device)
+            self.scores = torch.empty(self._shape(B, H), dtype=torch.float32, device=self.device)
+            self.stats = torch.empty(self.statistics, *self._shape(B, H), dtype=torch.float32, device=self.device)
+        self.is_initialized = True
+
+    def _shape(self, B: int, H: int) -> tuple[int, ...]:
+        """Shape of a buffer with one number a row."""
+        return B, H, self.capacity
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    # ---- new rows ------------------------------------------------------------------------------------------------
+
+    def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
+        """Write new rows behind the newest one."""
+        new = slice(self.rows, self.rows + k.shape[2])
+        self.keys[:, :, new], self.values[:, :, new], self.scores[:, :, new] = k, v, score_BHT
+        self.positions[:, :, new] = self._new_positions(k.shape[2])
+        self.stats[..., new] = 0
+        self._count(k.shape[2])
+
+    def _new_positions(self, T: int) -> Tensor:
+        return torch.arange(self.seen, self.seen + T, device=self.device, dtype=torch.int32)
+
+    def _count(self, T: int) -> None:
+        self.rows += T
+        self.seen += T
+        self.fresh += T
+
+    def remember(self, q_BQTD: Tensor) -> None:
+        """Keep the newest ``recent`` queries at hand."""
+        if not self.recent:
+            return
+        if not hasattr(self, "queries"):
+            B, Q, _, D = q_BQTD.shape
+            with torch.inference_mode(False):
+                self.queries = q_BQTD.new_zeros(B, Q, self.recent, D)
+        T = q_BQTD.shape[2]
+        if self.recent > T:
+            self.queries[:, :, :-T] = self.queries[:, :, T:].clone()
+        self.queries[:, :, -T:] = q_BQTD[:, :, -self.recent :]
+
+    def score_newest(self, score_BT: Tensor) -> None:
+        """Set the entry scores of the newest rows, the same for every head."""
+        T = score_BT.shape[1]
+        self.scores[:, :, self.rows - T : self.rows] = score_BT[:, None]
+
+    # ---- what attention and policies read ------------------------------------------------------------------------
+
+    def parts(self) -> Iterator[Part]:
+        """The rows as they lie, heads of equal length together."""
+        B, H, n = *self.keys.shape[:2], self.rows
+        yield Part(
+            slice(0, B), slice(0, H), self.keys[:, :, :n], self.values[:, :, :n], self.stats[..., :n]
+        )  # fmt: skip
+
+    def slots(self, name: str) -> Tensor:
+        """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right."""
+        buffer = getattr(self, name)
+        return buffer[..., : self.rows] if name == "stats" else buffer[:, :, : self.rows]
+
+    def valid(self) -> Tensor:
+        """Boolean ``[B, H, S]``: which slots are no padding."""
+        return torch.ones(*self.keys.shape[:2], self.rows, dtype=torch.bool, device=self.device)
+
+    def spread(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+        """Two tables ``[1, 1, size, R]`` that ``tables(rows)`` gives for a head of so many rows; here all heads are alike."""
+        cos, sin = tables(self.rows)
+        return cos[None, None], sin[None, None]
+
+    def kept(self) -> Any:
+        """Positions ``[B, H, rows]`` held now."""
+        return self.positions[:, :, : self.rows].clone()
+
+    def rescore(self, score_BHS: Tensor) -> None:
+        """Take the entry scores of ``slots("scores")`` back; here those are the buffer itself."""
+
+    # ---- eviction ------------------------------------------------------------------------------------------------
+
+    def keep(self, stay_BHS: Tensor, mean: int) -> None:
+        """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
+        index_BHK = rows_of(stay_BHS, mean)
+        for rows in (self.keys, self.values):
+            index = index_BHK[..., None].expand(-1, -1, -1, rows.shape[-1])
+            rows[:, :, :mean] = rows[:, :, : self.rows].gather(2, index)
+        for stat in (self.positions, self.scores, *self.stats):
+            stat[:, :, :mean] = stat[:, :, : self.rows].gather(2, index_BHK)
+        self.rows = mean
+        self.fresh = 0
+
+    def drop_oldest(self, keep: int) -> None:
+        """Keep the newest ``keep`` rows (layers with a window)."""
+        if self.rows > keep:
+            old, self.rows = self.rows, keep
+            for rows in (self.keys, self.values, self.positions, self.scores):
+                rows[:, :, :keep] = rows[:, :, old - keep : old].clone()
+
+    def grow(self, rows: int) -> None:
+        """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length)."""
+        self.capacity = max(rows, 2 * self.capacity)
+        for name in PER_ROW:
+            old = getattr(self, name)
+            with torch.inference_mode(False):
+                new = old.new_empty(*old.shape[:2], self.capacity, *old.shape[3:])
+            new[:, :, : self.rows] = old[:, :, : self.rows]
+            setattr(self, name, new)
+        with torch.inference_mode(False):
+            self.stats = self.stats.new_empty(*self.stats.shape[:3], self.capacity)
+
+    # ---- what the rest of transformers asks ----------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.rows + int(query_length), self.seen - self.rows
+
+    def get_seq_length(self) -> int:
+        """Tokens seen (the logical length), not rows kept."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.rows = self.seen = self.fresh = self.evictions = 0
+        self.memory.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            beam_idx = beam_idx.to(self.device)
+            for name in PER_ROW:
+                setattr(self, name, getattr(self, name).index_select(0, beam_idx))
+            self.stats = self.stats.index_select(1, beam_idx)
+            self._reorder_rest(beam_idx)
+
+    def _reorder_rest(self, beam_idx: Tensor) -> None:
+        self.memory = {name: value.index_select(0, beam_idx) for name, value in self.memory.items()}
+        if hasattr(self, "queries"):
+            self.queries = self.queries.index_select(0, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("a bounded cache cannot be cropped: evicted rows do not come back")
+
+    def take(self, other: BoundedLayer) -> None:
+        """Become a copy of another layer of the same shape; nothing is shared."""
+        for name, value in vars(other).items():
+            if isinstance(value, Tensor):
+                with torch.inference_mode(False):
+                    value = torch.empty_like(value).copy_(value)
+            setattr(self, name, value)
+        self.memory = {name: value.clone() for name, value in other.memory.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the preallocated buffers and of what the score remembers."""
+        held = (*vars(self).values(), *self.memory.values())
+        return sum(int(value.nbytes) for value in held if isinstance(value, Tensor))
+
+
+class RaggedLayer(BoundedLayer):
+    """Rows of one layer whose heads hold different numbers of slots, ``rows`` on average.
+
+    Every buffer is flat: ``B * H * capacity`` rows, in which each head has a stretch as long as its rows and its room for
+    new ones. The room is the same for every head, so the stretches fill the buffer whatever the budgets are.
+    """
+
+    ragged = True
+    starts: Tensor
+    """First row ``[B * H]`` (int64) of each head."""
+    lengths: Tensor
+    """Rows ``[B * H]`` (int64) of each head."""
+
+    def _shape(self, B: int, H: int) -> tuple[int, ...]:
+        return (B * H * self.capacity,)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.B, self.H = key_states.shape[:2]
+        self._lay_out(torch.zeros(self.B * self.H, dtype=torch.int64, device=self.device))
+
+    def _lay_out(self, lengths: Tensor) -> None:
+        """Give every head a stretch for its rows and its room."""
+        self.lengths = lengths
+        self.rows = int(lengths[: self.H].sum()) // self.H
+        stretch = lengths + (self.capacity - self.rows)
+        self.starts = stretch.cumsum(0) - stretch
+        self._stretches = list(zip(self.starts.tolist(), lengths.tolist(), strict=True))
+
+    def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
+        T = k.shape[2]
+        new = ((self.starts + self.lengths)[:, None] + torch.arange(T, device=self.device)).flatten()
+        self.keys[new] = k.flatten(0, 2)
+        self.values[new] = v.flatten(0, 2)
+        self.scores[new] = score_BHT.expand(self.B, self.H, T).reshape(-1)
+        self.positions[new] = self._new_positions(T).repeat(self.B * self.H)
+        self.stats[:, new] = 0
+        self._count(T)
+
+    def _count(self, T: int) -> None:
+        super()._count(T)
+        self.lengths = self.lengths + T
+        self._stretches = [(start, length + T) for start, length in self._stretches]
+
+    def score_newest(self, score_BT: Tensor) -> None:
+        T = score_BT.shape[1]
+        newest = (self.starts + self.lengths - T)[:, None] + torch.arange(T, device=self.device)
+        self.scores[newest] = score_BT.repeat_interleave(self.H, 0)
+
+    def parts(self) -> Iterator[Part]:
+        for i, (start, length) in enumerate(self._stretches):
+            b, h, rows = i // self.H, i % self.H, slice(start, start + length)
+            yield Part(
+                slice(b, b + 1), slice(h, h + 1), self.keys[None, None, rows], self.values[None, None, rows],
+                self.stats[:, None, None, rows],
+            )  # fmt: skip
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest head."""
+        return max(length for _, length in self._stretches)
+
+    def _row_of_slot(self) -> Tensor:
+        """Row ``[B * H, S]`` of each slot, aligned to the right; below the head's first row at padding."""
+        S = self.longest
+        return (self.starts + self.lengths - S)[:, None] + torch.arange(S, device=self.device)
+
+    def valid(self) -> Tensor:
+        S = self.longest
+        slot_S = torch.arange(S, device=self.device)
+        return (slot_S >= S - self.lengths[:, None]).view(self.B, self.H, S)
+
+    def slots(self, name: str) -> Tensor:
+        index = self._row_of_slot().clamp(min=0)
+        buffer, valid = getattr(self, name), self.valid()
+        if name == "stats":
+            return buffer[:, index].view(-1, *valid.shape).masked_fill(~valid, 0)
+        out = buffer[index].view(*valid.shape, *buffer.shape[1:])
+        return out.masked_fill(~(valid if out.dim() == 3 else valid[..., None]), 0)
+
+    def spread(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+        """Tables ``[B, H, size, R]``, aligned to the right; zero at padding."""
+        made = [torch.stack(tables(length))[:, -size:] for _, length in self._stretches]
+        padded = torch.stack([F.pad(x, (0, 0, size - x.shape[1], 0)) for x in made], dim=1)
+        cos, sin = padded.view(2, self.B, self.H, size, -1)
+        return cos, sin
+
+    def rescore(self, score_BHS: Tensor) -> None:
+        valid = self.valid().flatten(0, 1)
+        self.scores[self._row_of_slot()[valid]] = score_BHS.flatten(0, 1)[valid]
+
+    def kept(self) -> list[list[Tensor]]:
+        """Positions ``[rows of the head]`` held now, ``kept()[b][h]``."""
+        rows = [self.positions[start : start + length].clone() for start, length in self._stretches]
+        return [rows[b * self.H : (b + 1) * self.H] for b in range(self.B)]
+
+    def keep(self, stay_BHS: Tensor, mean: int) -> None:
+        stay = stay_BHS.flatten(0, 1)
+        self._move(self._row_of_slot()[stay], stay.sum(-1))
+        self.fresh = 0
+
+    def _move(self, source: Tensor, lengths: Tensor) -> None:
+        """Lay the rows ``source`` out anew, head after head."""
+        self._lay_out(lengths)
+        within = torch.arange(len(source), device=self.device) - (lengths.cumsum(0) - lengths).repeat_interleave(
+            lengths
+        )
+        target = self.starts.repeat_interleave(lengths) + within
+        for name in PER_ROW:
+            buffer = getattr(self, name)
+            buffer[target] = buffer[source]
+        self.stats[:, target] = self.stats[:, source]
+
+    def reset(self) -> None:
+        super().reset()
+        if self.is_initialized:
+            self._lay_out(torch.zeros_like(self.lengths))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            beam_idx = beam_idx.to(self.device)
+            heads = (beam_idx[:, None] * self.H + torch.arange(self.H, device=self.device)).flatten()
+            rows = [
+                torch.arange(start, start + length) for start, length in (self._stretches[i] for i in heads.tolist())
+            ]
+            self._move(torch.cat(rows).to(self.device), self.lengths[heads])
+            self._reorder_rest(beam_idx)

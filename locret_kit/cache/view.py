@@ -1,0 +1,91 @@
+"""What a policy sees of a layer: its slots, with keys, values and queries read only where they are asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..backbones.families import require_adapter, text_config
+from ..backbones.rope import rotate
+from ..policies.base import Slots
+from .layers import BoundedLayer
+
+if TYPE_CHECKING:
+    from .bounded import BoundedCache
+
+
+def slots_of(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> Slots:
+    """What the cache's policy sees of a layer that must be cut to ``keep`` slots a head."""
+    rows = cache.bounded[layer]
+    stats = dict(zip(cache.statistics, rows.slots("stats"), strict=True))
+    positions, valid = rows.slots("positions"), rows.valid()
+    if "count" in cache.policy.statistics:
+        stats["count"] = (rows.seen - positions).float()
+    return Slots(
+        layer=layer,
+        layers=len(cache.layers),
+        keep=keep,
+        stabilizers=stabilizers,
+        chunk=cache.schedule.chunk,
+        fresh=rows.fresh,
+        seen=rows.seen,
+        positions=positions,
+        valid=valid,
+        entered=rows.slots("scores"),
+        stats=stats,
+        keys=lambda: _keys(cache, layer, rows),
+        values=lambda: rows.slots("values"),
+        raw_keys=lambda: _raw_keys(cache, layer, rows),
+        queries=lambda: _queries(cache, layer, rows),
+        scaling=rows.scaling,
+        seed=cache.seed,
+        target=cache.heads.config.target if cache.heads is not None else "logit",
+        ragged=rows.ragged,
+        rope=cache.ropes[layer] if cache.ropes is not None else None,
+        next_position=valid.sum(-1) if cache.positions == "compact" else torch.full_like(valid.sum(-1), rows.seen),
+        memory=rows.memory,
+    )
+
+
+def _keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
+    """Keys ``[B, H, S, D]`` as attention sees them."""
+    keys = rows.slots("keys")
+    if not cache.rotates_rows(rows):
+        return keys
+    cos, sin = rows.spread(lambda n: cache.row_table(layer, rows, n, keys), keys.shape[2])
+    return rotate(keys, cos, sin)
+
+
+def _raw_keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
+    """Keys ``[B, H, S, D]`` before RoPE."""
+    keys = rows.slots("keys")
+    if cache.ropes is None:
+        assert cache.model is not None
+        require_adapter(text_config(cache.model))
+    if cache.ropes is None or cache.rotates_rows(rows):
+        return keys
+    rope, positions = cache.ropes[layer], rows.slots("positions")
+    cos, sin = (table.view(*positions.shape, -1) for table in rope.tables(positions.flatten(), keys.dtype))
+    turned = rotate(keys, cos, -sin)
+    turned[..., : cos.shape[-1]] /= rope.scaling**2
+    return turned
+
+
+def _queries(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
+    """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
+    W = min(rows.recent, rows.seen)
+    if not W:
+        raise ValueError(f"policy={cache.policy.name!r}: its score keeps no queries (ScorePart.recent)")
+    q = rows.queries[:, :, rows.recent - W :]
+    if cache.ropes is None:
+        return q
+    rope = cache.ropes[layer]
+    if not cache.rotates_rows(rows):
+        return rotate(q, *cache.table(rope, rows.seen - W, W, q))
+    cos, sin = rows.spread(lambda n: cache.table(rope, n - W, W, q), W)
+    if rows.ragged:
+        G = q.shape[1] // cos.shape[1]
+        cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)
+    return rotate(q, cos, sin)

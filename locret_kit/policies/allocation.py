@@ -1,0 +1,115 @@
+"""How many slots each layer and each head gets. Sums are exact, whatever is rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import rank_of
+
+
+class _Layers:
+    """Every layer alike."""
+
+    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
+        return [budget] * layers
+
+
+class _Heads:
+    """Every head of a layer alike."""
+
+    ragged: ClassVar[bool] = False
+
+    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
+        return valid_BHS.sum(-1).clamp(max=keep)
+
+
+@dataclass(frozen=True)
+class Uniform(_Layers, _Heads):
+    """The budget for every layer and head."""
+
+
+@dataclass(frozen=True)
+class Pyramid(_Heads):
+    """Low layers get more: layer ``l`` of ``L`` has ``w + hi - l (hi - lo) / (L - 1)`` slots, ``lo = (B - w) / beta`` and
+    ``hi = 2 (B - w) - lo``, ``w`` being the protected window. What a short prompt cannot fill of ``hi`` goes to the high
+    layers. Rounded down, and what is missing from the sum goes to the largest fractions. Source: PyramidKV, arXiv 2406.02069."""
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 1:
+            raise ValueError(f"pyramid(beta={self.beta}): beta must be at least 1")
+
+    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
+        free = budget - window
+        low = free / Fraction(self.beta)
+        if longest is not None:
+            low = max(low, Fraction(min(free, 2 * free - (longest - window))))
+        step = Fraction(2 * (free - low)) / max(1, layers - 1)
+        high = 2 * free - low if layers > 1 else Fraction(free)
+        return rounded([window + high - layer * step for layer in range(layers)], layers * budget)
+
+
+@dataclass(frozen=True)
+class Adaptive(_Layers):
+    """The ``H * B`` best slots of a layer's heads together give each head ``B*_h``; it gets
+    ``alpha B*_h + (1 - alpha) B``. Source: Ada-KV, algorithms 2 and 3 (``alpha`` is its safeguard)."""
+
+    alpha: float = 0.5
+    ragged: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"adaptive(alpha={self.alpha}): alpha must be from 0 to 1")
+
+    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
+        B, H, S = scores_BHS.shape
+        # Slot-major, so that of equal scores the newer slot is the better one, in whatever head.
+        together = [x.transpose(1, 2).reshape(B, 1, S * H) for x in (scores_BHS, protected_BHS, valid_BHS)]
+        place_BHS = rank_of(*together).view(B, S, H).transpose(1, 2)
+        best_BH = ((place_BHS < H * keep) & valid_BHS).sum(-1)
+        alpha, held_BH = Fraction(self.alpha), valid_BHS.sum(-1)
+        return torch.tensor(
+            [
+                rounded([alpha * best + (1 - alpha) * keep for best in row], min(H * keep, sum(most)), most)
+                for row, most in zip(best_BH.tolist(), held_BH.tolist(), strict=True)
+            ],
+            dtype=torch.int64,
+            device=scores_BHS.device,
+        )
+
+
+@dataclass(frozen=True)
+class PyramidAdaptive:
+    """Pyramid over layers, then adaptive over the heads of each. Source: Ada-KV, section 4 (Ada-Pyramid)."""
+
+    pyramid: Pyramid
+    adaptive: Adaptive
+    ragged: ClassVar[bool] = True
+
+    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
+        return self.pyramid.layer_budgets(budget, layers, window, longest)
+
+    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
+        return self.adaptive.head_budgets(scores_BHS, protected_BHS, valid_BHS, keep)
+
+
+def rounded(shares: list[Fraction], total: int, most: list[int] | None = None) -> list[int]:
+    """Integers near ``shares`` whose sum is ``total``: each rounded down, then one more for the largest fractions (of equals,
+    the first), none above its ``most``.
+
+    >>> rounded([Fraction(5, 2), Fraction(5, 2), Fraction(1)], 6)
+    [3, 2, 1]
+    """
+    most = [total] * len(shares) if most is None else most
+    out = [min(share.__floor__(), top) for share, top in zip(shares, most, strict=True)]
+    by_fraction = sorted(range(len(shares)), key=lambda i: out[i] - shares[i])
+    while (missing := total - sum(out)) > 0:
+        for i in [i for i in by_fraction if out[i] < most[i]][:missing]:
+            out[i] += 1
+    return out

@@ -1,0 +1,501 @@
+"""Eviction policies written again from their papers: float64, full attention rows, plain loops. Imports nothing of the kit.
+
+One ``OracleLayer`` is the cache of one layer: a list of rows a head, each with its statistics. It is fed raw q, k and v,
+rotates them itself (by rank or by true position), attends, and evicts where Locret's algorithm 1 says. Every decision
+records the gap between what it kept and what it let go, so that a caller can tell a near tie from a wrong choice.
+
+Sources: H2O, ScissorHands, TOVA, RoCo (EasyKV), SnapKV, PyramidKV, Ada-KV, NaCl, SirLLM, KVCrush, Locret.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+Scores = list[list[float]]  # [head][row]
+
+
+@dataclass
+class Row:
+    """One slot of one head, with what it carries."""
+
+    position: int
+    k: np.ndarray
+    v: np.ndarray
+    entered: float
+    attention: float = 0.0
+    square: float = 0.0
+    above: int = 0
+    count: int = 0
+    turned: tuple[int, np.ndarray] | None = None
+    """The key rotated for a place, kept while the place is the same."""
+
+    def key(self, place: int, theta: float) -> np.ndarray:
+        if self.turned is None or self.turned[0] != place:
+            self.turned = (place, rotated(self.k, place, theta))
+        return self.turned[1]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the run says, beside the policy."""
+
+    H: int
+    G: int
+    budget: int
+    chunk: int
+    stabilizers: int = 0
+    local_len: int = 0
+    length: int | None = None
+    positions: str = "compact"
+    layers: int = 1
+    theta: float = 10000.0
+    decode_every: int | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy in the four questions; every callable is given the layer and loops over its heads itself."""
+
+    score: Callable[[OracleLayer], Scores]
+    protects: Sequence[Callable[[OracleLayer], list[set[int]]]] = ()
+    layer_keep: Callable[[OracleLayer, int], int] = lambda layer, keep: keep
+    head_keep: Callable[[OracleLayer, Scores, list[set[int]]], list[int]] | None = None
+    select: Callable[[OracleLayer, Scores, list[set[int]], list[int]], list[set[int]]] | None = None
+    everything: bool = False
+
+
+@lru_cache(maxsize=4096)
+def turn(position: int, half: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+    angle = position * theta ** (-np.arange(half) / half)
+    return np.cos(angle), np.sin(angle)
+
+
+def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """RoPE, half-split: dimension j turns with j + D / 2 by ``position * theta ** (-2 j / D)``."""
+    half = len(x) // 2
+    cos, sin = turn(position, half, theta)
+    a, b = x[:half], x[half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin])
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+class OracleLayer:
+    """The cache of one layer under one rule."""
+
+    def __init__(self, rule: Rule, setting: Setting, layer: int = 0) -> None:
+        self.rule, self.setting, self.layer = rule, setting, layer
+        self.heads: list[list[Row]] = [[] for _ in range(setting.H)]
+        self.before = self.heads
+        self.queries: list[np.ndarray] = []
+        self.seen = 0
+        self.fresh = 0
+        self.evictions = 0
+        self.keep = self.stabilizers = 0
+        self.gaps: list[float] = []
+
+    # ---- Locret, algorithm 1 ------------------------------------------------------------------------------------
+
+    def feed(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, entered: np.ndarray | None = None) -> np.ndarray:
+        """Output ``[Q, T, D]`` of new tokens (q ``[Q, T, D]``, k and v ``[H, T, D]``, entered ``[H, T]``)."""
+        self.gaps = []
+        out, start, total = [], 0, q.shape[1]
+        if entered is None:
+            entered = np.zeros(k.shape[:2])
+        while start < total:
+            step = min(total - start, self.until_boundary())
+            if self.decoding() and self.rows() + self.setting.H * step > self.setting.H * self.capacity():
+                self.evict(self.setting.budget, self.setting.stabilizers)
+            new = slice(start, start + step)
+            out.append(self.attend(q[:, new], k[:, new], v[:, new], entered[:, new]))
+            self.at_boundary()
+            start += step
+        return np.concatenate(out, axis=1)
+
+    def body(self) -> int | None:
+        n = self.setting.length
+        return None if n is None else max(0, n - self.setting.local_len)
+
+    def decoding(self) -> bool:
+        return self.setting.length is not None and self.seen >= self.setting.length
+
+    def capacity(self) -> int:
+        return self.rule.layer_keep(self, self.setting.budget) + self.setting.chunk
+
+    def rows(self) -> int:
+        return sum(len(rows) for rows in self.heads)
+
+    def until_boundary(self) -> int:
+        """Tokens to the next multiple of ``chunk``, or to the end of the body; one at a time while decoding."""
+        body = self.body()
+        chunk = self.setting.chunk
+        if body is None:
+            return chunk - self.seen % chunk
+        if self.seen < body:
+            return min(chunk - self.seen % chunk, body - self.seen)
+        return 1
+
+    def at_boundary(self) -> None:
+        """Cut to the budget at a chunk's end; before the tail leave room for it and protect no stabilizers."""
+        body, s = self.body(), self.setting
+        if body is None or s.length is None:
+            if self.seen % s.chunk == 0:
+                self.evict(s.budget, s.stabilizers)
+        elif self.decoding() and self.seen > s.length:
+            if s.decode_every and (self.seen - s.length) % s.decode_every == 0:
+                self.evict(s.budget, s.stabilizers)
+        elif s.length > s.budget:
+            if self.seen == body:
+                self.evict(s.budget - (s.length - body), 0)
+            elif self.seen < body and self.seen % s.chunk == 0:
+                self.evict(s.budget, s.stabilizers)
+
+    # ---- attention ----------------------------------------------------------------------------------------------
+
+    def place(self, head: int, row: int) -> int:
+        """The position a row is rotated by."""
+        return row if self.setting.positions == "compact" else self.heads[head][row].position
+
+    def keys(self, head: int) -> np.ndarray:
+        theta = self.setting.theta
+        return np.stack([row.key(self.place(head, r), theta) for r, row in enumerate(self.heads[head])])
+
+    def group_rows(self, head: int, q: np.ndarray, row: int, keys: np.ndarray) -> np.ndarray:
+        """Attention ``[G, row + 1]`` of the query heads of one group: token ``q [Q, D]``, whose own slot is ``row``."""
+        G, place = self.setting.G, self.place(head, row)
+        out = []
+        for g in range(G):
+            query = rotated(q[head * G + g], place, self.setting.theta)
+            out.append(softmax(keys[: row + 1] @ query / math.sqrt(len(query))))
+        return np.stack(out)
+
+    def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, entered: np.ndarray) -> np.ndarray:
+        """One block: its tokens become rows, attend causally, and every row they see gains its statistics."""
+        Q, T, _ = q.shape
+        out = np.empty((Q, T, v.shape[-1]))
+        for h, rows in enumerate(self.heads):
+            old = len(rows)
+            for t in range(T):
+                rows.append(Row(self.seen + t, k[h, t], v[h, t], float(entered[h, t])))
+            keys, values = self.keys(h), np.stack([row.v for row in rows])
+            for t in range(T):
+                n = old + t + 1
+                p = self.group_rows(h, q[:, t], n - 1, keys)
+                for g in range(self.setting.G):
+                    out[h * self.setting.G + g, t] = p[g] @ values[:n]
+                a = p.mean(axis=0)
+                for s in range(n):
+                    rows[s].attention += a[s]
+                    rows[s].square += a[s] ** 2
+                    rows[s].above += a[s] > 1 / n
+                    rows[s].count += 1
+        for t in range(T):
+            self.queries.append(q[:, t])
+        self.seen += T
+        self.fresh += T
+        return out
+
+    def recent_attention(self, window: int) -> Scores:
+        """Sum over the newest ``window`` queries of the group's mean attention over the slots held now."""
+        scores = []
+        for h, rows in enumerate(self.heads):
+            keys = self.keys(h)
+            total = np.zeros(len(rows))
+            for j in range(min(window, len(rows), self.seen)):
+                own = len(rows) - 1 - j
+                total[: own + 1] += self.group_rows(h, self.queries[-1 - j], own, keys).mean(axis=0)
+            scores.append(total.tolist())
+        return scores
+
+    # ---- eviction -----------------------------------------------------------------------------------------------
+
+    def evict(self, keep: int, stabilizers: int) -> None:
+        rule = self.rule
+        if rule.everything:
+            return
+        self.keep, self.stabilizers = rule.layer_keep(self, keep), min(stabilizers, keep)
+        if self.rows() <= self.keep * self.setting.H:
+            return
+        scores = rule.score(self)
+        protected: list[set[int]] = [set() for _ in self.heads]
+        for scope in rule.protects:
+            for h, more in enumerate(scope(self)):
+                protected[h] |= more
+        keeps = [self.keep] * len(self.heads) if rule.head_keep is None else rule.head_keep(self, scores, protected)
+        select = rule.select or top_k
+        chosen = select(self, scores, protected, keeps)
+        self.before = self.heads
+        self.heads = [[rows[r] for r in sorted(stay)] for rows, stay in zip(self.heads, chosen, strict=True)]
+        self.fresh = 0
+        self.evictions += 1
+
+    def adopt(self, held: list[list[int]]) -> None:
+        """Keep, of the rows before the last eviction, those of these positions: how a near tie was settled elsewhere."""
+        for h, positions in enumerate(held):
+            known = {row.position: row for row in (*self.before[h], *self.heads[h])}
+            self.heads[h] = [known[p] for p in positions]
+
+    def held(self) -> list[list[int]]:
+        return [[row.position for row in rows] for rows in self.heads]
+
+    def best(self, values: Sequence[float], candidates: Sequence[int], n: int) -> set[int]:
+        """The ``n`` candidates of largest value; of equals the newer. Notes the gap at the cut."""
+        order = sorted(candidates, key=lambda r: (values[r], r), reverse=True)
+        self.note_gap([values[r] for r in order], n)
+        return set(order[:n])
+
+    def note_gap(self, descending: Sequence[float], n: int) -> None:
+        """The relative gap between the last of the ``n`` that stay and the first that goes; an exact tie is none."""
+        if 0 < n < len(descending) and descending[n - 1] != descending[n]:
+            scale = max(abs(value) for value in descending)
+            self.gaps.append((descending[n - 1] - descending[n]) / scale)
+
+
+def top_k(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
+    """Per head: protected slots (the newest first when they do not all fit), then by score."""
+    out = []
+    for h, rows in enumerate(layer.heads):
+        stay = set(sorted(protected[h], reverse=True)[: keeps[h]])
+        rest = [r for r in range(len(rows)) if r not in protected[h]]
+        out.append(stay | layer.best(scores[h], rest, keeps[h] - len(stay)))
+    return out
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+def position(layer: OracleLayer) -> Scores:
+    return [[row.position for row in rows] for rows in layer.heads]
+
+
+def entered(layer: OracleLayer) -> Scores:
+    """What was fixed when the token came: a hash, its entropy, its predicted importance."""
+    return [[row.entered for row in rows] for rows in layer.heads]
+
+
+def accumulated(layer: OracleLayer) -> Scores:
+    """H2O: the sum of attention over every query since the slot entered."""
+    return [[row.attention for row in rows] for rows in layer.heads]
+
+
+def quantised(layer: OracleLayer) -> Scores:
+    """ScissorHands: how many queries gave the slot more than the mean of what they see."""
+    return [[row.above for row in rows] for rows in layer.heads]
+
+
+def mean(layer: OracleLayer) -> Scores:
+    """RoCo: accumulated attention over the number of queries that saw the slot."""
+    return [[row.attention / row.count for row in rows] for rows in layer.heads]
+
+
+def last_token(layer: OracleLayer) -> Scores:
+    """TOVA."""
+    return layer.recent_attention(1)
+
+
+def window(size: int, kernel: int = 7) -> Callable[[OracleLayer], Scores]:
+    """SnapKV: attention of the newest ``size`` queries, max-pooled over the slots before that window."""
+
+    def score(layer: OracleLayer) -> Scores:
+        out = []
+        for raw in layer.recent_attention(size):
+            prefix = max(0, len(raw) - size)
+            pooled = list(raw)
+            for s in range(prefix):
+                near = range(max(0, s - kernel // 2), min(prefix, s + kernel // 2 + 1))
+                pooled[s] = max(raw[r] for r in near)
+            out.append(pooled)
+        return out
+
+    return score
+
+
+def proxies(count: Callable[[OracleLayer], int]) -> Callable[[OracleLayer], Scores]:
+    """NaCl: attention of the proxy tokens, the newest ones."""
+    return lambda layer: layer.recent_attention(count(layer))
+
+
+def low_norm(layer: OracleLayer) -> Scores:
+    """L2-norm strategy: keys of low norm are kept."""
+    return [[-float(np.linalg.norm(row.k)) for row in rows] for rows in layer.heads]
+
+
+def unlike_the_mean(layer: OracleLayer) -> Scores:
+    """KeyDiff: minus the cosine to the mean of the keys' directions, rotated as attention sees them."""
+    out = []
+    for h in range(layer.setting.H):
+        unit = [key / np.linalg.norm(key) for key in layer.keys(h)]
+        anchor = sum(unit) / np.linalg.norm(sum(unit))
+        out.append([-float(direction @ anchor) for direction in unit])
+    return out
+
+
+# ---- scopes ---------------------------------------------------------------------------------------------------------
+
+
+def newest(count: Callable[[OracleLayer], int]) -> Callable[[OracleLayer], list[set[int]]]:
+    def scope(layer: OracleLayer) -> list[set[int]]:
+        n = count(layer)
+        return [{r for r in range(len(rows)) if r >= len(rows) - n} for rows in layer.heads]
+
+    return scope
+
+
+def sinks(n: int) -> Callable[[OracleLayer], list[set[int]]]:
+    return lambda layer: [{r for r, row in enumerate(rows) if row.position < n} for rows in layer.heads]
+
+
+def stabilizers(layer: OracleLayer) -> list[set[int]]:
+    return newest(lambda at: at.stabilizers)(layer)
+
+
+def deviation(row: Row) -> float:
+    """RoCo: the standard deviation of the attention a slot got."""
+    return math.sqrt(max(0.0, row.square / row.count - (row.attention / row.count) ** 2))
+
+
+def deviating(size: float, newest_: int = 10, sinks_: int = 4) -> Callable[[OracleLayer], list[set[int]]]:
+    """RoCo's scope: a share ``size`` of what a head keeps, by deviation. The newest slots and the sinks count as the most
+    deviating, whatever theirs; the newest of them first where they alone are more than that."""
+
+    def scope(layer: OracleLayer) -> list[set[int]]:
+        size_ = int(size * layer.keep)
+        out = []
+        for h, rows in enumerate(layer.heads):
+            always = newest(lambda _: newest_)(layer)[h] | sinks(sinks_)(layer)[h]
+            rest = [r for r in range(len(rows)) if r not in always]
+            first = set(sorted(always, reverse=True)[:size_])
+            out.append(first | layer.best([deviation(row) for row in rows], rest, size_ - len(first)))
+        return out
+
+    return scope
+
+
+# ---- allocation -----------------------------------------------------------------------------------------------------
+
+
+def rounded(shares: Sequence[Fraction], total: int, most: Sequence[int] | None = None) -> list[int]:
+    """Integers that sum to ``total``, none above its ``most``: shares rounded down, then one more each in the order of
+    the largest remainders, of equals the first, until the sum is reached."""
+    most = [total] * len(shares) if most is None else most
+    out = [min(math.floor(share), top) for share, top in zip(shares, most, strict=True)]
+    order = sorted(range(len(shares)), key=lambda i: (out[i] - shares[i], i))
+    while sum(out) < total:
+        for i in order:
+            if out[i] < most[i] and sum(out) < total:
+                out[i] += 1
+    return out
+
+
+def pyramid_budgets(budget: int, window_: int, beta: float, layers: int, longest: int | None = None) -> list[int]:
+    """PyramidKV: slots a head of each layer, falling linearly, their sum kept. The top is no larger than the prompt, which
+    gives every layer the budget where the prompt fits in it."""
+    rest = Fraction(budget - window_)
+    low = rest / Fraction(beta)
+    high = 2 * rest - low
+    if longest is not None and window_ + high > longest:
+        high = Fraction(max(longest, budget) - window_)
+        low = 2 * rest - high
+    if layers == 1:
+        return [budget]
+    shares = [window_ + high - layer * (high - low) / (layers - 1) for layer in range(layers)]
+    return rounded(shares, budget * layers)
+
+
+def pyramid(window_: Callable[[Setting], int], beta: float = 20) -> Callable[[OracleLayer, int], int]:
+    """A layer's part of ``keep``. The held-back tail must fit every layer, so it bounds the smallest one as a window does."""
+
+    def layer_keep(layer: OracleLayer, keep: int) -> int:
+        s = layer.setting
+        floor = min(max(window_(s), s.local_len + 1 if s.length is not None else 0), s.budget)
+        return pyramid_budgets(s.budget, floor, beta, s.layers, s.length)[layer.layer] - (s.budget - keep)
+
+    return layer_keep
+
+
+def adaptive(alpha: float = 0.5, *, normalise: bool = False) -> Callable[..., list[int]]:
+    """Ada-KV, algorithms 2 and 3: the layer's best slots choose the heads' budgets; ``alpha`` holds them near the mean."""
+
+    def head_keep(layer: OracleLayer, scores: Scores, protected: list[set[int]]) -> list[int]:
+        pooled = []
+        for h, row_scores in enumerate(scores):
+            weights = softmax(np.array(row_scores)).tolist() if normalise else row_scores
+            for r, weight in enumerate(weights):
+                pooled.append((True, r - len(weights), h) if r in protected[h] else (False, weight, h))
+        pooled.sort(reverse=True)
+        cut = layer.keep * len(scores)
+        layer.note_gap(
+            [weight for is_protected, weight, _ in pooled if not is_protected], cut - sum(map(len, protected))
+        )
+        fell = [sum(h == other for _, _, other in pooled[:cut]) for h in range(len(scores))]
+        a = Fraction(alpha)
+        return rounded([a * f + (1 - a) * layer.keep for f in fell], cut, [len(row_scores) for row_scores in scores])
+
+    return head_keep
+
+
+# ---- selection ------------------------------------------------------------------------------------------------------
+
+
+def reserved(layer: OracleLayer, h: int, protected: list[set[int]], keeps: list[int], ratio: float) -> int:
+    """A share of a head's budget set aside, as far as its protected slots leave room."""
+    return max(0, min(int(ratio * keeps[h]), keeps[h] - len(protected[h])))
+
+
+def sampled(ratio: float, noise: Callable[[OracleLayer, int], list[float]]) -> Callable[..., list[set[int]]]:
+    """NaCl: the best, then a draw without replacement from softmax(score): the largest of score + Gumbel noise."""
+
+    def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
+        drawn = [reserved(layer, h, protected, keeps, ratio) for h in range(len(keeps))]
+        best = top_k(layer, scores, protected, [k - d for k, d in zip(keeps, drawn, strict=True)])
+        out = []
+        for h, rows in enumerate(layer.heads):
+            noisy = [score + more for score, more in zip(scores[h], noise(layer, h), strict=True)]
+            rest = [r for r in range(len(rows)) if r not in best[h]]
+            out.append(best[h] | layer.best(noisy, rest, drawn[h]))
+        return out
+
+    return select
+
+
+def representatives(ratio: float = 0.25, anchor: str = "mean") -> Callable[..., list[set[int]]]:
+    """KVCrush: the best, and one each of equal groups of what goes, ordered by how far its bits are from an anchor."""
+
+    def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
+        H = len(keeps)
+        wanted = min(reserved(layer, h, protected, keeps, ratio) for h in range(H))
+        best = top_k(layer, scores, protected, [keep - wanted for keep in keeps])
+        row_of = [{row.position: r for r, row in enumerate(rows)} for rows in layer.heads]
+        medians = []
+        for row_scores in scores:
+            medians.append(float(np.median(row_scores)))
+            layer.note_gap(sorted(row_scores, reverse=True), len(row_scores) // 2)
+        everywhere = set.intersection(*(set(rows) for rows in row_of))
+        going = sorted(p for p in everywhere if all(row_of[h][p] not in best[h] for h in range(H)))
+        bits = {p: [scores[h][row_of[h][p]] > medians[h] for h in range(H)] for p in going}
+        reference = {
+            "zeros": [False] * H,
+            "ones": [True] * H,
+            "alternate": [h % 2 == 1 for h in range(H)],
+            "mean": [2 * sum(b[h] for b in bits.values()) > len(bits) for h in range(H)],
+        }[anchor]
+        going.sort(key=lambda p: (sum(b != r for b, r in zip(bits[p], reference, strict=True)), p))
+        groups = min(wanted, len(going))
+        stay = {going[i * len(going) // groups] for i in range(groups)}
+        out = []
+        for h, rows in enumerate(layer.heads):
+            kept = best[h] | {row_of[h][p] for p in stay}
+            rest = [r for r in range(len(rows)) if r not in kept]
+            out.append(kept | layer.best(scores[h], rest, keeps[h] - len(kept)))
+        return out
+
+    return select

@@ -1,0 +1,68 @@
+"""Small runs of every policy on a tiny backbone."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from tiny_models import tiny_model
+
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.families import spec_of
+from locret_kit.policies.registry import NAMED, parse_policy
+from locret_kit.runtime.session import prefill
+
+LENGTH = 83
+SMALL = dict(chunk=13, stabilizers=4, local_len=5)
+# Every named policy, with windows that fit a budget of 24, and combinations of parts that no paper has.
+FITTED = {
+    "snapkv": "snapkv(6,3)", "pyramidkv": "pyramidkv(6,3,beta=3)", "ada-snapkv": "ada-snapkv(6,3)",
+    "ada-pyramid": "ada-pyramid(6,3,beta=3)", "nacl": "nacl(proxies=5)", "lagkv": "lagkv(lag=7)",
+    "expected-attention": "expected-attention(future=9)", "compactor": "compactor(block=8)",
+}  # fmt: skip
+POLICIES = [FITTED.get(name, name) for name in NAMED]
+POLICIES += ["kvcrush(base=ada-snapkv(6,3),level=chunk)", "score=entropy allocation=adaptive selection=sampled"]
+POLICIES += ["score=lagkv(lag=7) allocation=adaptive", "score=compactor(block=8) allocation=pyramid(3)+adaptive(1)"]
+EVICTING = [policy for policy in POLICIES if policy != "full"]
+
+
+@cache
+def backbone(family: str = "llama"):
+    return tiny_model(family).double()
+
+
+@cache
+def heads_of(family: str = "llama", target: str = "logit") -> RetainingHeads:
+    torch.manual_seed(3)
+    config = HeadsConfig.for_backbone(spec_of(backbone(family).config), "tiny", 32, target=target)
+    return RetainingHeads(config).double().requires_grad_(False)
+
+
+def tokens(length: int = LENGTH, seed: int = 0) -> list[int]:
+    return torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make(policy, budget: int = 24, *, length: int | None = LENGTH, family: str = "llama", **rest) -> BoundedCache:
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
+    heads = heads_of(family) if policy.needs_heads else None
+    form = {} if rest.get("one_shot") else SMALL
+    return BoundedCache(budget, policy, heads, prompt_length=length, **{**form, **rest})
+
+
+def turn(policy: str, *choices):
+    """One of the choices for each policy, all of them over the policies."""
+    return choices[POLICIES.index(policy) % len(choices)]
+
+
+def held(cache: BoundedCache) -> list[list[list[int]]]:
+    return [[head.tolist() for head in cache.kept_positions(i)[0]] for i in range(len(cache.layers))]
+
+
+def run(policy, ids=None, family: str = "llama", **rest) -> BoundedCache:
+    """A cache that has read a prompt and four more tokens."""
+    cache, ids, model = make(policy, family=family, **rest), ids or tokens(), backbone(family)
+    with attach(model), torch.no_grad():
+        prefill(model, ids, cache)
+        for token in range(4):
+            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+    return cache

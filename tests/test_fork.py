@@ -1,0 +1,56 @@
+"""A forked cache: one document, several questions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_runs import POLICIES, backbone, held, make, tokens, turn
+
+from locret_kit import attach
+from locret_kit.runtime.session import prefill
+
+
+def logits_after(model, cache, ids) -> torch.Tensor:
+    out = [prefill(model, ids, cache)]
+    out += [model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits[0, -1].float() for _ in range(3)]
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_fork_goes_on_as_a_fresh_run(policy):
+    model, document, positions = backbone(), tokens(65, seed=9), turn(policy, "compact", "original")
+    # A pyramid's layers depend on the prompt's length where that is short; elsewhere it need not be known.
+    common = make(policy, length=90 if "pyramid" in policy else None, positions=positions)
+    with attach(model), torch.no_grad():
+        prefill(model, document, common)
+        before = held(common)
+        for seed in (1, 2):
+            fork, fresh = common.fork(90), make(policy, length=90, positions=positions)
+            ids = document + tokens(25, seed=seed)
+            assert torch.equal(logits_after(model, fork, ids), logits_after(model, fresh, ids))
+            assert held(fork) == held(fresh) and fork.counters.evictions == fresh.counters.evictions
+            assert held(common) == before
+
+
+def test_a_fork_that_would_not_equal_a_fresh_run_is_refused():
+    model = backbone()
+    with attach(model), torch.no_grad():
+        cache = make("h2o", length=None)
+        prefill(model, tokens(65), cache)
+        with pytest.raises(ValueError, match="prompt_length=68: 65 tokens are read already, more than the 63"):
+            cache.fork(68)
+        with pytest.raises(ValueError, match="prompt_length=70: after 65 tokens a fresh run would have evicted"):
+            cache.fork(70)  # its body ends where this cache took the boundary for one in the middle
+        ended = make("h2o")
+        prefill(model, tokens(), ended)
+        with pytest.raises(ValueError, match="would have evicted"):
+            ended.fork(200)
+        with pytest.raises(ValueError, match="would have evicted"):
+            ended.fork()
+        pyramid = make("pyramidkv(6)", length=30)
+        prefill(model, tokens(10), pyramid)
+        with pytest.raises(ValueError, match="layer 0 has a budget of 30 here and of 41 in a prompt of that length"):
+            pyramid.fork(200)
+        with pytest.raises(ValueError, match="the cache has seen 83 tokens already, the prompt has 83"):
+            prefill(model, tokens(), ended)
+    assert make("h2o").fork(10).get_seq_length() == 0

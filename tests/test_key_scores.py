@@ -1,0 +1,702 @@
+"""Training-free key scores against their papers' formulas, written again as float64 loops over one head at a time."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import COMMON, tiny_model
+from tiny_tokenizer import tiny_tokenizer
+
+from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.rope import Rope, rotate
+from locret_kit.cache.bounded import BoundedCache
+from locret_kit.policies.base import Entry, Slots, rank_of
+from locret_kit.policies.key_scores import (
+    Compactor,
+    ExpectedAttention,
+    KeyDiff,
+    KNorm,
+    LagKV,
+    add_moments,
+    block_attention,
+    gaussian_sketch,
+    key_difference,
+    leverage_scores,
+    z_score,
+)
+from locret_kit.runtime import kvzip
+from locret_kit.runtime.session import generate
+
+HEADS = [(3, 3), (6, 2), (4, 1)]  # query heads, key/value heads: MHA, GQA, MQA
+D = 8
+ROPE = Rope(10000.0 ** (-torch.arange(0, D, 2) / D))
+
+
+class Layer:
+    """One layer of a bounded run at original positions: tokens enter in pieces, ``cut`` keeps the best ``keep`` slots."""
+
+    def __init__(self, score, q, k, v, rope=ROPE):
+        self.part, self.q, self.k, self.v, self.rope = score, q, k, v, rope
+        self.B, self.H = k.shape[:2]
+        self.memory: dict = {}
+        self.seen = self.last = 0
+        self.held = torch.zeros(self.B, self.H, 0, dtype=torch.int64)
+        self.entered = torch.zeros(self.B, self.H, 0)
+
+    def feed(self, tokens):
+        new = slice(self.seen, self.seen + tokens)
+        q, k, v = self.q[:, :, new], self.k[:, :, new], self.v[:, :, new]
+        entry = Entry(0, self.seen, q, k, v, None, 0, rope=self.rope, memory=self.memory)
+        entered = self.part.enter(entry)
+        entered = torch.zeros(k.shape[:3]) if entered is None else entered
+        assert entered.shape == k.shape[:3] and entered.dtype == torch.float32
+        self.entered = torch.cat((self.entered, entered), 2)
+        self.held = torch.cat((self.held, torch.arange(new.start, new.stop).expand(self.B, self.H, -1)), 2)
+        self.seen += tokens
+
+    def rows(self, x_BHTD):
+        return x_BHTD.gather(2, self.held[..., None].expand(-1, -1, -1, x_BHTD.shape[-1]))
+
+    def slots(self, keep, pad=0, **over):
+        def padded(x):
+            return torch.cat((torch.zeros(*x.shape[:2], pad, *x.shape[3:], dtype=x.dtype), x), 2)
+
+        keys = turned(self.k, self.rope) if self.rope is not None else self.k
+        settings = dict(
+            layer=0, layers=1, keep=keep, stabilizers=0, chunk=self.seen - self.last, fresh=self.seen - self.last,
+            seen=self.seen, positions=padded(self.held.to(torch.int32)), valid=padded(torch.ones_like(self.held)).bool(),
+            entered=padded(self.entered) if pad else self.entered, stats={}, keys=lambda: padded(self.rows(keys)),
+            values=lambda: padded(self.rows(self.v)), raw_keys=lambda: padded(self.rows(self.k)),
+            scaling=self.k.shape[-1] ** -0.5,
+            rope=self.rope, next_position=torch.full((self.B, self.H), self.seen), memory=self.memory,
+        )  # fmt: skip
+        return Slots(**{**settings, **over})
+
+    def cut(self, keep):
+        scores = self.part.score(self.slots(keep))
+        assert scores.shape == self.held.shape and scores.dtype == torch.float32 and bool(scores.isfinite().all())
+        before, held = scores.clone(), self.held
+        stay = rank_of(scores, torch.zeros_like(scores).bool(), torch.ones_like(scores).bool()) < keep
+        self.held, self.entered = (x[stay].view(self.B, self.H, -1) for x in (self.held, self.entered))
+        self.last = self.seen
+        return held, before
+
+
+def turned(x, rope=ROPE):
+    cos, sin = rope.tables(torch.arange(x.shape[2]), x.dtype)
+    return rotate(x, cos, sin)
+
+
+def random_qkv(Q, H, T, seed=0, B=1):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, n, T, D, generator=g, dtype=torch.float64) for n in (Q, H, H))
+    return q + torch.randn(1, Q, 1, D, generator=g), k + torch.randn(1, H, 1, D, generator=g), v
+
+
+def one_shot(part, q, k, v, keep):
+    layer = Layer(part, q, k, v)
+    layer.feed(k.shape[2])
+    return part.score(layer.slots(keep))
+
+
+# ---- the papers' formulas, one head, plain loops -------------------------------------------------------------------------
+
+
+def softmax(x):
+    e = [math.exp(a - max(x)) for a in x]
+    return [a / sum(e) for a in e]
+
+
+def dot(a, b):
+    return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+
+
+def norm(a):
+    return math.sqrt(dot(a, a))
+
+
+def spin(x, position):
+    """RoPE of one vector, half-split."""
+    half = len(x) // 2
+    out = [0.0] * len(x)
+    for j in range(half):
+        angle = position * 10000.0 ** (-2 * j / len(x))
+        out[j] = x[j] * math.cos(angle) - x[j + half] * math.sin(angle)
+        out[j + half] = x[j + half] * math.cos(angle) + x[j] * math.sin(angle)
+    return out
+
+
+def paper_keydiff(k):
+    anchor = [sum(row[d] / norm(row) for row in k) / len(k) for d in range(len(k[0]))]
+    return [-dot(row, anchor) / (norm(row) * norm(anchor)) for row in k]
+
+
+def paper_lagkv(k, v, sinks, lag):
+    """Ranks in each partition that has a complete next one; what follows is kept, and so are the sinks, first of all."""
+    n, scores = len(k), [2.0] * sinks + [1.0] * (len(k) - sinks)
+    for p in range((n - sinks) // lag - 1):
+        own = range(sinks + p * lag, sinks + (p + 1) * lag)
+        summed = [0.0] * lag
+        for x in (k, v):
+            deviations = []
+            for t in own:
+                relative = []
+                for d in range(len(x[0])):
+                    reference = [x[u + lag][d] for u in own]
+                    relative.append((x[t][d] - min(reference)) / (max(reference) - min(reference)))
+                mean = sum(relative) / len(relative)
+                deviations.append(math.sqrt(sum((r - mean) ** 2 for r in relative) / (len(relative) - 1)))
+            summed = [a + b for a, b in zip(summed, softmax(deviations), strict=True)]
+        for i, t in enumerate(own):
+            scores[t] = sum(other < summed[i] for other in summed) / lag
+    return scores
+
+
+def paper_expected(qs, k, v, sinks, future, epsilon, value_norm, start):
+    """``qs``: raw queries of each head of the group; ``k`` rotated."""
+    n, size = len(k), len(k[0])
+    turn = np.zeros((size, size))
+    for t in range(start, start + future):
+        for d in range(size):
+            turn[:, d] += np.array(spin(list(np.eye(size)[d]), t)) / future
+    received = np.zeros(n)
+    for q in qs:
+        q = np.array(q)[sinks:]
+        mean = q.mean(0)
+        covariance = sum(np.outer(row - mean, row - mean) for row in q) / len(q)
+        mean, covariance = turn @ mean, turn @ covariance @ turn.T
+        logits = [
+            float(mean @ k[t]) / math.sqrt(size) + float(k[t] @ covariance @ k[t]) / (2 * size) for t in range(sinks, n)
+        ]
+        received[sinks:] += np.array(softmax(logits)) / len(qs)
+    if value_norm:
+        received = np.array([(received[t] + epsilon) * norm(v[t]) for t in range(n)])
+    return received
+
+
+def paper_compactor_attention(qs, k, v, first, last, block):
+    """Non-causal block attention times the value's norm, mean of 3; ``qs`` and ``k`` rotated."""
+    n, raw = len(k), {}
+    for start in range(first, n - last, block):
+        own = range(start, min(start + block, n - last))
+        for s in own:
+            raw[s] = 0.0
+        for q in qs:
+            for i in own:
+                for s, weight in zip(own, softmax([dot(q[i], k[s]) for s in own]), strict=True):
+                    raw[s] += weight / len(qs) * norm(v[s])
+    return {s: (raw.get(s - 1, 0.0) + raw[s] + raw.get(s + 1, 0.0)) / 3 for s in raw}
+
+
+def paper_leverage(k, sketch, ridge=1e-2):
+    x = np.array(k) @ np.array(sketch)
+    x = x - x.mean(0)
+    inverse = np.linalg.inv(x.T @ x + ridge * np.eye(x.shape[1]))
+    return [float(row @ inverse @ row) for row in x]
+
+
+def z(values):
+    values = np.array(values)
+    return (values - values.mean()) / values.std(ddof=1)
+
+
+# ---- one eviction after the whole prompt is the published method ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("Q", "H"), HEADS)
+def test_knorm_is_the_negated_norm_of_the_rotated_key(Q, H):
+    q, k, v = random_qkv(Q, H, 21)
+    expected = [[-norm(row) for row in head] for head in turned(k)[0].tolist()]
+    torch.testing.assert_close(one_shot(KNorm(), q, k, v, 5)[0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("Q", "H"), HEADS)
+def test_keydiff_is_the_papers(Q, H):
+    q, k, v = random_qkv(Q, H, 21)
+    expected = [paper_keydiff(head) for head in turned(k)[0].tolist()]
+    torch.testing.assert_close(one_shot(KeyDiff(), q, k, v, 5)[0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("Q", "H"), HEADS)
+@pytest.mark.parametrize("tokens", [7, 19, 20, 41, 47])
+def test_lagkv_is_the_papers(Q, H, tokens):
+    q, k, v = random_qkv(Q, H, tokens)
+    expected = [paper_lagkv(turned(k)[0, h].tolist(), v[0, h].tolist(), 4, 8) for h in range(H)]
+    torch.testing.assert_close(one_shot(LagKV(sinks=4, lag=8), q, k, v, 5)[0], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("Q", "H"), HEADS)
+@pytest.mark.parametrize(("value_norm", "epsilon"), [(True, 0.0), (True, 0.02), (False, 0.0)])
+def test_expected_attention_is_the_papers(Q, H, value_norm, epsilon):
+    q, k, v = random_qkv(Q, H, 29)
+    part = ExpectedAttention(sinks=3, future=11, epsilon=epsilon, value_norm=value_norm)
+    mine = one_shot(part, q, k, v, 5)[0]
+    for h in range(H):
+        group = q[0, h * (Q // H) : (h + 1) * (Q // H)].tolist()
+        keys = [np.array(row) for row in turned(k)[0, h].tolist()]
+        expected = paper_expected(group, keys, v[0, h].tolist(), 3, 11, epsilon, value_norm, start=29)
+        np.testing.assert_allclose(mine[h, 3:], expected[3:], rtol=1e-4)
+        assert float(mine[h, :3].min()) > float(mine[h, 3:].max())
+
+
+@pytest.mark.parametrize(("Q", "H"), HEADS)
+@pytest.mark.parametrize(("tokens", "block"), [(40, 8), (41, 8), (45, 8), (30, 64)])
+def test_compactor_is_the_papers(Q, H, tokens, block):
+    q, k, v = random_qkv(Q, H, tokens)
+    first, last, keep, G = 5, 3, 10, Q // H
+    mine = one_shot(Compactor(block=block, sketch=6, first=first, last=last), q, k, v, keep)[0]
+    inside = range(first, tokens - last)
+    sketch = gaussian_sketch(H, D, 6, 0)
+    attention, leverage = [], []
+    for h in range(H):
+        group = turned(q)[0, h * G : (h + 1) * G].tolist()
+        pooled = paper_compactor_attention(group, turned(k)[0, h].tolist(), v[0, h].tolist(), first, last, block)
+        attention.append([pooled[s] for s in inside])
+        leverage.append(paper_leverage(k[0, h, first : tokens - last].tolist(), sketch[h].tolist()))
+    expected = z(attention) + (1 - keep / tokens) * z(leverage)
+    np.testing.assert_allclose(mine[:, first : tokens - last], expected, rtol=2e-4, atol=2e-5)
+    outside = torch.cat((mine[:, :first], mine[:, tokens - last :]), 1)
+    assert float(outside.min()) > expected.max()
+
+
+# ---- chunked and bounded ---------------------------------------------------------------------------------------------------
+
+PARTS = [KNorm(), KeyDiff(), LagKV(2, 6), ExpectedAttention(2, 9), Compactor(block=5, sketch=4, first=2, last=1)]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda p: type(p).__name__)
+@settings(max_examples=20, deadline=None)
+@given(pieces=st.lists(st.integers(1, 9), min_size=1, max_size=20), seed=st.integers(0, 99))
+def test_feeding_in_pieces_changes_nothing(part, pieces, seed):
+    q, k, v = random_qkv(4, 2, 60, seed)
+    whole, fed = Layer(part, q, k, v), Layer(part, q, k, v)
+    for end in (24, 36, 41, 60):
+        whole.feed(end - whole.seen)
+        while fed.seen < end:
+            fed.feed(min(pieces[fed.seen % len(pieces)], end - fed.seen))
+        (held, scores), (held_too, scores_too) = whole.cut(14), fed.cut(14)
+        assert held.equal(held_too)
+        torch.testing.assert_close(scores, scores_too, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda p: type(p).__name__)
+def test_padding_on_the_left_changes_nothing(part):
+    q, k, v = random_qkv(4, 2, 40)
+    plain, padded = Layer(part, q, k, v), Layer(part, q, k, v)
+    for layer in (plain, padded):
+        layer.feed(40)
+    expected = part.score(plain.slots(10))
+    torch.testing.assert_close(part.score(padded.slots(10, pad=7))[..., 7:], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda p: type(p).__name__)
+def test_items_of_a_batch_do_not_meet(part):
+    """Scores of two texts together keep the order that each has alone."""
+    q, k, v = random_qkv(4, 2, 40, B=2)
+    both = one_shot(part, q, k, v, 10)
+    for b in range(2):
+        alone = one_shot(part, q[b : b + 1], k[b : b + 1], v[b : b + 1], 10)[0]
+        free = alone < alone.max()
+        torch.testing.assert_close(both[b][free], alone[free], rtol=1e-4, atol=1e-5)
+
+
+def test_lagkv_scores_a_slot_once_and_ranks_every_partition_alike():
+    q, k, v = random_qkv(2, 2, 80)
+    layer, known = Layer(LagKV(sinks=4, lag=8), q, k, v), {}
+    for _ in range(5):
+        layer.feed(16)
+        held, scores = layer.cut(60)
+        for h in range(2):
+            for position, score in zip(held[0, h].tolist(), scores[0, h].tolist(), strict=True):
+                assert known.setdefault((h, position), score) == score or known[h, position] == 1
+                known[h, position] = score
+    for h in range(2):
+        for p in range(7):  # 9 complete partitions of 80 tokens; the last and its remainder stay at 1
+            assert sorted(known[h, 4 + 8 * p + i] for i in range(8)) == [i / 8 for i in range(8)]
+        assert [known[h, t] for t in (*range(4), *range(68, 80))] == [2] * 4 + [1] * 12
+
+
+def test_lagkv_reads_what_is_left_of_a_cut_reference():
+    """A budget below one partition: no reference slot may be left, and nothing breaks."""
+    q, k, v = random_qkv(2, 2, 60)
+    layer = Layer(LagKV(sinks=0, lag=8), q, k, v)
+    for _ in range(10):
+        layer.feed(6)
+        _, scores = layer.cut(3)
+        assert bool(((scores >= 0) & (scores <= 1)).all())
+
+
+def test_a_constant_reference_channel_counts_as_nothing():
+    q, k, v = random_qkv(1, 1, 24)
+    k[..., 8:, 0] = 3.0
+    scores = one_shot(LagKV(sinks=0, lag=8), q, k, v, 5)
+    assert bool(scores.isfinite().all()) and sorted(scores[0, 0, :8].tolist()) == [i / 8 for i in range(8)]
+
+
+def test_expected_attention_after_evictions_uses_queries_of_all_the_text():
+    q, k, v = random_qkv(4, 2, 50)
+    layer = Layer(ExpectedAttention(sinks=2, future=7), q, k, v)
+    for end in (20, 35, 50):
+        layer.feed(end - layer.seen)
+        held, scores = layer.cut(12)
+    for h in range(2):
+        rows = held[0, h].tolist()
+        keys = [np.array(turned(k)[0, h, t].tolist()) for t in rows if t >= 2]
+        values = [v[0, h, t].tolist() for t in rows if t >= 2]
+        group = q[0, 2 * h : 2 * h + 2, 2:].tolist()
+        expected = paper_expected(group, keys, values, 0, 7, 0.0, True, start=50)
+        np.testing.assert_allclose(scores[0, h][held[0, h] >= 2], expected, rtol=1e-4)
+
+
+def test_compactor_attention_after_evictions_is_that_of_the_slots_own_block():
+    """Blocks end at evictions; a kept slot keeps the attention that it received in its block, with both neighbours."""
+    q, k, v = random_qkv(2, 1, 44)
+    layer = Layer(Compactor(block=6, sketch=4, first=2, last=1), q, k, v)
+    for end in (20, 44):
+        layer.feed(end - layer.seen)
+        layer.cut(9 if end == 20 else 33)
+    raw, edges = {}, [2, 8, 14, 19, 25, 31, 37, 43]  # token 19, held back at the first eviction, opens a block
+    for a, b in pairwise(edges):
+        own = slice(a, b)
+        raw.update(zip(range(a, b), block_rows(turned(q)[0, :, own], turned(k)[0, 0, own], v[0, 0, own]), strict=True))
+    for position, entered in zip(layer.held[0, 0].tolist(), layer.entered[0, 0].tolist(), strict=True):
+        if position in raw:
+            expected = sum(raw.get(position + d, 0.0) for d in (-1, 0, 1)) / 3
+            assert entered == pytest.approx(expected, rel=1e-4), position
+
+
+def block_rows(q_GTD, k_TD, v_TD):
+    weights = torch.softmax(q_GTD @ k_TD.T, -1).mean(0).sum(0)
+    return (weights * v_TD.norm(dim=-1)).tolist()
+
+
+def test_compactor_state_does_not_grow_with_the_text():
+    q, k, v = random_qkv(2, 1, 400)
+    layer, sizes = Layer(Compactor(block=8, sketch=4, first=2, last=1), q, k, v), set()
+    for _ in range(20):
+        layer.feed(20)
+        layer.cut(10)
+        sizes.add(sum(x.numel() for x in layer.memory.values()))
+    assert len(sizes) == 1
+
+
+# ---- properties ------------------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 999), slots=st.integers(2, 30))
+@settings(max_examples=50, deadline=None)
+def test_keydiff_properties(seed, slots):
+    k = random_qkv(2, 2, slots, seed)[1]
+    scores = key_difference(k)
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(key_difference(k[:, :, order]), scores[..., order])
+    lengths = torch.rand(1, 2, slots, 1, dtype=torch.float64) + 0.1
+    torch.testing.assert_close(key_difference(k * lengths), scores)  # a key's length says nothing
+    unit = torch.nn.functional.normalize(k, dim=-1)
+    likeness = (unit @ unit.mT).sum(-1)  # cosine with every key: the objective that the paper's anchor stands for
+    torch.testing.assert_close(scores * unit.sum(2).norm(dim=-1, keepdim=True), -likeness)
+
+
+@given(seed=st.integers(0, 999))
+@settings(max_examples=30, deadline=None)
+def test_lagkv_ignores_scale_and_offset_of_a_channel_and_order_in_a_partition(seed):
+    q, k, v = random_qkv(2, 2, 30, seed)
+    part, keep = LagKV(sinks=2, lag=7), 9
+    plain = Layer(part, q, k, v, rope=None)
+    plain.feed(30)
+    scores = part.score(plain.slots(keep))
+    g = torch.Generator().manual_seed(seed)
+    scale, offset = (torch.rand(1, 2, 1, D, generator=g, dtype=torch.float64) + 0.1 for _ in range(2))
+    order = torch.cat((torch.arange(2), torch.cat([2 + 7 * p + torch.randperm(7, generator=g) for p in range(4)])))
+    moved = Layer(part, q, (k * scale + offset)[:, :, order], (v * scale - offset)[:, :, order], rope=None)
+    moved.feed(30)
+    torch.testing.assert_close(part.score(moved.slots(keep)), scores[..., order])
+
+
+@given(seed=st.integers(0, 999), cuts=st.lists(st.integers(0, 40), max_size=5))
+@settings(max_examples=50, deadline=None)
+def test_moments_do_not_depend_on_how_queries_arrive(seed, cuts):
+    q, memory = random_qkv(3, 1, 40, seed)[0], {}
+    for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
+        add_moments(memory, q[:, :, a:b])
+    for h in range(3):
+        np.testing.assert_allclose(memory["mean"][0, h], q[0, h].mean(0), atol=1e-12)
+        covariance = np.cov(q[0, h].T.numpy(), bias=True)
+        np.testing.assert_allclose(memory["scatter"][0, h] / memory["count"][0], covariance, atol=1e-12)
+
+
+def test_expected_attention_of_constant_queries_is_the_attention_of_the_next_token():
+    q, k, v = random_qkv(4, 2, 20)
+    q = q[:, :, :1].expand(-1, -1, 20, -1)
+    scores = one_shot(ExpectedAttention(sinks=0, future=1, value_norm=False), q, k, v, 5)
+    cos, sin = ROPE.tables(torch.tensor([20]), q.dtype)
+    logits = rotate(q[:, :, :1], cos, sin) @ turned(k).repeat_interleave(2, 1).mT * D**-0.5
+    expected = logits.softmax(-1)[:, :, 0].view(1, 2, 2, 20).mean(2)
+    torch.testing.assert_close(scores, expected.float())
+
+
+def test_expected_attention_follows_long_range_decay_of_position():
+    """The distance to the next token counts, so another ``next_position`` gives other scores."""
+    q, k, v = random_qkv(4, 2, 20)
+    layer = Layer(ExpectedAttention(future=2), q, k, v)
+    layer.feed(20)
+    near, far, both = (
+        layer.part.score(layer.slots(5, next_position=torch.tensor([p]))) for p in ([20, 20], [45, 45], [20, 45])
+    )
+    assert not torch.allclose(near[..., 4:], far[..., 4:], rtol=1e-2)
+    torch.testing.assert_close(both[..., 4:], torch.stack((near[:, 0], far[:, 1]), 1)[..., 4:])  # a head has its own
+
+
+@given(seed=st.integers(0, 999))
+@settings(max_examples=50, deadline=None)
+def test_leverage_properties(seed):
+    k = random_qkv(2, 2, 30, seed)[1]
+    every, exact = torch.ones(1, 2, 30).bool(), gaussian_sketch(2, D, D, 0)
+    scores = leverage_scores(k, every, exact, ridge=1e-12)
+    assert bool(((scores >= 0) & (scores <= 1 + 1e-9)).all())
+    torch.testing.assert_close(scores.sum(-1), torch.full((1, 2), float(D), dtype=torch.float64))
+    g = torch.Generator().manual_seed(seed)
+    mix = torch.linalg.qr(torch.randn(D, D, generator=g, dtype=torch.float64))[0] * torch.linspace(0.5, 2, D)
+    torch.testing.assert_close(leverage_scores(k @ mix + 5, every, exact, ridge=1e-12), scores, rtol=1e-5, atol=1e-7)
+    order = torch.randperm(30, generator=g)
+    sketch = gaussian_sketch(2, D, 4, seed)
+    torch.testing.assert_close(
+        leverage_scores(k[:, :, order], every, sketch), leverage_scores(k, every, sketch)[..., order]
+    )
+
+
+def test_a_sketch_repeats_and_differs_by_seed_and_head():
+    one, other = gaussian_sketch(2, D, 4, 7), gaussian_sketch(2, D, 4, 8)
+    assert one.equal(gaussian_sketch(2, D, 4, 7)) and not one.equal(other) and not one[0].equal(one[1])
+    assert gaussian_sketch(2, D, D + 3, 7)[1].equal(torch.eye(D))
+
+
+@given(seed=st.integers(0, 999), tokens=st.integers(1, 20))
+@settings(max_examples=50, deadline=None)
+def test_block_attention_hands_out_one_per_query_and_knows_no_order(seed, tokens):
+    q, k, _ = random_qkv(4, 2, tokens, seed)
+    received = block_attention(q, k)
+    torch.testing.assert_close(received.sum(-1), torch.full((1, 2), float(tokens), dtype=torch.float64))
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(block_attention(q[:, :, order], k[:, :, order]), received[..., order])
+
+
+def test_z_score_has_mean_zero_and_deviation_one_over_all_heads():
+    x, among = torch.randn(2, 3, 20, dtype=torch.float64), torch.rand(2, 3, 20) > 0.3
+    scored = z_score(x, among)
+    for b in range(2):
+        values = scored[b][among[b]]
+        assert float(values.mean()) == pytest.approx(0, abs=1e-12) and float(values.std()) == pytest.approx(1)
+
+
+def test_a_text_of_equal_keys_and_values_scores_without_error():
+    q, k, v = (torch.ones(1, 2, 40, D) for _ in range(3))
+    for part in PARTS:
+        layer = Layer(part, q, k, v)
+        layer.feed(40)
+        layer.cut(10)
+
+
+# ---- in the cache ----------------------------------------------------------------------------------------------------------
+
+EXPRESSIONS = [
+    "score=knorm", "score=keydiff", "score=lagkv(2,6)", "score=expected-attention(2,9)", "score=compactor(5,4,1.0,2,1)",
+]  # fmt: skip
+
+
+class Recorder:
+    """Handler of a plain forward that keeps the first layer's q, k and v, which no eviction can change."""
+
+    wants_unrotated = True
+
+    def attend(self, layer, q, k, v, scaling):
+        if layer == 0:
+            self.q, self.k, self.v = q, k, v
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def read_in(model, cache, ids, piece):
+    with attach(model):
+        for start in range(0, ids.shape[1], piece):
+            model(ids[:, start : start + piece], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize("run", ["chunked", "one-shot", "decoding"])
+def test_a_bounded_run_keeps_what_the_scores_say(expression, run):
+    """First layer, original positions, against a run of the score alone."""
+    model = tiny_model("llama").double()
+    ids = torch.randint(3, 97, (1, 103), generator=torch.Generator().manual_seed(3))
+    length = 60 if run == "decoding" else 103
+    chunks = {"one_shot": True} if run == "one-shot" else {"chunk": 16, "local_len": 6, "stabilizers": 0}
+    cache = BoundedCache(20, expression, prompt_length=length, positions="original", **chunks)
+    read_in(model, cache, ids[:, :length], 7)
+    read_in(model, cache, ids[:, length:], 1)
+    recorder = Recorder()
+    with attach(model) as attached, attached.handled_by(recorder):
+        model(ids, use_cache=False)
+    alone = Layer(cache.policy.score, recorder.q, recorder.k, recorder.v, rope=cache.ropes[0])
+    events = [(seen, keep) for seen, keep, _ in cache.schedule.evictions(length, 20)]
+    if run == "decoding":  # full at budget + chunk = 36 rows: 20 after the prompt, so at 76 and 92 tokens
+        events += [(76, 20), (92, 20)]
+    for seen, keep in events:
+        alone.feed(seen - alone.seen)
+        alone.cut(keep)
+    alone.feed(103 - alone.seen)
+    assert cache.kept_positions(0).tolist() == alone.held.tolist()
+    assert len(events) > (run != "one-shot")
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("allocation", ["", " allocation=adaptive"])
+def test_a_models_run_does_not_depend_on_how_it_is_fed(expression, family, allocation):
+    model = tiny_model(family).double()
+    ids = torch.randint(3, 97, (1, 90), generator=torch.Generator().manual_seed(4))
+    kept, nbytes = [], []
+    for piece in (90, 16, 7):
+        cache = BoundedCache(24, expression + allocation, prompt_length=90, chunk=16, local_len=6)
+        read_in(model, cache, ids, piece)
+        kept.append([[h.tolist() for b in cache.kept_positions(i) for h in b] for i in range(len(cache.layers))])
+        nbytes.append(cache.nbytes)
+    assert kept[0] == kept[1] == kept[2] and max(nbytes) == min(nbytes)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LagKV(lag=0), r"lagkv\(lag=0\): lag must be at least 1"),
+        (lambda: LagKV(sinks=-1), r"lagkv\(sinks=-1\): sinks must be at least 0"),
+        (lambda: ExpectedAttention(future=0), r"expected-attention\(future=0\): future must be at least 1"),
+        (lambda: Compactor(block=0), r"compactor\(block=0\): block must be at least 1"),
+        (lambda: Compactor(blend=-0.5), r"blend must be at least 0"),
+    ],
+)
+def test_a_parameter_out_of_range_says_its_bound(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_expected_attention_needs_queries_before_rope():
+    layer = Layer(ExpectedAttention(), *random_qkv(2, 2, 20), rope=None)
+    layer.feed(20)
+    with pytest.raises(ValueError, match="before RoPE"):
+        layer.cut(5)
+
+
+# ---- kvzip: the unbounded oracle ---------------------------------------------------------------------------------------------
+
+
+def paper_kvzip(model, context, requests, sinks):
+    """Scores ``[layer][head][slot]`` from the attention weights of plain forwards over context and request."""
+    H = model.config.num_key_value_heads
+    model.set_attn_implementation("eager")
+    scores = None
+    for start, stop, ids in requests:
+        weights = model(torch.tensor([list(context) + ids]), output_attentions=True).attentions
+        scores = scores or [[[0.0] * len(context) for _ in range(H)] for _ in weights]
+        columns = [*range(min(sinks, start)), *range(start, stop), *range(len(context), len(context) + len(ids))]
+        for layer, weight_QTS in enumerate(w[0] for w in weights):
+            for query_head, weight_TS in enumerate(weight_QTS):
+                for row in weight_TS[len(context) :].double():
+                    share = row[columns] / row[columns].sum()
+                    best = scores[layer][query_head // (len(weight_QTS) // H)]
+                    for slot, value in zip(columns, share.tolist(), strict=True):
+                        if start <= slot < stop:
+                            best[slot] = max(best[slot], value)
+    model.set_attn_implementation("sdpa")
+    return scores
+
+
+TOKENIZER = tiny_tokenizer()
+WORDS = 400  # of the tokenizer
+
+
+@pytest.fixture
+def model_of(monkeypatch):
+    monkeypatch.setitem(COMMON, "vocab_size", WORDS)
+    return tiny_model
+
+
+def words(tokens, seed=0):
+    return torch.randint(3, WORDS, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def requests(context):
+    """Of 20 tokens each, so that a context of 50 takes three."""
+    return list(kvzip.requests(partial(TOKENIZER.encode, add_special_tokens=False), context, chunk=20))
+
+
+def test_kvzip_asks_for_every_token_of_the_context_once():
+    context = list(range(100, 150))
+    asked = requests(context)
+    assert [(start, stop) for start, stop, _ in asked] == [(0, 20), (20, 40), (40, 50)]
+    assert TOKENIZER.decode(asked[0][2][:-20]) == "\n\nRepeat the previous context exactly.\n"
+    assert all(ids[start - stop :] == context[start:stop] for start, stop, ids in asked)
+    quoted = TOKENIZER.encode(" with ")[-1:] + context[12:20] + TOKENIZER.encode("\n") + context[20:21]
+    assert str(quoted)[1:-1] in str(asked[1][2])
+
+
+@pytest.mark.parametrize("positions", ["original", "compact"])
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa", "qwen3"])
+def test_kvzip_keeps_what_the_repetition_reads_most(model_of, family, positions):
+    model = model_of(family)
+    context = words(50, seed=0)
+    cache = kvzip.read_context(model, TOKENIZER, context, chunk=20, budget=24, prompt_length=56, positions=positions)
+    assert cache.kept_rows == [18] * len(cache.kept_rows) and cache.get_seq_length() == 50
+    for layer, heads in enumerate(paper_kvzip(model, context, requests(context), kvzip.SINKS)):
+        for head, scores in enumerate(heads):
+            kept = cache.kept_positions(layer)[0][head].tolist()
+            assert kept[:4] == [0, 1, 2, 3]
+            lost = max(scores[t] for t in range(50) if t not in kept)
+            assert min(scores[t] for t in kept[4:]) >= lost * (1 - 1e-4)
+
+
+def test_kvzip_shares_slots_over_heads_and_layers_jointly(model_of):
+    model = model_of("llama")
+    context = words(50, seed=1)
+    cache = kvzip.read_context(model, TOKENIZER, context, chunk=20, budget=24, prompt_length=56, joint=True)
+    scores = paper_kvzip(model, context, requests(context), kvzip.SINKS)
+    kept = [[set(rows.tolist()) for rows in cache.kept_positions(layer)[0]] for layer in range(len(scores))]
+    sizes = [len(rows) for heads in kept for rows in heads]
+    assert sum(sizes) == 18 * len(sizes) and len(set(sizes)) > 1
+    for layer, heads in enumerate(scores):
+        stay = [heads[h][t] for h in range(len(heads)) for t in kept[layer][h] if t >= 4]
+        lost = [heads[h][t] for h in range(len(heads)) for t in set(range(50)) - kept[layer][h]]
+        assert min(stay) >= max(lost) * (1 - 1e-4)
+    threshold = sorted((s for heads in scores for head in heads for s in head[4:]), reverse=True)
+    threshold = threshold[18 * len(sizes) - 4 * len(sizes) - 1]
+    for layer, heads in enumerate(scores):  # a layer's number is off by less than one row a head
+        wanted = sum(s >= threshold for head in heads for s in head[4:]) + 4 * len(heads)
+        assert abs(sum(len(rows) for rows in kept[layer]) - wanted) <= len(heads)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_kvzip_answers_from_what_it_kept(model_of, joint):
+    model = model_of("llama")
+    ids = words(56, seed=2)
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, 56:]
+    for budget in (56, 20):
+        cache = kvzip.read_context(model, TOKENIZER, ids[:50], budget=budget, prompt_length=56, joint=joint, chunk=20)
+        text, report = generate(model, TOKENIZER, ids, cache, max_new_tokens=8)
+        assert report.policy == "kvzip" and sum(report.kept_rows) == budget * len(report.kept_rows)
+        if budget == 56:
+            assert text == TOKENIZER.decode(expected, skip_special_tokens=True)
+
+
+def test_kvzip_says_what_it_cannot_do(model_of):
+    model = model_of("mistral-window")
+    with pytest.raises(ValueError, match="budget=9 must be above 10: the 6 tokens after the context"):
+        kvzip.read_context(model, TOKENIZER, [5] * 50, budget=9, prompt_length=56)
+    with pytest.raises(ValueError, match="windowed layers"):
+        kvzip.read_context(model, TOKENIZER, [5] * 50, budget=20, prompt_length=56)

@@ -1,0 +1,255 @@
+"""Policies against each other: equalities that must hold, and what the cache makes of every policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from policy_runs import EVICTING, LENGTH, POLICIES, SMALL, backbone, held, make, run, tokens, turn
+
+from locret_kit import BoundedCache, attach
+from locret_kit.cache.entropy import SLICE
+from locret_kit.cache.schedule import PIECE
+from locret_kit.policies.registry import parse_policy
+from locret_kit.runtime.session import prefill
+
+
+class Recorder:
+    """A selection that remembers what it was given."""
+
+    def __init__(self, selection) -> None:
+        self.selection, self.seen = selection, []
+
+    def select(self, scores, protected, valid, budgets, slots):
+        self.seen.append((scores.clone(), protected, valid, budgets, slots))
+        return self.selection.select(scores, protected, valid, budgets, slots)
+
+
+def recorded(policy: str, **rest) -> list[tuple]:
+    """What the selection was given at every eviction."""
+    parsed = parse_policy(policy)
+    recorder = Recorder(parsed.selection)
+    run(replace(parsed, selection=recorder), **rest)
+    return recorder.seen
+
+
+# ---- equalities ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("score=proxy(1.0)", "score=aas"),  # every token a proxy
+        (f"score=proxy({LENGTH})", "score=aas"),
+        ("score=proxy(1)", "score=ltas"),
+        (f"score=window(window={LENGTH},kernel=1)", "score=aas"),
+        ("score=window(window=1,kernel=1)", "score=ltas"),
+    ],
+)
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_equal_scores_in_one_shot(one, other, positions):
+    scores = [recorded(policy, one_shot=True, positions=positions) for policy in (one, other)]
+    assert len(scores[0]) == len(scores[1]) == 3  # one eviction a layer
+    for mine, theirs in zip(*scores, strict=True):
+        assert (mine[0] - theirs[0]).abs().max() < 1e-6
+        assert theirs[0].std() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("roco(window=0)", "score=mas"),
+        ("ada-snapkv(6,3,alpha=0.0)", "snapkv(6,3)"),
+        ("score=mas scope=sinks allocation=adaptive(alpha=0)", "score=mas scope=sinks"),
+        ("ada-locret(alpha=0)", "locret"),
+        ("pyramidkv(6,3,beta=1)", "snapkv(6,3)"),
+        ("pyramid-locret(beta=1.0)", "locret"),
+        ("ada-pyramid(6,beta=1,alpha=0)", "snapkv(6)"),
+        *((f"kvcrush(base={base},ratio=0.0)", base) for base in ("h2o", "snapkv(6)", "pyramidkv(6)", "ada-locret")),
+        ("nacl(ratio=0)", "score=proxy scope=proxies"),
+        ("scissorhands(window=1.0)", "recency"),
+        ("h2o(window=24)", "recency"),
+    ],
+)
+def test_equal_slots(one, other):
+    mine, theirs = run(one), run(other)
+    assert held(mine) == held(theirs)
+    assert mine.counters.evictions == theirs.counters.evictions > 1
+
+
+def test_ragged_storage_equals_rectangular():
+    """Heads of equal budgets give the same logits from either layout."""
+    model = backbone()
+    with attach(model), torch.no_grad():
+        logits = [
+            prefill(model, tokens(), make(policy))
+            for policy in ("h2o", "score=aas scope=window allocation=adaptive(0)")
+        ]
+    assert (logits[0] - logits[1]).abs().max() < 1e-6
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_runs_repeat_and_never_exceed_the_budget(policy):
+    first = run(policy, budget=24)
+    assert held(first) == held(run(policy, budget=24))
+    assert first.counters.score_s >= 0
+    if policy == "full":
+        return
+    assert first.counters.evictions > 1
+    lengths = [[len(head) for head in layer] for layer in held(first)]
+    assert sum(map(sum, lengths)) == 3 * 2 * (24 + 4)  # four tokens came after the prompt
+    for layer, budget in zip(lengths, first.budgets, strict=True):
+        assert sum(layer) == 2 * (budget + 4)
+        if not first.policy.ragged:
+            assert layer == [budget + 4] * 2
+    assert sum(first.budgets) == 3 * 24
+    for layer in held(first):
+        assert all(head == sorted(set(head)) and head[-4:] == [83, 84, 85, 86] for head in layer)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pieces_do_not_matter(policy):
+    """Neither those shorter than a block nor those that cross several boundaries."""
+    model, whole, pieces = backbone(), make(policy), make(policy)
+    cuts = turn(policy, [40, 41], [5, 13, 50], [1, 2, 79, 80], [])
+    ids = torch.tensor([tokens()])
+    with attach(model), torch.no_grad():
+        want = prefill(model, ids[0].tolist(), whole)
+        for a, b in zip([0, *cuts], [*cuts, LENGTH], strict=True):
+            got = model(input_ids=ids[:, a:b], past_key_values=pieces).logits
+            assert got.shape[1] == b - a
+    assert held(pieces) == held(whole)
+    assert (got[0, -1] - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_other_layouts(policy):
+    """Attention with as many key/value heads as query heads, and with one."""
+    family = turn(policy, "llama-mha", "llama-mqa")
+    cache = run(policy, tokens(50), length=50, family=family)
+    assert cache.counters.evictions > 1
+    assert len(held(cache)[0]) == (6 if family == "llama-mha" else 1)
+
+
+@pytest.mark.parametrize("policy", ["pyramidkv(6,3)", "ada-pyramid(6,3)", "h2o", "sirllm"])
+def test_layers_with_a_window_take_no_part(policy):
+    cache = run(policy, family="gemma3")
+    full = [layer for layer in cache.layers if layer.window is None]
+    assert 0 < len(full) < 6 and cache.counters.evictions > 1
+    assert sum(layer.rows for layer in full) == len(full) * (24 + 4)
+    assert sum(cache.budgets) == 24 * len(full)
+    assert all(layer.statistics == layer.recent == 0 for layer in cache.layers if layer.window is not None)
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_blocks_of_a_few_tokens(policy):
+    chunk = turn(policy, 1, 4, 16)
+    cache = run(policy, tokens(40), length=40, chunk=chunk, budget=20)
+    assert cache.counters.evictions >= (40 - 5 - 20) // chunk
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_one_shot_evicts_once(policy):
+    cache = run(policy, tokens(50), length=50, one_shot=True)
+    assert cache.counters.evictions == 1
+    assert sum(cache.kept_rows) == 3 * (24 + 4)
+
+
+def test_one_shot_reads_in_pieces():
+    model, ids = backbone(), tokens(PIECE + 90)
+    cache, done = make("snapkv", budget=40, length=len(ids), one_shot=True), []
+    with attach(model), torch.no_grad():
+        prefill(model, ids, cache, lambda at, total: done.append((at, cache.kept_rows[0])))
+    assert done == [(PIECE, PIECE), (len(ids), 40)]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "ada-snapkv(6,3)", "sirllm", "locret"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_decoding_evicts_every_so_often(policy, every):
+    model, cache = backbone(), make(policy, decode_every=every)
+    rows = []
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+        for token in range(7):
+            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+            rows.append(cache.kept_rows[1])
+    assert rows == [24 + n % every for n in range(1, 8)]
+
+
+def test_decode_every_out_of_range():
+    with pytest.raises(ValueError, match="decode_every=9 must be from 1 to chunk=8"):
+        BoundedCache(8, "h2o", chunk=8, prompt_length=20, decode_every=9)
+    with pytest.raises(ValueError, match="decode_every=2 needs prompt_length"):
+        BoundedCache(8, "h2o", chunk=8, decode_every=2)
+    with pytest.raises(ValueError, match="one_shot=True needs prompt_length"):
+        BoundedCache(8, "h2o", one_shot=True)
+
+
+def test_ragged_heads_take_no_more_memory():
+    """Heads of different lengths fill the same buffers; the rest is where each head begins and ends."""
+    ragged, even = run("ada-snapkv(6,3,alpha=1.0)"), run("snapkv(6,3)")
+    lengths = [[len(head) for head in layer] for layer in held(ragged)]
+    assert any(len(set(layer)) > 1 for layer in lengths)
+    assert [sum(layer) for layer in lengths] == [2 * 28] * 3
+    index = sum(layer.starts.nbytes + layer.lengths.nbytes for layer in ragged.layers)
+    assert ragged.nbytes == even.nbytes + index
+    assert ragged.layers[0].keys.shape[0] == 2 * (24 + SMALL["chunk"])
+
+
+def test_a_batch_of_ragged_heads_equals_each_prompt_alone():
+    model = backbone()
+    ids = torch.tensor([tokens(seed=1), tokens(seed=2)])
+    caches = [make("ada-snapkv(6,3)") for _ in range(3)]
+    with attach(model), torch.no_grad():
+        for cache, batch in zip(caches, (ids, ids[:1], ids[1:]), strict=True):
+            model(input_ids=batch, past_key_values=cache)
+    for layer in range(3):
+        both = [[head.tolist() for head in one] for one in caches[0].kept_positions(layer)]
+        assert both == [[head.tolist() for head in cache.kept_positions(layer)[0]] for cache in caches[1:]]
+
+
+def test_beams_of_ragged_heads_can_be_reordered():
+    model = backbone()
+    cache = make("ada-snapkv(6,3)")
+    with attach(model), torch.no_grad():
+        model(input_ids=torch.tensor([tokens(seed=1), tokens(seed=2)]), past_key_values=cache)
+        before = [[head.tolist() for head in one] for one in cache.kept_positions(1)]
+        keys = [part.keys.clone() for part in cache.layers[1].parts()]
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert [[head.tolist() for head in one] for one in cache.kept_positions(1)] == before[::-1]
+        after = [part.keys for part in cache.layers[1].parts()]
+        assert all(torch.equal(a, b) for a, b in zip(after, keys[2:] + keys[:2], strict=True))
+
+
+# ---- token entropy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, SLICE, SLICE + 2, LENGTH])
+def test_entropy_is_the_backbones_own(length):
+    """While nothing is evicted: ``-log P`` of the full forward, in slices of logits."""
+    model, ids = backbone(), tokens(length)
+    cache = make("sirllm", budget=100, length=length)
+    widths = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    try:
+        with attach(model), torch.no_grad():
+            prefill(model, ids, cache)
+    finally:
+        hook.remove()
+    logp = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    want = [0.0, *(-logp[i, token].item() for i, token in enumerate(ids[1:]))]
+    for layer in cache.layers:
+        assert torch.allclose(layer.slots("scores")[0], torch.tensor(want), atol=1e-5)
+    assert max(widths) <= SLICE
+
+
+def test_entropy_needs_token_ids():
+    model = backbone()
+    with attach(model), pytest.raises(ValueError, match="give input_ids, not inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 4, 48, dtype=torch.double), past_key_values=make("sirllm"))
+    with attach(model), torch.no_grad():  # and the model is whole afterwards
+        assert model(input_ids=torch.tensor([tokens(5)])).logits.shape == (1, 5, 97)

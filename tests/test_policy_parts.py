@@ -1,0 +1,244 @@
+"""Allocations and selections on random slots, and the grammar."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from locret_kit.policies.allocation import Adaptive, Pyramid, Uniform, rounded
+from locret_kit.policies.base import Slots
+from locret_kit.policies.registry import NAMED, describe_policies, parse_policy
+from locret_kit.policies.scores import Cis
+from locret_kit.policies.selection import ANCHORS, Representatives, Sampled, TopK
+
+MANY = settings(max_examples=200, deadline=None, derandomize=True)
+
+# ---- allocation -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    budget=st.integers(1, 3000),
+    layers=st.integers(1, 80),
+    beta=st.floats(1, 100),
+    share=st.floats(0, 1),
+    data=st.data(),
+)
+@MANY
+def test_pyramid_sums_exactly(budget, layers, beta, share, data):
+    window = int(share * budget)
+    longest = data.draw(st.none() | st.integers(1, 4 * budget))
+    budgets = Pyramid(beta).layer_budgets(budget, layers, window, longest)
+    assert sum(budgets) == layers * budget
+    assert budgets == sorted(budgets, reverse=True)
+    assert min(budgets) >= min(window, budget)
+    if longest is not None and longest >= budget:
+        assert max(budgets) <= max(longest, budget)
+    if longest is None and layers > 1:  # the real-valued line, rounded
+        low = (budget - window) / beta
+        high = 2 * (budget - window) - low
+        for layer, got in enumerate(budgets):
+            assert abs(got - (window + high - layer * (high - low) / (layers - 1))) < 1 + 1e-6
+
+
+@given(shares=st.lists(st.fractions(0, 50), min_size=1, max_size=12), extra=st.integers(0, 5))
+@MANY
+def test_rounded_stays_near(shares, extra):
+    total = int(sum(shares))
+    got = rounded(shares, total)
+    assert sum(got) == total
+    assert all(abs(a - b) < 1 for a, b in zip(got, shares, strict=True))
+    most = [int(share) + extra for share in shares]
+    capped = rounded(shares, min(total, sum(most)), most)
+    assert sum(capped) == min(total, sum(most)) and all(a <= b for a, b in zip(capped, most, strict=True))
+
+
+@st.composite
+def layers_of_slots(draw, most_heads: int = 5):
+    """Scores, protected and valid [2, H, S], and a number to keep that every head can give."""
+    H, S, seed = draw(st.integers(1, most_heads)), draw(st.integers(1, 40)), draw(st.integers(0, 999))
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(2, H, S, generator=generator) ** draw(st.sampled_from([1, 4]))
+    if draw(st.booleans()):
+        scores = (scores * 4).round() / 4  # many ties
+    length = torch.randint(1, S + 1, (2, H, 1), generator=generator)
+    valid = torch.arange(S) >= S - length
+    keep = draw(st.integers(1, int(valid.sum((1, 2)).min()) // H)) if int(valid.sum((1, 2)).min()) >= H else 0
+    protected = (torch.rand(2, H, S, generator=generator) < draw(st.sampled_from([0.0, 0.1]))) & valid
+    return scores, protected, valid, keep
+
+
+@given(case=layers_of_slots(), alpha=st.floats(0, 1))
+@MANY
+def test_head_budgets(case, alpha):
+    scores, protected, valid, keep = case
+    budgets = Adaptive(alpha).head_budgets(scores, protected, valid, keep)
+    assert budgets.sum(-1).tolist() == [scores.shape[1] * keep] * 2
+    assert (budgets <= valid.sum(-1)).all() and (budgets >= 0).all()
+    if keep >= int(protected.sum(-1).max()):
+        assert (budgets >= protected.sum(-1).minimum(valid.sum(-1))).all()
+
+
+@given(case=layers_of_slots())
+@MANY
+def test_theorem_4_of_ada_kv(case):
+    """What adaptive budgets retain of the layer's attention is never below what uniform ones do."""
+    scores, _, valid, keep = case
+    none = torch.zeros_like(valid)
+    budgets = Adaptive(1.0).head_budgets(scores, none, valid, keep)
+    retained = [
+        (scores * TopK().select(scores, none, valid, counts, None)).sum((1, 2))
+        for counts in (budgets, valid.sum(-1).clamp(max=keep))
+    ]
+    assert (retained[0] >= retained[1] - 1e-6).all()
+
+
+def test_importance_is_compared_across_heads_in_its_own_unit():
+    """Raw logits of one head may all be above another's: after a softmax each head has mass one to place."""
+    scores = torch.tensor([[[9.0, 1.0, 1.0, 1.0], [20.0, 20.0, 20.0, 20.0]]])
+    valid = torch.ones_like(scores, dtype=torch.bool)
+    slots = slots_of(scores, valid)
+    shares = {}
+    for target in ("logit", "log_prob"):
+        comparable = Cis().comparable(scores, replace(slots, target=target))
+        shares[target] = Adaptive(1.0).head_budgets(comparable, ~valid, valid, 2)[0].tolist()
+    assert shares == {"logit": [1, 3], "log_prob": [0, 4]}
+
+
+# ---- selection ------------------------------------------------------------------------------------------------------------
+
+
+def slots_of(scores, valid, seed: int = 0) -> Slots:
+    B, H, S = scores.shape
+    positions = torch.stack(
+        [torch.randperm(3 * S, generator=torch.Generator().manual_seed(seed))[:S].sort().values] * H
+    )
+    return Slots(
+        layer=1, layers=3, keep=1, stabilizers=0, chunk=8, fresh=8, seen=3 * S, positions=positions.int().expand(B, H, S),
+        valid=valid, entered=scores, stats={}, seed=seed, ragged=True,
+    )  # fmt: skip
+
+
+SELECTIONS = [
+    TopK(), Sampled(0.3), Sampled(1.0), Representatives(0.5, level="chunk"), Representatives(0.9, level="page"),
+    *(Representatives(0.25, anchor, pick) for anchor in ANCHORS for pick in ("even", "random")),
+]  # fmt: skip
+
+
+@given(
+    case=layers_of_slots(),
+    selection=st.sampled_from(SELECTIONS),
+)
+@MANY
+def test_selections_fill_every_budget(case, selection):
+    scores, protected, valid, keep = case
+    budgets = Adaptive(0.7).head_budgets(scores, protected, valid, keep)
+    stay = selection.select(scores, protected, valid, budgets, slots_of(scores, valid))
+    assert torch.equal(stay.sum(-1), budgets)
+    assert not (stay & ~valid).any()
+    fits = protected.sum(-1, keepdim=True) <= budgets[..., None]
+    assert not (protected & ~stay & fits).any()
+
+
+@given(case=layers_of_slots(), ratio=st.sampled_from([0.25, 0.5]), anchor=st.sampled_from(ANCHORS))
+@MANY
+def test_kvcrush_split(case, ratio, anchor):
+    """Three quarters are the base's best; the rest are tokens that no head holds among its best, the same in every head."""
+    scores, protected, valid, keep = case
+    valid = torch.ones_like(valid)
+    slots = slots_of(scores, valid)
+    budgets = torch.full(scores.shape[:2], keep)
+    stay = Representatives(ratio, anchor).select(scores, protected, valid, budgets, slots)
+    for b in range(2):
+        free = (keep - protected[b].sum(-1)).clamp(min=0).min()
+        number = min(int(ratio * keep), int(free))
+        best = TopK().select(scores, protected, valid, budgets - number, slots)[b]
+        assert not (best & ~stay[b]).any()
+        untouched = ~(best | protected[b]).any(0)
+        groups = min(number, int(untouched.sum()))
+        assert ((stay[b] & ~best).all(0) & untouched).sum() >= groups
+        assert (stay[b] & ~best).sum(-1).eq(number).all()
+
+
+def test_representatives_by_hand():
+    """Four heads, no score protected: bits, distances to the anchor, groups and picks followed on paper."""
+    scores = torch.tensor([[[9.0, 8.0, 1.0, 4.0, 2.0, 3.0], [9.0, 8.0, 4.0, 1.0, 2.0, 3.0]]])
+    valid = torch.ones_like(scores, dtype=torch.bool)
+    slots = slots_of(scores, valid)
+    stay = Representatives(0.5, "zeros").select(scores, ~valid, valid, torch.full((1, 2), 4), slots)
+    # Best: tokens 0 and 1. The others' bits (above the median 3): 2 -> 01, 3 -> 10, 4 -> 00, 5 -> 00.
+    # By distance to 00: 4, 5, 2, 3; two groups: (4, 5), (2, 3); the first of each.
+    assert stay[0].int().tolist() == [[1, 1, 1, 0, 1, 0]] * 2
+    ones = Representatives(0.5, "ones").select(scores, ~valid, valid, torch.full((1, 2), 4), slots)
+    assert ones[0].int().tolist() == [[1, 1, 1, 0, 1, 0]] * 2  # to 11: 2, 3, 4, 5
+
+
+def test_sampling_prefers_what_scores_high_and_differs_by_head():
+    scores = torch.zeros(1, 64, 40)
+    scores[..., :10] = 3.0
+    valid = torch.ones_like(scores, dtype=torch.bool)
+    stay = Sampled(1.0).select(scores, ~valid, valid, torch.full((1, 64), 10), slots_of(scores, valid))[0]
+    assert len({tuple(row) for row in stay.tolist()}) > 50
+    # Ten draws without replacement, each from softmax: more than five of the ten heavy ones, but not all.
+    assert 5 < stay[:, :10].sum(-1).float().mean() < 9.5
+
+
+# ---- grammar ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if name != "full"])
+def test_a_name_is_its_parts(name):
+    """What --list-policies prints of a policy is an expression for it."""
+    line = next(line for line in describe_policies() if line.split()[0] == name)
+    composed = parse_policy(line.split(maxsplit=1)[1].split("  parameters:")[0])
+    named = parse_policy(name)
+    for part in ("score", "scopes", "selection"):
+        assert getattr(composed, part) == getattr(named, part)
+    assert repr(named.allocation or Uniform()) == repr(composed.allocation)
+
+
+def test_parameters_are_read():
+    assert parse_policy("h2o(window=0.25)").scopes[0].size == 0.25
+    assert parse_policy("h2o(window=25)").scopes[0].size == 25
+    assert parse_policy("kvcrush(base=h2o(window=7), anchor=ones)").scopes[0].size == 7
+    assert parse_policy("h2o(0.25)").name == "h2o(0.25)"
+    parts = parse_policy(
+        "score=cis scope=stabilizers+sinks(4) allocation=adaptive(alpha=0.5) selection=representatives(ratio=0.25, anchor=mean)"
+    )
+    assert [type(scope).__name__ for scope in parts.scopes] == ["Stabilizers", "Sinks"]
+    assert (parts.allocation.alpha, parts.selection.anchor) == (0.5, "mean")
+    both = parse_policy("score=mas allocation=adaptive(alpha=1)+pyramid(beta=2)").allocation
+    assert (both.pyramid.beta, both.adaptive.alpha) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("h3o", "policy='h3o' is unknown. Did you mean 'h2o'?"),
+        ("h2o(windw=3)", "parameter 'windw' is unknown. Did you mean 'window'?"),
+        ("h2o(window=a)", "policy=h2o: window='a' must be int or float"),
+        ("h2o(window=1.5)", "window(size=1.5): a fraction must be from 0 to 1"),
+        ("tova(3)", "takes 0 parameters"),
+        ("snapkv(kernel=4)", "kernel must be odd"),
+        ("kvcrush(base=full)", "base=full): the base evicts nothing"),
+        ("kvcrush(anchor=meen)", "anchor must be one of: mean, random"),
+        ("kvcrush(base=h3o)", "Did you mean 'h2o'?"),
+        ("score=cls", "score='cls' is unknown. Did you mean 'cis'?"),
+        ("score=cis scope=sink", "Did you mean 'sinks'?"),
+        ("score=cis allocation=adaptive+adaptive", "only pyramid+adaptive go together"),
+        ("score=cis allocation=adaptve", "Did you mean 'adaptive'?"),
+        ("score=cis allocation=adaptive(alpha=2)", "alpha must be from 0 to 1"),
+        ("score=cis allocation=pyramid(beta=0.5)", "beta must be at least 1"),
+        ("score=cis selection=top-q", "Did you mean 'top-k'?"),
+        ("score=cis selection=sampled(ratio=1.2)", "ratio must be from 0 to 1"),
+        ("scope=sinks", "names no score"),
+        ("score=expected-attention(value_norm=maybe)", "value_norm='maybe' must be bool"),
+    ],
+)
+def test_errors_say_what_there_is(text, said):
+    with pytest.raises(ValueError) as caught:
+        parse_policy(text)
+    assert said in str(caught.value)
