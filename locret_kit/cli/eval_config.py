@@ -1,0 +1,179 @@
+"""The configuration of ``locret-eval key=value ...``: its schema and its bounds. Knows no model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+from ..evals.tasks.base import CHAT
+from ..naming import nearest
+from ..samples.needles import ENDINGS
+
+USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
+       locret-eval summary out=FOLDER
+       locret-eval report out=FOLDER
+       locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
+
+  locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
+      samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
+  locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
+  accelerate launch -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
+
+A rerun does only what is missing. An unknown key, task or policy is an error that names the nearest.
+Tasks: locret-eval tasks; policies: locret-infer --list-policies."""
+
+
+@dataclass
+class EvalConfig:
+    """Everything an evaluation needs."""
+
+    tasks: list[str]
+    """Names, groups (ruler, infinitebench, leval, longbench), or fidelity:NAME."""
+    out: str
+    """Folder of the rows, the summary and the report."""
+    policies: list[str] = field(default_factory=lambda: ["full"])
+    """Names or expressions, as locret-infer takes them; 'random-heads' is locret with untrained heads."""
+    budgets: list[int] = field(default_factory=lambda: [1024])
+    """Slots kept per key/value head and layer; `full` ignores them."""
+    lengths: list[int] = field(default_factory=lambda: [4096])
+    """Prompt tokens: what synthetic prompts have, and documents are cut to."""
+    samples: int = 20
+    """Examples of each task, at most."""
+    haystacks: list[str] = field(default_factory=lambda: ["repeated"])
+    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders."""
+    data: list[str] = field(default_factory=list)
+    """Folders with the benchmarks' files; the Hub is asked for what they lack."""
+    ckpt: list[str] = field(default_factory=list)
+    """Retaining heads: folders, files or Hub repositories."""
+    model: str | None = None
+    """The backbone; null takes the one that the heads name."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone."""
+    chunk: int | None = None
+    """Tokens between evictions; null takes the checkpoint's."""
+    stabilizers: int | None = None
+    """Newest slots that no prefill eviction takes; null scales the checkpoint's to the budget."""
+    local_len: int | None = None
+    """Last prompt tokens that are never evicted; null scales the checkpoint's to the budget."""
+    positions: str | None = None
+    """'compact' or 'original'; null takes the checkpoint's."""
+    chat: str = "auto"
+    """Whether prompts go through the chat template: 'auto' (as the benchmark does), 'always' or 'never'."""
+    ending: str = "infinitebench"
+    """How hidden-digits prompts end: 'infinitebench' (blank lines) or 'line'."""
+    prefill: str = "chunked"
+    """'chunked' evicts at every chunk, 'one-shot' once, when the whole prompt has been read."""
+    decode_every: int | None = None
+    """Decoded tokens between evictions; null evicts when the buffers are full."""
+    max_new_tokens: int | None = None
+    """Answer tokens; null takes each task's own."""
+    keep: int = 0
+    """For the first so many examples of each task: store what the cache holds behind the prompt."""
+    retry: str = "never"
+    """'errors' does examples again that ended with an error."""
+    seed: int = 0
+    """Seeds prompts, policies that draw, and untrained heads."""
+    device: str | None = None
+    """'cpu', 'cuda', 'cuda:1'; null takes the best there is, a device of its own for each process."""
+    dtype: str = "auto"
+    """'auto', 'float32', 'bfloat16' or 'float16'."""
+
+    def validate(self) -> None:
+        """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
+        for name in ("tasks", "policies", "budgets", "lengths", "haystacks"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}=[] must name at least one")
+        lowest = {
+            "samples": 1,
+            "keep": 0,
+            "seed": 0,
+            "chunk": 1,
+            "decode_every": 1,
+            "stabilizers": 0,
+            "local_len": 0,
+            "max_new_tokens": 1,
+        }
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name}={value} must be at least {low}")
+        for name in ("budgets", "lengths"):
+            for value in getattr(self, name):
+                if value < 1:
+                    raise ValueError(f"{name}: {value} must be at least 1")
+        choices = {
+            "chat": CHAT,
+            "ending": tuple(ENDINGS),
+            "prefill": ("chunked", "one-shot"),
+            "retry": ("never", "errors"),
+            "dtype": ("auto", "float32", "bfloat16", "float16"),
+            "positions": (None, "compact", "original"),
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                names = [one for one in known if one]
+                raise ValueError(f"{name}={value} must be one of: {', '.join(names)}.{nearest(str(value), names)}")
+
+
+_LOWEST = {
+    "samples": 1, "keep": 0, "seed": 0, "chunk": 1, "decode_every": 1, "stabilizers": 0, "local_len": 0, "max_new_tokens": 1,
+}  # fmt: skip
+
+FIXED = (
+    "ckpt", "model", "adapter", "chunk", "stabilizers", "local_len", "positions", "chat", "ending", "prefill",
+    "decode_every", "max_new_tokens", "seed", "dtype",
+)  # fmt: skip
+"""What all rows of a folder share; the other keys may differ from one run to the next."""
+
+
+def load_eval_config(argv: list[str]) -> EvalConfig:
+    """The validated configuration of ``key=value ...``, in any order.
+
+    Raises:
+        ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
+    """
+    schema, given = get_type_hints(EvalConfig), dict[str, Any]()
+    for argument in argv:
+        key, equals, text = argument.partition("=")
+        if not equals or not key:
+            raise ValueError(f"argument {argument!r} must be key=value, such as samples=20")
+        if key not in schema:
+            raise ValueError(f"unknown key {key!r}.{nearest(key, schema)} Keys: {', '.join(schema)}.")
+        if key in given:
+            raise ValueError(f"{key} is given twice")
+        given[key] = _value(key, text.strip(), schema[key])
+    for key in ("tasks", "out"):
+        if not given.get(key):
+            raise ValueError(f"{key}=... is missing")
+    config = EvalConfig(**given)
+    config.validate()
+    return config
+
+
+def _value(key: str, text: str, kind: Any) -> Any:
+    """The text as a value of a field's type; ``null`` where the type allows it."""
+    if type(None) in get_args(kind):
+        if text == "null":
+            return None
+        kind = get_args(kind)[0]
+    if kind is str:
+        return text
+    if kind is int:
+        return _integer(key, text)
+    items = split_list(text)
+    return items if kind == list[str] else [_integer(key, item) for item in items]
+
+
+def split_list(text: str) -> list[str]:
+    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [item for part in re.split(r",(?![^(]*\))", inner) if (item := part.strip().strip("\"'"))]
+
+
+def _integer(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{key}={text} must be an integer") from None

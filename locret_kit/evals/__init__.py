@@ -1,0 +1,1 @@
+"""Evaluation: tasks, metrics, the runner that writes rows, and summaries of them."""

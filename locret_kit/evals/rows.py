@@ -1,0 +1,241 @@
+"""One row an answered example: the format that the runner writes, and that summaries, figures and the page read.
+
+A run's folder (``out=``) holds::
+
+    config.json              the settings that every row of the folder shares
+    rows.<rank>.jsonl        one JSON line a finished example; the shards of all processes together are the run
+    kept/<kept>.npz          what the cache held after prefill, for rows that name a `kept`
+    summary.md, summary.csv  written by `summary`
+
+A kill leaves at most one half line, which readers leave aside and the next run of that shard cuts off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
+"""What tells examples apart; no two rows of a run have the same."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example under one policy. Rows of older files lack the later fields, which then have these defaults."""
+
+    task: str
+    """Name in the registry, such as 'R.PassKey', 'ruler.vt' or 'leval.coursera'."""
+    haystack: str
+    """What the text is made of: 'repeated', 'jargon', a file's name; '-' for tasks that bring their own documents."""
+    length: int
+    """Prompt tokens asked for: synthetic prompts are made this long, documents are cut in the middle to it."""
+    budget: int
+    """Slots kept per key/value head and layer; 0 for `full`."""
+    policy: str
+    """As given on the command line, such as 'locret' or 'streaming(sinks=8)'; 'random-heads' is untrained locret."""
+    heads: str
+    """The heads' checkpoint by its folder's name; 'untrained'; '-' for policies without heads."""
+    sample: int
+    """Number of the example within its task, from 0; the same prompt for every policy and budget."""
+
+    score: float | None = None
+    """The task's main figure, see `metric`; None where the example failed (`error`)."""
+    metric: str = "match"
+    """What `score` is: 'nll' and 'nll_prefill' are nats a token (lower is better), all others lie within [0, 1]."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Every figure of the example by metric, `metric` among them."""
+    output: str = ""
+    """What the model wrote; '' for perplexity tasks."""
+    answer: Any = ""
+    """The reference: a string, or a list of accepted or required ones."""
+    depth: float | None = None
+    """Where the needle stands, as a fraction of the haystack; None where there is not one needle."""
+    tokens: int = 0
+    """Prompt tokens really read, special tokens included."""
+    new_tokens: int = 0
+    """Tokens generated, or tokens whose likelihood was measured."""
+    cut: int = 0
+    """Tokens removed from the document's middle so that the prompt has at most `length`."""
+    prefill_s: float = 0.0
+    """Wall-clock seconds of the prefill."""
+    decode_s: float = 0.0
+    """Wall-clock seconds of decoding (or of reading the continuation)."""
+    peak_bytes: int = 0
+    """CUDA: peak allocation of this example. CPU: the process's peak resident size so far."""
+    cache_bytes: int = 0
+    """Bytes of the cache's buffers."""
+    chunk: int = 0
+    """Tokens between evictions."""
+    stabilizers: int = 0
+    """Newest slots that no prefill eviction takes."""
+    local_len: int = 0
+    """Last prompt tokens that are never evicted before decoding."""
+    positions: str = ""
+    """'compact' or 'original'."""
+    one_shot: bool = False
+    """One eviction, when the whole prompt has been read."""
+    decode_every: int | None = None
+    """Decoded tokens between evictions; None: only when the buffers are full."""
+    ending: str = ""
+    """How a hidden-digits prompt ends, see `samples.needles.ENDINGS`; '' for other tasks, and 'line' in the oldest rows."""
+    prompt_hash: str = ""
+    """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
+    kept: str | None = None
+    """Stem of the file in ``kept/`` (see `read_kept`), for the first examples of a task."""
+    seed: int = 0
+    """Seed of prompts, policies that draw, and sampling."""
+    model: str = ""
+    """The backbone, as it was named."""
+    device: str = ""
+    """'cpu', 'cuda:0', ..."""
+    dtype: str = ""
+    """The backbone's precision."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of python, torch, transformers and locret_kit."""
+    rank: int = 0
+    """The process that made the row."""
+    date: str = ""
+    """UTC, ISO 8601 to the second (older rows: the day)."""
+    error: str | None = None
+    """Kind and message of the exception that this example ended with; None for a whole one."""
+
+    @property
+    def key(self) -> tuple:
+        """The values of `KEY`."""
+        return tuple(getattr(self, name) for name in KEY)
+
+    @property
+    def label(self) -> str:
+        """The policy with its heads, as a table or a legend names it."""
+        return self.policy if self.heads in ("-", "untrained") else f"{self.policy} ({self.heads})"
+
+    def to_json(self) -> str:
+        """One line, without its end. NaN and infinity are refused: they are no JSON."""
+        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Row:
+        """A row of this version or an older one; fields of neither are left aside.
+
+        Raises:
+            ValueError: one of `KEY` is missing; names it.
+        """
+        missing = [name for name in KEY if name not in record]
+        if missing:
+            raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
+        return cls(**{name: value for name, value in record.items() if name in _NAMES})
+
+
+_NAMES = frozenset(f.name for f in fields(Row))
+
+
+def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
+    """The rows of a run's folder, of one file, or of several files, sorted by `KEY`; the later of two alike counts.
+
+    A half line at a file's end is left aside.
+
+    Raises:
+        FileNotFoundError: no such file, or a folder without rows.
+        ValueError: a broken line elsewhere; names file and line.
+    """
+    rows = {row.key: row for path in row_files(source) for row in _read_file(path)}
+    return [rows[key] for key in sorted(rows)]
+
+
+def row_files(source: str | Path | Iterable[Path]) -> list[Path]:
+    """The files with rows of a run's folder; a file, or files, as given."""
+    if not isinstance(source, (str, Path)):
+        return list(source)
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    found = sorted(path.glob("rows.*.jsonl"))
+    if not found:
+        raise FileNotFoundError(f"out={source} holds no rows (rows.*.jsonl)")
+    return found
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    for number, line in enumerate(whole.splitlines(), 1):
+        if line.strip():
+            try:
+                yield Row.from_dict(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+class Shard:
+    """The file one process appends to, held for it alone while the object is open.
+
+    Raises:
+        OSError: the file cannot be opened, or another process is writing to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._file)
+            raise OSError(f"{path} is being written by another process") from error
+        self._cut_half_line()
+
+    def append(self, row: Row) -> None:
+        """The whole line is on the disk when this returns; on an error (a full disk) none of it is in the file.
+
+        Raises:
+            OSError: names the file and the reason.
+        """
+        line = (row.to_json() + "\n").encode()
+        size = os.fstat(self._file).st_size
+        try:
+            done = 0
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            raise OSError(
+                f"cannot write {self.path}: {error.strerror}; finished examples are safe, run again to go on"
+            ) from error
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _cut_half_line(self) -> None:
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.ftruncate(self._file, whole)
+
+
+def read_kept(out: str | Path, row: Row) -> dict[str, Any]:
+    """What the cache held behind the prompt of a row that has a `kept`.
+
+    ``ids``: prompt token ids ``[T]`` (int32). ``heads``: for each layer and token, the key/value heads that hold it
+    ``[L, T]`` (uint8, 0 to H). ``n_heads``: H of the layers (int).
+
+    Raises:
+        FileNotFoundError: the row kept nothing, or its file is gone.
+    """
+    import numpy as np
+
+    if row.kept is None:
+        raise FileNotFoundError(f"example {row.key} was run without kept positions; run with keep=N above its number")
+    with np.load(Path(out) / "kept" / f"{row.kept}.npz") as file:
+        return {"ids": file["ids"], "heads": file["heads"], "n_heads": int(file["n_heads"])}

@@ -1,0 +1,170 @@
+"""Tables of a run: mean, standard error and number of examples, by task, length, policy and budget."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ..checkpoint import write_beside
+from .rows import Row, read_rows
+
+LIKELIHOOD = ("nll", "nll_prefill")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Examples that differ in their number alone."""
+
+    task: str
+    haystack: str
+    length: int
+    policy: str
+    heads: str
+    budget: int
+    metric: str
+    n: int
+    """Examples with a score."""
+    mean: float | None
+    """Of the metric; None without a score."""
+    stderr: float | None
+    """Standard error of the mean (sample deviation over root n); None below two scores."""
+    errors: int
+    """Examples that ended with an error; not in the mean."""
+    tokens: float
+    """Mean prompt tokens."""
+    prefill_s: float
+    """Mean seconds of prefill."""
+    peak_bytes: int
+    """Largest peak memory."""
+
+    @property
+    def label(self) -> str:
+        """The policy as tables name it."""
+        return self.policy if self.heads in ("-", "untrained") else f"{self.policy} ({self.heads})"
+
+
+def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
+    """Mean and its standard error; exact sums, so that the order of rows does not matter."""
+    n = len(values)
+    if not n:
+        return None, None
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def summarize(rows: Iterable[Row]) -> list[Cell]:
+    """One cell for each task, haystack, length, policy, heads and budget, in that order."""
+    grouped: dict[tuple, list[Row]] = defaultdict(list)
+    for row in rows:
+        grouped[row.task, row.haystack, row.length, row.policy, row.heads, row.budget].append(row)
+    cells = []
+    for key, members in sorted(grouped.items(), key=lambda item: _order(item[0])):
+        good = [row for row in members if row.score is not None]
+        mean, stderr = mean_and_stderr([row.score for row in good if row.score is not None])
+        costs = good or members
+        task, haystack, length, policy, heads, budget = key
+        cells.append(
+            Cell(
+                task, haystack, length, policy, heads, budget, good[0].metric if good else "-", len(good), mean, stderr,
+                errors=len(members) - len(good), tokens=math.fsum(row.tokens for row in costs) / len(costs),
+                prefill_s=math.fsum(row.prefill_s for row in costs) / len(costs),
+                peak_bytes=max(row.peak_bytes for row in costs),
+            )
+        )  # fmt: skip
+    return cells
+
+
+def to_csv(cells: list[Cell]) -> str:
+    """A header and one line a cell; numbers in full."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [f.name for f in fields(Cell)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(cell) for cell in cells)
+    return text.getvalue()
+
+
+def to_markdown(cells: list[Cell]) -> str:
+    """A table for each task and haystack: a line a policy, a column a length and budget."""
+    tables: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        tables[cell.task, cell.haystack].append(cell)
+    return "\n".join(table(name, haystack, members) for (name, haystack), members in tables.items())
+
+
+def table(task: str, haystack: str, cells: list[Cell]) -> str:
+    """Markdown of one task. `full` has no budget and stands in every column of its length."""
+    columns = sorted({(cell.length, cell.budget) for cell in cells if cell.budget})
+    columns = columns or sorted({(cell.length, 0) for cell in cells})
+    columns += sorted((n, 0) for n in {c.length for c in cells} - {n for n, _ in columns})
+    labels = sorted({cell.label for cell in cells}, key=_policy_order)
+    found = {(cell.label, cell.length, cell.budget): cell for cell in cells}
+    metric = next((cell.metric for cell in cells if cell.n), "-")
+    over = "" if haystack == "-" else f", haystack: {haystack}"
+    head = " | ".join(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)
+    lines = [f"**{task}{over}** ({describe(metric)})", "", f"| policy | {head} |", "|---" * (len(columns) + 1) + "|"]
+    for label in labels:
+        figures = [show(found.get((label, n, b)) or found.get((label, n, 0))) for n, b in columns]
+        lines.append(f"| {label} | {' | '.join(figures)} |")
+    return "\n".join(lines) + "\n"
+
+
+def show(cell: Cell | None) -> str:
+    """``0.50 ± 0.13 (n=16)``; errors are named."""
+    if cell is None:
+        return "-"
+    failed = f", {cell.errors} failed" if cell.errors else ""
+    if cell.mean is None:
+        return f"- (n=0{failed})"
+    spread = "" if cell.stderr is None else f" ± {cell.stderr:.2f}"
+    return f"{cell.mean:.2f}{spread} (n={cell.n}{failed})"
+
+
+def describe(metric: str) -> str:
+    """What the figures are."""
+    if metric in LIKELIHOOD:
+        return f"{metric}: nats a token, lower is better; mean ± standard error"
+    return f"{metric}; mean ± standard error"
+
+
+def size(tokens: int) -> str:
+    """``8K`` for 8192, ``1000`` for 1000."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def write_summary(out: Path) -> list[Cell]:
+    """Write ``summary.md`` and ``summary.csv`` from all rows of the folder; one process at a time, so that the last
+    one to finish writes of everything."""
+    with _locked(out / ".summary.lock"):
+        cells = summarize(read_rows(out))
+        write_beside(out / "summary.csv", lambda path: path.write_text(to_csv(cells), encoding="utf-8"))
+        write_beside(out / "summary.md", lambda path: path.write_text(to_markdown(cells), encoding="utf-8"))
+    return cells
+
+
+@contextmanager
+def _locked(path: Path):
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _policy_order(label: str) -> tuple:
+    return label != "full", not label.startswith("locret"), label
+
+
+def _order(key: tuple) -> tuple:
+    task, haystack, length, policy, heads, budget = key
+    return task, haystack, length, _policy_order(policy), heads, budget

@@ -1,0 +1,105 @@
+"""The registry: every task by name, and names to tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+from ...naming import nearest
+from ...samples.text import load_text
+from .base import Example, Request, Task
+from .documents import BENCHMARKS, document_task, entries
+from .needles import needle_task
+from .retrieval import kv_task, math_find_task
+from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
+from .texts import QUESTIONS, fidelity_of, fidelity_task, perplexity_task
+
+__all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "known_tasks"]
+
+ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
+OverText = Callable[[str, "str | None"], Task]
+"""Makes the task for a haystack: its name and its text (None: repeated sentences)."""
+
+OVER_TEXT: dict[str, OverText] = {
+    "R.PassKey": partial(needle_task, "R.PassKey", "R.PassKey"),
+    "R.Number": partial(needle_task, "R.Number", "R.Number"),
+    "grid": partial(needle_task, "grid", "R.PassKey", grid=True),
+    **{niah.name: partial(niah_task, niah) for niah in NIAHS if not niah.own_haystack},
+    "ruler.vt": variable_tracking_task,
+}
+"""Synthetic tasks over repeated sentences or real text."""
+OVER_REAL_TEXT: dict[str, Callable[[str, str], Task]] = {
+    **{name: partial(fidelity_task, name) for name in QUESTIONS},
+    **{name: partial(perplexity_task, name) for name in ("perplexity", "perplexity_prefill")},
+}
+"""Tasks that make no sense over repeated sentences."""
+ALONE: dict[str, Callable[[], Task]] = {
+    "R.KV": kv_task,
+    "Math.Find": math_find_task,
+    **{niah.name: partial(niah_task, niah, "-", None) for niah in NIAHS if niah.own_haystack},
+    "ruler.cwe": common_words_task,
+    "ruler.fwe": frequent_words_task,
+}
+"""Synthetic tasks that make all of their text."""
+
+
+def known_tasks() -> list[str]:
+    """Every name that `find_tasks` takes, groups and prefixes aside."""
+    return [*ALIASES, *OVER_TEXT, *ALONE, *OVER_REAL_TEXT, *entries()]
+
+
+@lru_cache(maxsize=1)
+def _groups() -> dict[str, list[str]]:
+    names = [*OVER_TEXT, *ALONE]
+    documents = {table: [n for n in entries() if n.startswith(start)] for table, start in BENCHMARKS.items() if start}
+    return {"ruler": [name for name in names if name.startswith("ruler.")], **documents}
+
+
+GROUPS = ("ruler", *(table for table, start in BENCHMARKS.items() if start))
+"""Names that stand for all tasks of a benchmark."""
+
+
+def find_tasks(
+    names: Sequence[str], *, haystacks: Sequence[str] = ("repeated",), data: Sequence[str] = (), samples: int = 20
+) -> list[Task]:
+    """The tasks of the names, one for each haystack where a task has one, each once.
+
+    Args:
+        names: tasks, groups ('ruler', 'leval', ...), or 'fidelity:NAME' for a task scored against full attention.
+        haystacks: 'repeated', or what `samples.text.load_text` takes.
+        data: folders that hold the benchmarks' files; the Hub is asked for what they lack.
+        samples: how many records to read of each data set.
+
+    Raises:
+        ValueError: an unknown task; suggests the nearest. FileNotFoundError: a haystack or a data set is missing.
+    """
+    found: dict[tuple[str, str], Task] = {}
+    for name in names:
+        distance = name.startswith("fidelity:")
+        plain = name.removeprefix("fidelity:")
+        for member in _groups().get(plain, [plain]):
+            for task in _tasks_of(ALIASES.get(member, member), haystacks, data, samples):
+                task = fidelity_of(task) if distance and task.kind != "fidelity" else task
+                found[task.name, task.haystack] = task
+    return list(found.values())
+
+
+def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples: int) -> list[Task]:
+    if name in ALONE:
+        return [ALONE[name]()]
+    if name in entries():
+        return [document_task(name, data, samples)]
+    if name in OVER_TEXT:
+        return [OVER_TEXT[name](h, None if h == "repeated" else _text(h)) for h in haystacks]
+    if name in OVER_REAL_TEXT:
+        real = [haystack for haystack in haystacks if haystack != "repeated"]
+        if not real:
+            raise ValueError(f"task={name} needs real text: give haystacks=[pydoc], [jargon] or a file")
+        return [OVER_REAL_TEXT[name](haystack, _text(haystack)) for haystack in real]
+    known = [*known_tasks(), *GROUPS]
+    raise ValueError(f"task={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}")
+
+
+@lru_cache(maxsize=8)
+def _text(haystack: str) -> str:
+    return load_text(haystack)

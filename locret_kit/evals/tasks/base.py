@@ -1,0 +1,94 @@
+"""What a task is: a numbered family of examples, a way to read them, and a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...samples.chat import has_template, render_prompt
+
+CHAT = ("auto", "always", "never")
+KINDS = ("answer", "fidelity", "nll", "nll_prefill")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which example is asked for. The same request gives the same bytes in every process."""
+
+    tokenizer: Any
+    length: int
+    """Tokens the prompt shall have (synthetic tasks), or at most have (documents); special tokens included."""
+    sample: int
+    """Number of the example, from 0."""
+    seed: int = 0
+    chat: str = "auto"
+    """'always' and 'never' use the tokenizer's chat template or not; 'auto' leaves it to the task."""
+    ending: str = "infinitebench"
+    """How a hidden-digits prompt ends where no chat template does: one of `samples.needles.ENDINGS`."""
+
+    def wants_chat(self, default: bool) -> bool:
+        """Whether the prompt goes through the chat template."""
+        wanted = default if self.chat == "auto" else self.chat == "always"
+        return wanted and has_template(self.tokenizer)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and what is expected of the model."""
+
+    prompt: str
+    answer: Any = ""
+    """The reference: a string, a number, or a list of accepted or required ones."""
+    special: bool = True
+    """Whether the tokenizer adds its special tokens (a BOS); a rendered chat template brings its own."""
+    depth: float | None = None
+    """Where the one needle stands, as a fraction of the haystack."""
+    cut: int = 0
+    """Tokens that were cut out of the document."""
+    continuation: str = ""
+    """The text whose likelihood is measured (kind 'nll')."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the metric needs besides, such as a task's classes."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A numbered family of examples.
+
+    Kinds: 'answer' generates and scores against the reference; 'fidelity' generates and scores against what full
+    attention generates; 'nll' measures the likelihood of a continuation while decoding, 'nll_prefill' that of the
+    prompt's second half while it is read.
+    """
+
+    name: str
+    make: Callable[[Request], Example]
+    metric: str
+    """A name in `metrics.METRICS`; of no use to the likelihood kinds."""
+    max_new_tokens: int = 64
+    haystack: str = "-"
+    kind: str = "answer"
+    size: int | None = None
+    """How many examples there are; None for tasks that make as many as are asked for."""
+
+
+def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
+    """``(prompt, special)``: the text with the answer's first words behind it, through the chat template with ``chat``."""
+    if not chat:
+        return f"{text} {prefix}" if prefix else text, True
+    before, after = render_prompt(request.tokenizer, "", "", chat=True)
+    return before + text + after.removeprefix("\n\n") + prefix, False
+
+
+def count_ids(tokenizer: Any, prompt: str, special: bool) -> int:
+    """Tokens of a prompt, special tokens included."""
+    return len(tokenizer(prompt, add_special_tokens=special, verbose=False).input_ids)
+
+
+def spread_depth(sample: int) -> float:
+    """A depth in (0, 1) for each number: halves, quarters, eighths, ... so that any first few are spread evenly, and a
+    depth does not depend on how many there will be (van der Corput's sequence)."""
+    depth, step, n = 0.0, 0.5, sample + 1
+    while n:
+        depth, step, n = depth + step * (n & 1), step / 2, n >> 1
+    return depth

@@ -1,0 +1,45 @@
+"""InfiniteBench's R.PassKey and R.Number, and the grid of depth by length, around `samples.needles`."""
+
+from __future__ import annotations
+
+from ...samples.needles import make_needle
+from .base import Example, Request, Task, count_ids, spread_depth, wrap
+
+GRID_DEPTHS = 11
+"""Rows of the grid: depths 0, 0.1, ..., 1."""
+
+
+def needle_task(name: str, words: str, haystack: str, text: str | None, *, grid: bool = False) -> Task:
+    """Digits hidden in the haystack.
+
+    Args:
+        words: 'R.PassKey' or 'R.Number'.
+        text: the haystack; None repeats InfiniteBench's sentences.
+        grid: example ``i`` has depth ``i % 11 / 10``; otherwise depths spread evenly (`spread_depth`).
+    """
+
+    def make(request: Request) -> Example:
+        chat = request.wants_chat(False)
+        depth = request.sample % GRID_DEPTHS / (GRID_DEPTHS - 1) if grid else spread_depth(request.sample)
+        needle = make_needle(
+            words,
+            request.tokenizer,
+            n_tokens=request.length - _overhead(request, chat),
+            depth=depth,
+            seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
+            haystack=text,
+            ending=request.ending,
+        )
+        depth = round(needle.depth, 4)
+        if not chat:
+            return Example(needle.prompt, needle.answer, depth=depth, extra={"ending": request.ending})
+        prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
+        return Example(prompt, needle.answer, special, depth=depth, extra={"ending": "chat"})
+
+    return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack)
+
+
+def _overhead(request: Request, chat: bool) -> int:
+    """Tokens that the template, or the tokenizer's special tokens, add to a prompt's own."""
+    prompt, special = wrap(request, "a", "b", chat=chat)
+    return count_ids(request.tokenizer, prompt, special) - count_ids(request.tokenizer, "a b", False)

@@ -1,0 +1,117 @@
+"""InfiniteBench's R.KV and Math.Find, made to any length.
+
+Source: github.com/OpenBMB/InfiniteBench, data/construct_synthetic_dataset.py and src/prompt.py (those for open models).
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from .base import Example, Request, Task, spread_depth, wrap
+from .fitting import fit
+
+LIST_MAX = 99
+FINDS = (
+    "largest number",
+    "second largest number",
+    "third largest number",
+    "smallest number",
+    "second smallest number",
+    "third smallest number",
+    "median number",
+)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt's text before it is wrapped, and its answer."""
+
+    text: str
+    answer: Any
+    depth: float | None = None
+    prefix: str = ""
+    """What the answer starts with."""
+
+
+def synthetic(request: Request, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1) -> Example:
+    """The example whose draft ``build(rng, n)`` fits the length asked for."""
+    chat = request.wants_chat(False)
+    draft = fit(
+        build,
+        lambda draft: wrap(request, draft.text, draft.prefix, chat=chat),
+        tokenizer=request.tokenizer,
+        length=request.length,
+        seed=f"{name}:{request.length}:{request.sample}:{request.seed}",
+        least=least,
+    )
+    prompt, special = wrap(request, draft.text, draft.prefix, chat=chat)
+    return Example(prompt, draft.answer, special, depth=draft.depth)
+
+
+def random_uuid(rng: random.Random) -> str:
+    """A version-4 UUID from the generator's bits."""
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def kv_task() -> Task:
+    """A JSON object of random identifiers; the value of one key is asked for."""
+
+    def make(request: Request) -> Example:
+        depth = spread_depth(request.sample)
+
+        def build(rng: random.Random, n: int) -> Draft:
+            pairs = [(random_uuid(rng), random_uuid(rng)) for _ in range(n)]
+            asked = min(n - 1, int(depth * n))
+            body = ", ".join(f'"{key}": "{value}"' for key, value in pairs)
+            text = (
+                "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+                f"JSON data:\n{{{body}}}\n\n\n"
+                f'Key: "{pairs[asked][0]}"\nThe value associated with the specified key is: '
+            )
+            return Draft(text, pairs[asked][1], round(asked / max(1, n - 1), 4))
+
+        return synthetic(request, "R.KV", build)
+
+    return Task("R.KV", make, "has_word", max_new_tokens=50)
+
+
+def math_find_task() -> Task:
+    """A long list of numbers; its largest, smallest or median one is asked for."""
+
+    def make(request: Request) -> Example:
+        which = FINDS[request.sample % len(FINDS)]
+
+        def build(rng: random.Random, n: int) -> Draft:
+            low = rng.randint(0, LIST_MAX // 5) if "smallest" in which or rng.random() < 0.5 else 0
+            high = rng.randint(4 * LIST_MAX // 5, LIST_MAX) if "largest" in which or low == 0 else LIST_MAX
+            numbers = [rng.randint(low, high) for _ in range(n)]
+            text = (
+                f"What is the {which} in the following list?\n\n{numbers}\n\n"
+                f"You should answer with only one number, no other words. The {which} of the list is: "
+            )
+            return Draft(text, find(numbers, which))
+
+        return synthetic(request, "Math.Find", build, least=8)
+
+    return Task("Math.Find", make, "equal_number", max_new_tokens=4)
+
+
+def find(numbers: list[int], which: str) -> float:
+    """The number asked for: the second largest is the largest of those below the largest.
+
+    Raises:
+        ValueError: the list has too few different numbers.
+    """
+    if which == "median number":
+        middle = median(numbers)
+        return int(middle) if middle == int(middle) else middle
+    order = sorted(set(numbers), reverse="largest" in which)
+    rank = 1 if "second" in which else 2 if "third" in which else 0
+    if rank >= len(order):
+        raise ValueError(f"a list with a {which} must have {rank + 1} different numbers, it has {len(order)}")
+    return order[rank]

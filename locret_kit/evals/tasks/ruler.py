@@ -1,0 +1,250 @@
+"""RULER's tasks, made to any length: needles, variable tracking, common words, frequent words.
+
+Source: github.com/NVIDIA/RULER, scripts/data/synthetic (construction and prompts), scripts/eval (scoring). Differences:
+real text is what ``haystacks`` names instead of the essays; words come from `words` instead of the package wonderwords;
+a single needle has a given depth; the example in front of variable tracking has five lines of noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...samples.needles import NOISE
+from ...samples.text import next_start, starts
+from .base import Example, Request, Task, spread_depth
+from .retrieval import Draft, random_uuid, synthetic
+from .words import ADJECTIVES, NOUNS, distinct
+
+SENTENCES = tuple(sentence.rstrip(".") + "." for sentence in NOISE.strip().split(". "))
+DEPTHS = 40
+"""Places in a text where several needles may stand."""
+UNIT = 6
+"""Characters of real text that count as one item."""
+COMMON = 10
+"""Common words that are asked for."""
+
+
+@dataclass(frozen=True)
+class Niah:
+    """One of RULER's needle tasks. Kinds of keys and values: words, numbers, uuids."""
+
+    name: str
+    keys: str = "words"
+    values: str = "numbers"
+    n_keys: int = 1
+    n_values: int = 1
+    n_queries: int = 1
+    own_haystack: bool = False
+    """The haystack is made of further needles."""
+
+
+NIAHS = (
+    Niah("ruler.niah_single"),  # niah_single_1 over noise, niah_single_2 over text
+    Niah("ruler.niah_single_uuid", values="uuids"),  # niah_single_3
+    Niah("ruler.niah_multikey", n_keys=4),  # niah_multikey_1
+    Niah("ruler.niah_multikey_line", own_haystack=True),  # niah_multikey_2
+    Niah("ruler.niah_multikey_uuid", keys="uuids", values="uuids", own_haystack=True),  # niah_multikey_3
+    Niah("ruler.niah_multivalue", n_values=4),
+    Niah("ruler.niah_multiquery", n_keys=4, n_queries=4),
+)
+
+
+def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
+    """Sentences such as "One of the special magic numbers for calm-river is: 1234567." in a haystack.
+
+    ``text`` None is RULER's noise.
+    """
+
+    def make(request: Request) -> Example:
+        alone = niah.n_keys * niah.n_values == 1
+        depth = spread_depth(request.sample) if alone else None
+
+        def build(rng: random.Random, n: int) -> Draft:
+            draw = _Draw(rng)
+            lines = _noise(n)
+            if niah.own_haystack:
+                lines = [_needle(niah, draw.one(niah.keys), draw.one(niah.values)) for _ in range(n)]
+            body = "\n".join(lines) if text is None or niah.own_haystack else _piece(rng, text, n)
+            draw.avoid = body
+            keys = [draw.one(niah.keys) for _ in range(niah.n_keys)]
+            values = {key: [draw.one(niah.values) for _ in range(niah.n_values)] for key in keys}
+            needles = [_needle(niah, key, value) for key in keys for value in values[key]]
+            rng.shuffle(needles)
+            places = [depth] if depth is not None else _places(rng, len(needles))
+            context, found = insert(body, needles, places)
+            asked = rng.sample(keys, niah.n_queries)
+            question, prefix = _wording(niah, asked, context)
+            answer = [value for key in asked for value in values[key]]
+            return Draft(question, answer, round(found[0], 4) if alone else None, prefix)
+
+        return synthetic(request, f"{niah.name}:{haystack}", build)
+
+    return Task(niah.name, make, "has_all", max_new_tokens=128, haystack="-" if niah.own_haystack else haystack)
+
+
+def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Task:
+    """A chain "VAR B = VAR A": all variables that have the first one's value are asked for."""
+
+    def make(request: Request) -> Example:
+        def build(rng: random.Random, n: int) -> Draft:
+            draw = _Draw(rng)
+            example = _chain(draw, "\n".join(_noise(5 * len(SENTENCES))), hops, "12345")
+            body = "\n".join(_noise(n)) if text is None else _piece(rng, text, n)
+            draw.avoid = body
+            task = _chain(draw, body, hops, draw.one("values"))
+            shown = f"{example.text} {example.prefix} {' '.join(example.answer)}\n\n"
+            return Draft(shown + task.text, task.answer, None, task.prefix)
+
+        return synthetic(request, f"ruler.vt:{haystack}", build)
+
+    return Task("ruler.vt", make, "has_all", max_new_tokens=30, haystack=haystack)
+
+
+def common_words_task() -> Task:
+    """A numbered list of words, ten of them more frequent than the others."""
+
+    def make(request: Request) -> Example:
+        few = request.length < 4096
+        shape = ((20, 3, 1), (6, 1)) if few else ((40, 10, 3), (30, 3))
+
+        def build(rng: random.Random, n: int) -> Draft:
+            (n_shown, often, seldom), frequencies = shape
+            words = distinct(rng, n_shown + COMMON + n)
+            shown = _word_list(rng, words[:n_shown], often, seldom)
+            task = _word_list(rng, words[n_shown:], *frequencies)
+            listed = " ".join(f"{i}. {word}" for i, word in enumerate(shown.answer, 1))
+            return Draft(f"{shown.text} {shown.prefix} {listed}\n{task.text}", task.answer, None, task.prefix)
+
+        return synthetic(request, "ruler.cwe", build)
+
+    return Task("ruler.cwe", make, "has_all", max_new_tokens=120)
+
+
+def frequent_words_task() -> Task:
+    """Coded words whose frequency falls with the square of their rank; the first three behind the dots are asked for."""
+
+    def make(request: Request) -> Example:
+        def build(rng: random.Random, n: int) -> Draft:
+            draw = _Draw(rng)
+            vocabulary = ["...", *(draw.one("codes") for _ in range(max(8, request.length // 50)))]
+            zeta = math.pi**2 / 6
+            counts = [int(n / (rank**2 * zeta)) for rank in range(1, len(vocabulary) + 1)]
+            words = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
+            rng.shuffle(words)
+            text = (
+                "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+                f"appeared coded words. {' '.join(words)}\nQuestion: Do not provide any explanation. Please ignore the dots "
+                "'....'. What are the three most frequently appeared words in the above coded text?"
+            )
+            prefix = "Answer: According to the coded text above, the three most frequently appeared words are:"
+            return Draft(text, vocabulary[1:4], None, prefix)
+
+        return synthetic(request, "ruler.fwe", build, least=73)  # fewer words: the third and the fourth may be as many
+
+    return Task("ruler.fwe", make, "has_all", max_new_tokens=50)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+class _Draw:
+    """Random keys and values, none twice and none that the text to avoid has already."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.used, self.avoid = rng, set[str](), ""
+        self._make: dict[str, Callable[[], str]] = {
+            "words": lambda: f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}",
+            "numbers": lambda: str(rng.randint(10**6, 10**7 - 1)),
+            "uuids": lambda: random_uuid(rng),
+            "names": lambda: "".join(rng.choices(string.ascii_uppercase, k=5)),
+            "values": lambda: str(rng.randint(10000, 99999)),
+            "codes": lambda: "".join(rng.choices(string.ascii_lowercase, k=6)),
+        }
+
+    def one(self, kind: str) -> str:
+        while (made := self._make[kind]()) in self.used or made in self.avoid:
+            pass
+        self.used.add(made)
+        return made
+
+
+def _needle(niah: Niah, key: str, value: str) -> str:
+    return f"One of the special magic {niah.values} for {key} is: {value}."
+
+
+def _wording(niah: Niah, asked: Sequence[str], context: str) -> tuple[str, str]:
+    """RULER's prompt and answer prefix; one value is asked for in the singular."""
+    one = niah.n_queries * niah.n_values == 1
+    kind = niah.values[:-1] if one else niah.values
+    query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    head = f"A special magic {kind} is" if one else f"Some special magic {kind} are"
+    what = "What is the" if one else "What are all the"
+    text = (
+        f"{head} hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} afterwards.\n"
+        f"{context}\n{what} special magic {kind} for {query} mentioned in the provided text?"
+    )
+    return text, f"The special magic {kind} for {query} mentioned in the provided text {'is' if one else 'are'}"
+
+
+def _noise(n: int) -> list[str]:
+    """``n`` sentences of RULER's noise, five a line."""
+    lines = [" ".join(SENTENCES)] * (n // len(SENTENCES))
+    return [*lines, " ".join(SENTENCES[: n % len(SENTENCES)])] if n % len(SENTENCES) else lines
+
+
+def _piece(rng: random.Random, text: str, n: int) -> str:
+    """``n`` units of a text, from a random line or sentence on, to the end of a word; goes on at the beginning."""
+    start, size = next_start(text, rng.randrange(len(text))), UNIT * n
+    piece = text[start : start + size]
+    while len(piece) < size:
+        piece += "\n" + text[: size - len(piece)]
+    return piece[: max(piece.rfind(" "), piece.rfind("\n"))].rstrip() if size > UNIT else piece
+
+
+def _places(rng: random.Random, n: int) -> list[float]:
+    """Ascending different depths within [0, 1]."""
+    return sorted(place / (DEPTHS - 1) for place in rng.sample(range(DEPTHS), n))
+
+
+def insert(body: str, sentences: Sequence[str], depths: Sequence[float]) -> tuple[str, list[float]]:
+    """The body with each sentence at the line or sentence start nearest to its depth; and the depths they have."""
+    places = [*starts(body), len(body)]
+    at = [min(places, key=lambda place: abs(place - depth * len(body))) for depth in depths]
+    for place, _, sentence in sorted(zip(at, range(len(at)), sentences, strict=True), reverse=True):
+        before, after = body[:place], body[place:]
+        if before and not before[-1].isspace():
+            before += "\n"
+        body = f"{before}{sentence}{' ' if before.endswith(' ') else chr(10)}{after}"
+    return body, [place / max(1, places[-1]) for place in at]
+
+
+def _chain(draw: _Draw, body: str, hops: int, value: str) -> Draft:
+    names = [draw.one("names") for _ in range(hops + 1)]
+    steps = [f"VAR {names[0]} = {value}.", *(f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(names))]
+    context, _ = insert(body, steps, _places(draw.rng, len(steps)))
+    text = (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+        f"{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
+    )
+    prefix = (
+        "Answer: According to the chain(s) of variable assignment in the text above, "
+        f"{len(names)} variables are assigned the value {value}, they are:"
+    )
+    return Draft(text, names, None, prefix)
+
+
+def _word_list(rng: random.Random, words: Sequence[str], often: int, seldom: int) -> Draft:
+    common = list(words[:COMMON])
+    listed = common * often + list(words[COMMON:]) * seldom
+    rng.shuffle(listed)
+    context = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
+    text = (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        f"appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
+    )
+    return Draft(text, common, None, "Answer: The top 10 words that appear most often in the list are:")

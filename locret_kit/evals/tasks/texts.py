@@ -1,0 +1,86 @@
+"""Tasks on plain text, with no labels: distance from full attention's output, and likelihood.
+
+Sources: RoCo (section 5.1: summaries, context reconstruction, language modelling; the full cache's output is the
+reference); prompts as in EasyKV where it has them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from ...samples.chat import encode
+from ...samples.text import next_start, take
+from .base import Example, Request, Task, count_ids, wrap
+
+CONTINUATION = 128
+"""Tokens whose likelihood 'perplexity' measures behind the prompt."""
+QUESTIONS = {
+    "fidelity.summary": ("\n\nSummarize the above article in 3 sentences.", 96),
+    "fidelity.reconstruct": ("\n\nRepeat the above article from its beginning, word for word.", 128),
+    "fidelity.continue": ("", 96),
+}
+"""What follows the text, and tokens of the answer."""
+
+
+def fidelity_task(name: str, haystack: str, text: str) -> Task:
+    """A piece of text with a request; the reference is what full attention answers. Reconstruction also carries the
+    piece's beginning, which is compared as well."""
+    question, new_tokens = QUESTIONS[name]
+
+    def make(request: Request) -> Example:
+        chat = request.wants_chat(bool(question))
+        title = "###\nArticle: " if question else ""
+
+        def prompt_of(piece: str) -> tuple[str, bool]:
+            return wrap(request, f"{title}{piece}{question}", chat=chat)
+
+        room = request.length - count_ids(request.tokenizer, *prompt_of(""))
+        piece = _piece(request, haystack, text, room)
+        while count_ids(request.tokenizer, *prompt_of(piece)) > request.length:
+            room -= 1
+            piece = _piece(request, haystack, text, room)
+        prompt, special = prompt_of(piece)
+        reference = piece[: 8 * new_tokens] if name == "fidelity.reconstruct" else ""
+        return Example(prompt, special=special, extra={"source": reference} if reference else {})
+
+    return Task(name, make, "distance", new_tokens, haystack, kind="fidelity")
+
+
+def perplexity_task(name: str, haystack: str, text: str) -> Task:
+    """'perplexity': the text's next tokens behind a prompt, one at a time; 'perplexity_prefill': the prompt's own second
+    half while it is read."""
+
+    def make(request: Request) -> Example:
+        specials = count_ids(request.tokenizer, "a", True) - count_ids(request.tokenizer, "a", False)
+        room = request.length - specials
+        behind = 0 if name == "perplexity_prefill" else CONTINUATION
+        piece = _piece(request, haystack, text, room + behind)
+        if not behind:
+            return Example(piece)
+        head = _first_tokens(request, piece, room)
+        return Example(head, continuation=piece[len(head) :])
+
+    kind = "nll_prefill" if name == "perplexity_prefill" else "nll"
+    return Task(name, make, "nll", CONTINUATION, haystack, kind=kind)
+
+
+def fidelity_of(task: Task) -> Task:
+    """The same prompts, scored by their distance from full attention's output."""
+    if task.kind != "answer":
+        raise ValueError(f"task=fidelity:{task.name}: only tasks with written answers have a distance")
+    return replace(task, name=f"fidelity:{task.name}", metric="distance", kind="fidelity")
+
+
+def _piece(request: Request, haystack: str, text: str, n_tokens: int) -> str:
+    """A random piece of the text; its start depends on the request's numbers alone."""
+    if n_tokens < 1:
+        raise ValueError(f"length={request.length} is too short for this task")
+    rng = random.Random(f"text:{haystack}:{request.sample}:{request.seed}")
+    return take(text, next_start(text, rng.randrange(len(text))), request.tokenizer, n_tokens)
+
+
+def _first_tokens(request: Request, piece: str, n_tokens: int) -> str:
+    """The piece's first tokens, up to a border that both parts share."""
+    offsets = encode(request.tokenizer, piece)[1]
+    return piece[: offsets[min(n_tokens, len(offsets) - 1)][0]]

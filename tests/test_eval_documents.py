@@ -1,0 +1,190 @@
+"""Tasks with documents of their own: prompts, cutting, answers, and where the files come from."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+
+import pytest
+from tiny_text import tiny_tokenizer
+
+from locret_kit.evals.tasks import Request, find_tasks
+from locret_kit.evals.tasks.base import count_ids
+from locret_kit.evals.tasks.documents import TRUNCATE, entries
+
+BOOK = " ".join(f"Sentence number {i} of the book." for i in range(300))
+RECORDS = {
+    "infinitebench.passkey": {"context": BOOK, "input": "What is the pass key?", "answer": ["123"]},
+    "infinitebench.number_string": {"context": BOOK, "input": "What?", "answer": "123"},
+    "infinitebench.kv_retrieval": {"context": BOOK, "input": "Key", "answer": "v"},
+    "infinitebench.longbook_sum_eng": {"context": BOOK, "input": "", "answer": ["A summary."]},
+    "infinitebench.longbook_choice_eng": {"context": BOOK, "input": "Who?", "options": ["w", "x", "y", "z"], "answer": ["y"]},
+    "infinitebench.longbook_qa_eng": {"context": BOOK, "input": "Who?", "answer": ["me", "I"]},
+    "infinitebench.longbook_qa_chn": {"context": BOOK, "input": "谁", "answer": ["我"]},
+    "infinitebench.longdialogue_qa_eng": {"context": BOOK, "input": "", "answer": ["JANE"]},
+    "infinitebench.math_find": {"context": "[1, 2]", "input": "The second largest number of the list is: ", "answer": 1},
+    "infinitebench.math_calc": {"context": "1 + 2", "input": "", "answer": [3]},
+    "infinitebench.code_run": {"context": BOOK, "input": "give func_12(-3) please", "answer": 4},
+    "infinitebench.code_debug": {"context": BOOK, "input": "", "options": ["f", "g", "h", "i"], "answer": "g"},
+}  # fmt: skip
+
+
+def example(name: str, folder, sample: int = 0, length: int = 512, chat: str = "auto", tokenizer=None):
+    (task,) = find_tasks([name], data=[str(folder)], samples=50)
+    return task, task.make(Request(tokenizer or tiny_tokenizer(), length, sample, 0, chat))
+
+
+def write(folder, name: str, *records: dict) -> None:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(name for name in entries() if name.startswith(("infinitebench", "longbench"))))
+def test_long_documents_lose_their_middle(name, tmp_path):
+    record = RECORDS.get(name) or {
+        "context": BOOK, "input": "What now?", "answers": ["1"], "all_classes": ["1", "2"], "length": 3000,
+    }  # fmt: skip
+    write(tmp_path, entries()[name].file, record)
+    task, made = example(name, tmp_path, length=1024)
+    size = count_ids(tiny_tokenizer(), made.prompt, made.special)
+    assert size <= 1024
+    if BOOK in json.dumps(record):
+        assert size >= 1010 and made.cut > 1000
+        assert "number 0 of" in made.prompt and "number 299 of" in made.prompt and "number 150 of" not in made.prompt
+    whole = example(name, tmp_path, length=20_000)[1]
+    assert whole.cut == 0 and record["context"] in whole.prompt
+    assert whole.prompt.startswith("<|im_start|>") == entries()[name].chat
+    assert task.max_new_tokens == entries()[name].max_new_tokens
+
+
+def test_prompts_are_the_published_ones(tmp_path):
+    for name, record in RECORDS.items():
+        write(tmp_path, entries()[name].file, record)
+    get = lambda name: example(f"infinitebench.{name}", tmp_path, length=30_000)[1]  # noqa: E731
+    assert get("longbook_qa_eng").prompt == (
+        f"Read the book and answer the question. Be very concise in your answer.\n\n{BOOK}\n\nQuestion: Who?\nAnswer:"
+    )
+    assert get("longbook_choice_eng").prompt.endswith("\nB. x\nC. y\nD. z\n\nThe letter of the correct answer is")
+    assert get("longbook_choice_eng").answer == ["y", "C"] and get("code_debug").answer == ["g", "B"]
+    assert get("math_find").prompt.startswith(
+        "What is the second largest number in the following list?\n\n[1, 2]\n\nThe"
+    )
+    assert get("code_run").prompt.startswith("There is a function called func_12 in") and get(
+        "code_run"
+    ).prompt.endswith("Please compute the exact value of func_12(-3). The value of func_12(-3) is")
+
+
+LEVAL = [
+    {"input": "First book. " + BOOK, "instructions": ["Q1?", "Q2?"], "outputs": ["A", "B"], "evaluation": "exam"},
+    {"input": "Second book. " + BOOK, "instructions": ["Q3?"], "outputs": ["C D"], "evaluation": "exam"},
+]
+
+
+def test_leval_asks_every_document_before_it_asks_one_again(tmp_path):
+    write(tmp_path, "coursera", *LEVAL)
+    asked = [example("leval.coursera", tmp_path, i, 30_000)[1] for i in range(3)]
+    assert [made.answer for made in asked] == ["A", "C D", "B"]
+    assert ["First book." in made.prompt for made in asked] == [True, False, True]
+    assert "Question: Q3?." in asked[1].prompt and asked[0].extra == {"several": True}
+    assert find_tasks(["leval.coursera"], data=[str(tmp_path)], samples=2)[0].size == 2
+
+
+def test_leval_documents_lose_their_end_and_the_answer_begins_as_published(tmp_path):
+    write(tmp_path, "quality", *LEVAL)
+    for chat in ("auto", "never"):
+        made = example("leval.quality", tmp_path, chat=chat)[1]
+        assert "First book. Sentence number 0 of" in made.prompt and "number 299" not in made.prompt
+        assert 500 <= count_ids(tiny_tokenizer(), made.prompt, made.special) <= 512
+        assert made.prompt.endswith("\nAnswer:") and made.special == (chat == "never")
+        assert "<|im_start|>assistant\n\nAnswer:" in made.prompt or chat == "never"
+
+
+def test_leval_summaries_name_the_answer_s_length(tmp_path):
+    write(tmp_path, "review_summ", {**LEVAL[1], "outputs": ["one two three"]})
+    assert "Answer this question with 3 words." in example("leval.review_summ", tmp_path)[1].prompt
+
+
+def test_code_loses_its_beginning(tmp_path):
+    write(tmp_path, "codeU", *LEVAL)
+    made = example("leval.codeU", tmp_path)[1]
+    assert "number 299 of" in made.prompt and "First book" not in made.prompt
+
+
+def test_gsm8k_has_shots_in_front_and_is_never_cut(tmp_path):
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    write(folder, "train", *({"question": f"T{i}?", "answer": f"so\n#### {i}"} for i in range(9)))
+    write(folder, "test", {"question": "How many?", "answer": "#### 7"})
+    made = example("gsm8k", tmp_path, length=4096)[1]
+    assert made.prompt.startswith("Question: T0?\nAnswer: so\n#### 0\n\n") and made.prompt.count("Question:") == 6
+    assert made.prompt.endswith("Question: How many?\nAnswer:")
+    with pytest.raises(ValueError, match=r"length=20 must be at least \d+: gsm8k is never cut"):
+        example("gsm8k", tmp_path, length=20)
+
+
+def test_summaries_and_likelihood_of_short_texts(tmp_path):
+    write(tmp_path, "xsum", {"document": BOOK, "summary": "S"})
+    write(tmp_path, "openwebtext", {"text": BOOK})
+    assert example("xsum", tmp_path)[1].cut > 0
+    task, made = example("openwebtext", tmp_path)
+    assert task.kind == "nll" and made.prompt + made.continuation in BOOK
+    assert count_ids(tiny_tokenizer(), made.prompt, False) in range(508, 515)
+    task, made = example("openwebtext_prefill", tmp_path)
+    assert task.kind == "nll_prefill" and BOOK.startswith(made.prompt)
+
+
+def test_fidelity_of_a_labelled_task(tmp_path):
+    write(tmp_path, "xsum", {"document": BOOK, "summary": "S"})
+    (task,) = find_tasks(["fidelity:xsum"], data=[str(tmp_path)])
+    assert (task.name, task.kind, task.metric) == ("fidelity:xsum", "fidelity", "distance")
+
+
+def test_the_hub_s_zip_is_read_as_the_tables_name_it(tmp_path, monkeypatch):
+    """LongBench's files lie in a zip; the same call on a local zip."""
+    from locret_kit.evals.tasks import documents
+
+    record = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None, "length": 1}
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as file:
+        file.writestr("data/qasper.jsonl", json.dumps(record) + "\n")
+    entry = entries()["longbench.qasper"]
+    where = {**entry.hub, "data_files": entry.hub["data_files"].replace("hf://datasets/THUDM/LongBench", str(tmp_path))}
+    from dataclasses import replace
+
+    monkeypatch.setitem(documents.entries(), "longbench.qasper", replace(entry, hub=where))
+    (task,) = find_tasks(["longbench.qasper"])
+    assert task.size == 1 and task.make(Request(tiny_tokenizer(), 1000, 0)).answer == ["a"]
+
+
+def test_errors_name_file_folder_and_field(tmp_path, monkeypatch):
+    import datasets
+
+    def refuse(*args, **kwargs):
+        raise ConnectionError("no connection")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(FileNotFoundError, match=r"task=leval.tpo: no tpo\{.json,.jsonl,.parquet\} in .*no connection"):
+        find_tasks(["leval.tpo"], data=[str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="data=nowhere is no folder"):
+        find_tasks(["leval.tpo"], data=["nowhere"])
+    write(tmp_path, "tpo", {"input": "x", "instructions": ["q"], "answers": ["a"]})
+    with pytest.raises(ValueError, match="task=leval.tpo: a record has no 'outputs'"):
+        find_tasks(["leval.tpo"], data=[str(tmp_path)])
+    write(tmp_path, "quality", {"input": "x", "instructions": [], "outputs": []})
+    with pytest.raises(ValueError, match="holds no example"):
+        find_tasks(["leval.quality"], data=[str(tmp_path)])
+    write(tmp_path, "xsum", {"document": BOOK, "summary": "S"})
+    with pytest.raises(ValueError, match="length=10 is too short for the task xsum"):
+        example("xsum", tmp_path, length=10)
+
+
+def test_the_tables_hold_what_they_promise():
+    by_table = {
+        start: [name for name in entries() if name.startswith(start)]
+        for start in ("infinitebench", "leval", "longbench")
+    }
+    assert {start: len(names) for start, names in by_table.items()} == {
+        "infinitebench": 12,
+        "leval": 20,
+        "longbench": 21,
+    }
+    assert {entry.truncate for entry in entries().values()} <= set(TRUNCATE)
+    assert all(entry.document for entry in entries().values() if entry.truncate in ("end", "start"))

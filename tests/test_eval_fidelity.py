@@ -1,0 +1,187 @@
+"""Likelihood under eviction, and the lm-evaluation-harness adapter, against the plain model."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_tokenizer import tiny_tokenizer
+
+from locret_kit.cache.bounded import BoundedCache
+from locret_kit.evals.fidelity import kept_heads, nll_decoding, nll_of, nll_reading
+from locret_kit.evals.harness import LocretLM
+from locret_kit.evals.settings import Engine, Variant
+
+IDS = torch.randint(5, 97, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+def reference(model, ids: list[int]) -> list[float]:
+    """NLL of every token but the first, from one plain forward, in float64."""
+    logits = model(torch.tensor([ids])).logits[0].double()
+    return [float(-torch.log_softmax(logits[i], -1)[ids[i + 1]]) for i in range(len(ids) - 1)]
+
+
+def cache(policy: str, length: int, budget: int = 48, **more) -> BoundedCache:
+    return BoundedCache(budget, policy, chunk=16, prompt_length=length, **more)
+
+
+def test_full_attention_s_likelihood_is_the_model_s(model):
+    plain = reference(model, IDS)
+    nll, _, _ = nll_decoding(model, cache("full", 120), IDS[:120], IDS[120:])
+    assert math.isclose(nll, sum(plain[119:]) / 30, rel_tol=1e-4)
+    for skip in (1, 60, 75, 149):
+        nll, _ = nll_reading(model, cache("full", len(IDS)), IDS, skip)
+        assert math.isclose(nll, sum(plain[skip - 1 :]) / (len(IDS) - skip), rel_tol=1e-4)
+
+
+def test_reading_does_not_depend_on_the_pieces(model, monkeypatch):
+    from locret_kit.evals import fidelity
+
+    figures = []
+    for block in (256, 7, 1):
+        monkeypatch.setattr(fidelity, "BLOCK", block)
+        figures.append(nll_reading(model, cache("streaming", len(IDS)), IDS, 75)[0])
+    assert max(figures) - min(figures) < 1e-4
+
+
+def test_a_token_sees_what_was_kept_and_no_more(model):
+    """Streaming with original positions: every block against a forward whose mask allows what the cache held."""
+    budget, chunk, ids = 32, 16, IDS[:96]
+    bounded = BoundedCache(
+        budget,
+        "streaming(sinks=4)",
+        chunk=chunk,
+        prompt_length=len(ids),
+        positions="original",
+        stabilizers=0,
+        local_len=0,
+    )
+    nll, _ = nll_reading(model, bounded, ids, 48)
+    mask = torch.full((1, 1, len(ids), len(ids)), float("-inf"))
+    held: list[int] = []
+    for start in range(0, len(ids), chunk):
+        block = list(range(start, start + chunk))
+        for query in block:
+            seen = held + [key for key in block if key <= query]
+            mask[0, 0, query, seen] = 0
+        held = held + block
+        if len(held) > budget:
+            held = held[:4] + held[-(budget - 4) :]
+    logits = model(torch.tensor([ids]), attention_mask=mask).logits[0].double()
+    wanted = [float(-torch.log_softmax(logits[i], -1)[ids[i + 1]]) for i in range(47, len(ids) - 1)]
+    assert math.isclose(nll, sum(wanted) / len(wanted), rel_tol=1e-3)
+
+
+def test_nll_of_is_the_definition():
+    logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(1))
+    ids = [3, 0, 10, 5, 7]
+    wanted = [
+        -math.log(math.exp(float(row[i])) / sum(math.exp(float(x)) for x in row))
+        for row, i in zip(logits, ids, strict=True)
+    ]
+    assert torch.allclose(nll_of(logits, ids), torch.tensor(wanted), atol=1e-5)
+
+
+def test_likelihood_errors(model):
+    with pytest.raises(ValueError, match="skip=150 must be above 0 and below the prompt's 150 tokens"):
+        nll_reading(model, cache("full", 150), IDS, 150)
+    with pytest.raises(ValueError, match="continuation holds no tokens"):
+        nll_decoding(model, cache("full", 150), IDS, [])
+
+
+def test_kept_heads_counts_what_each_head_holds(model):
+    bounded = cache("h2o", len(IDS))
+    nll_reading(model, bounded, IDS, 1)
+    heads, n_heads = kept_heads(bounded, len(IDS))
+    assert heads.shape == (3, len(IDS)) and n_heads == 2
+    for layer in range(3):
+        wanted = [0] * len(IDS)
+        for positions in bounded.kept_positions(layer)[0]:
+            for position in positions.tolist():
+                wanted[position] += 1
+        assert heads[layer].tolist() == wanted and sum(wanted) == 2 * 48
+
+
+# ---- the harness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lm():
+    model = tiny_model("llama")
+    torch.manual_seed(0)
+    model.resize_token_embeddings(400)
+    model.generation_config.eos_token_id = None
+
+    def settings_for(budget):
+        return {"budget": budget or 64, "chunk": 32}
+
+    def build(policy: str, budget: int) -> LocretLM:
+        return LocretLM(Engine(model, tiny_tokenizer(), "tiny", settings_for), Variant(policy, "-", budget))
+
+    return build
+
+
+def request(*args) -> SimpleNamespace:
+    return SimpleNamespace(args=args)
+
+
+PAIRS = [
+    ("The harbour was quiet when the boats came in.", " The pass key"),
+    ("The harbour was quiet when the boats came in.", " The"),
+    ("The harbour was quiet when the boats came in.", " What is it?"),
+    ("Remember it. ", "What is"),
+]
+
+
+def test_loglikelihoods_are_the_model_s_under_full_attention(lm):
+    one = lm("full", 0)
+    found = one.loglikelihood([request(*pair) for pair in PAIRS], disable_tqdm=True)
+    for (context, continuation), (total, greedy) in zip(PAIRS, found, strict=True):
+        before, behind = one._encode_pair(context, continuation)
+        logits = one.model(torch.tensor([before + behind])).logits[0].double()
+        rows = [logits[len(before) - 1 + i] for i in range(len(behind))]
+        wanted = sum(float(torch.log_softmax(row, -1)[token]) for row, token in zip(rows, behind, strict=True))
+        assert math.isclose(total, wanted, rel_tol=1e-4)
+        assert greedy == all(int(row.argmax()) == token for row, token in zip(rows, behind, strict=True))
+
+
+def test_shared_prefills_change_nothing(lm):
+    one = lm("streaming", 40)
+    long = [(context * 8, continuation) for context, continuation in PAIRS]
+    together = one.loglikelihood([request(*pair) for pair in long], disable_tqdm=True)
+    apart = [one.loglikelihood([request(*pair)], disable_tqdm=True)[0] for pair in long]
+    full = lm("full", 0).loglikelihood([request(*pair) for pair in long], disable_tqdm=True)
+    assert [total for total, _ in together] == pytest.approx([total for total, _ in apart])
+    assert [greedy for _, greedy in together] == [greedy for _, greedy in apart]
+    assert [total for total, _ in together] != pytest.approx([total for total, _ in full])
+
+
+def test_rolling_is_the_sum_over_the_text(lm):
+    one = lm("full", 0)
+    text = PAIRS[0][0] * 3
+    (total,) = one.loglikelihood_rolling([request(text)], disable_tqdm=True)
+    ids = [one.prefix_token_id, *one.tok_encode(text, add_special_tokens=False)]
+    assert math.isclose(total, -sum(reference(one.model, ids)), rel_tol=1e-4)
+
+
+def test_generation_stops_before_the_mark(lm):
+    one = lm("full", 0)
+    context = PAIRS[0][0]
+    (whole,) = one.generate_until([request(context, {"until": [], "max_gen_toks": 12})])
+    assert len(whole) > 4
+    mark = whole[2:4]
+    (cut,) = one.generate_until([request(context, {"until": [mark], "max_gen_toks": 12})])
+    assert cut == whole[: whole.index(mark)]
+    ids = torch.tensor([one.tok_encode(context)])
+    plain = one.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    assert one.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True).startswith(whole[:8])

@@ -1,0 +1,332 @@
+"""The runner: nothing twice, nothing lost, whatever interrupts it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from tiny_tokenizer import save_tiny_backbone
+
+from locret_kit.backbones.families import spec_of
+from locret_kit.checkpoint import save_heads
+from locret_kit.cli.eval import main, plan_of
+from locret_kit.cli.eval_config import load_eval_config, split_list
+from locret_kit.evals import runner
+from locret_kit.evals.rows import KEY, Row, Shard, read_kept, read_rows
+from locret_kit.evals.summary import summarize, to_csv
+from locret_kit.evals.tasks import texts
+from locret_kit.heads import HeadsConfig, RetainingHeads
+
+ROOT = Path(__file__).resolve().parents[1]
+COSTS = {"prefill_s", "decode_s", "peak_bytes", "date", "rank"}
+"""What differs between two runs of the same examples."""
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> Path:
+    """Heads of a tiny random backbone, saved beside it."""
+    from transformers import AutoConfig
+
+    folder = tmp_path_factory.mktemp("tiny")
+    backbone = save_tiny_backbone(folder / "backbone")
+    spec = spec_of(AutoConfig.from_pretrained(backbone))
+    inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
+    torch.manual_seed(1)
+    save_heads(RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)), folder / "heads")
+    return folder / "heads"
+
+
+def words(heads: Path, out: Path, **more: object) -> list[str]:
+    settings = {
+        "tasks": "[passkey,perplexity_prefill]", "policies": "[full,locret,streaming(sinks=2)]", "budgets": "[32,64]",
+        "lengths": "[240]", "samples": 3, "haystacks": "[pydoc]", "ckpt": heads, "max_new_tokens": 4, "out": out, **more,
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def figures(out: Path) -> dict[tuple, dict]:
+    """Every row without what a run costs."""
+    return {row.key: {k: v for k, v in vars(row).items() if k not in COSTS} for row in read_rows(out)}
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for path in sorted(out.glob("rows.*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def scores(out: Path) -> str:
+    """The summary without its costs."""
+    cells = [replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))]
+    return to_csv(cells)
+
+
+@pytest.fixture(scope="module")
+def finished(heads, tmp_path_factory) -> Path:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main(words(heads, out)) == 0
+    return out
+
+
+def test_a_run_writes_rows_and_summary(finished, heads):
+    rows = read_rows(finished)
+    assert len(rows) == 2 * 3 * (1 + 2 * 2) == len(lines(finished))
+    assert {row.error for row in rows} == {None}
+    assert {row.heads for row in rows} == {"-", "heads"} and {row.label for row in rows} == {
+        "full", "locret (heads)", "streaming(sinks=2)",
+    }  # fmt: skip
+    one = next(row for row in rows if row.policy == "locret" and row.budget == 32 and row.task == "R.PassKey")
+    assert (one.chunk, one.stabilizers, one.local_len, one.positions) == (32, 4, 4, "compact")  # as locret-infer scales
+    assert one.tokens <= 240 and one.new_tokens <= 4 and one.prefill_s > 0 and one.versions["locret_kit"]
+    hashes = {(row.task, row.sample): set() for row in rows}
+    for row in rows:
+        hashes[row.task, row.sample].add(row.prompt_hash)
+    assert all(len(found) == 1 for found in hashes.values())  # the same prompt for every policy
+    assert len({next(iter(found)) for found in hashes.values()}) == 6
+    table = (finished / "summary.md").read_text()
+    assert "**R.PassKey, haystack: pydoc** (match;" in table and "| full | " in table and "(n=3)" in table
+    assert (finished / "summary.csv").read_text().count("\n") == 1 + 2 * 5
+
+
+def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    assert main(words(heads, out, samples=1)) == 0
+    first = lines(out)
+    answered: list[Row] = []
+    append = Shard.append
+    monkeypatch.setattr(Shard, "append", lambda self, row: (answered.append(row), append(self, row))[1])
+    assert main(words(heads, out, samples=1)) == 0
+    assert not answered
+    assert main(words(heads, out)) == 0
+    assert len(answered) == 20 and lines(out)[: len(first)] == first
+    assert figures(out) == figures(finished)
+
+
+def test_full_attention_equals_a_budget_longer_than_the_prompt(heads, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "CONTINUATION", 12)
+    out = tmp_path / "run"
+    assert (
+        main(
+            words(heads, out, budgets="[512]", samples=2, tasks="[perplexity_prefill,perplexity]", positions="original")
+        )
+        == 0
+    )
+    by_policy = {}
+    for row in read_rows(out):
+        by_policy.setdefault((row.task, row.sample), []).append(row.score)
+    for found in by_policy.values():
+        assert len(found) == 3 and max(found) - min(found) < 1e-4
+
+
+def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path):
+    """Killed (SIGKILL) twice after some rows, with half a line left behind."""
+    out = tmp_path / "run"
+    shard = out / "rows.0.jsonl"
+    for wanted in (3, 11):
+        child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
+        while not shard.exists() or shard.read_bytes().count(b"\n") < wanted:
+            time.sleep(0.005)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
+        os.kill(child, signal.SIGKILL)
+        assert forked.status_of(child) == -signal.SIGKILL
+        before = shard.read_bytes()
+        assert before.count(b"\n") >= wanted
+        with shard.open("ab") as file:
+            file.write(b'{"task": "R.PassKey", "hays')
+        assert len(read_rows(out)) == before.count(b"\n")
+    assert main(words(heads, out)) == 0
+    keys = [tuple(row[name] for name in KEY) for row in lines(out)]
+    assert len(keys) == len(set(keys)) == 30
+    assert figures(out) == figures(finished) and scores(out) == scores(finished)
+
+
+def test_two_processes_give_the_summary_of_one(finished, heads, tmp_path):
+    """RANK and WORLD_SIZE as torchrun and accelerate launch set them."""
+    out = tmp_path / "run"
+    assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
+    counts = [path.read_text().count("\n") for path in sorted(out.glob("rows.*.jsonl"))]
+    assert counts == [15, 15]
+    assert figures(out) == figures(finished) and scores(out) == scores(finished)
+    summary = (out / "summary.csv").read_text()
+    assert summary == to_csv(summarize(read_rows(out)))  # the last one to finish has written of all rows
+
+
+def test_another_number_of_processes_goes_on(finished, heads, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(words(heads, out)) == 0
+    assert len(lines(out)) == 10
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(words(heads, out)) == 0
+    assert len(lines(out)) == 30 and figures(out) == figures(finished)
+
+
+def test_two_writers_of_one_shard_are_refused(tmp_path):
+    with Shard(tmp_path / "rows.0.jsonl"), pytest.raises(OSError, match="is being written by another process"):
+        Shard(tmp_path / "rows.0.jsonl")
+
+
+def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    generate = runner.generate
+
+    def fails_once(model, tokenizer, ids, cache, **rest):
+        if cache.policy.name == "locret" and cache.schedule.budget == 32:
+            raise torch.OutOfMemoryError("no room\nfor this")
+        return generate(model, tokenizer, ids, cache, **rest)
+
+    monkeypatch.setattr(runner, "generate", fails_once)
+    assert main(words(heads, out, tasks="[passkey]")) == 0
+    bad = [row for row in read_rows(out) if row.error]
+    assert len(bad) == 3 and {row.error for row in bad} == {"OutOfMemoryError: no room"}
+    assert {(row.policy, row.budget, row.score) for row in bad} == {("locret", 32, None)}
+    assert "- (n=0, 3 failed)" in (out / "summary.md").read_text()
+    monkeypatch.setattr(runner, "generate", generate)
+    assert main(words(heads, out, tasks="[passkey]")) == 0
+    assert sum(row.error is not None for row in read_rows(out)) == 3  # errors are results, unless
+    assert main(words(heads, out, tasks="[passkey]", retry="errors")) == 0
+    assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 15
+
+
+def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(heads, out, tasks="[ruler.cwe]", lengths="[100]", samples=1)) == 0
+    rows = read_rows(out)
+    assert len(rows) == 5 and all("ValueError: length=100 must be at least" in row.error for row in rows)
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(heads, tmp_path, monkeypatch, capsys):
+    out, write, wrote = tmp_path / "run", os.write, []
+
+    def full_after_four(file, data):
+        if data.startswith(b'{"task"') and len(wrote) >= 4:
+            write(file, data[:40])  # a disk that fills up takes a part
+            raise OSError(errno.ENOSPC, "No space left on device")
+        wrote.append(data)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full_after_four)
+    assert main(words(heads, out)) == 1
+    assert "rows.0.jsonl: No space left on device; finished examples are safe" in capsys.readouterr().err
+    monkeypatch.setattr(os, "write", write)
+    assert len(read_rows(out)) == 4 and (out / "rows.0.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
+    out = tmp_path / "run"
+    more = {"tasks": "[fidelity.continue]", "max_new_tokens": 12, "samples": 2}
+    assert main(words(heads, out, policies="[locret]", budgets="[32,512]", positions="original", **more)) == 0
+    rows = read_rows(out)
+    full = {
+        row.sample: row for row in rows if row.policy == "full"
+    }  # recorded, though not asked for: it is the reference
+    assert len(full) == 2 and all(row.scores["same"] == row.score == 1 for row in full.values())
+    for row in rows:
+        assert row.answer == full[row.sample].output
+        if row.budget == 512:  # longer than the prompt: the same text
+            assert row.output == row.answer and row.scores["bleu"] == 1
+    assert {"rougeL", "rouge1", "rouge2", "bleu", "same"} < set(rows[0].scores)
+    reference = {sample: row.output for sample, row in full.items()}
+    assert (
+        main(words(heads, out, policies="[full,locret,recency]", budgets="[32,512]", positions="original", **more)) == 0
+    )
+    rows = read_rows(out)
+    assert len(rows) == 2 * 5 and all(row.answer == reference[row.sample] for row in rows)
+
+
+def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(heads, out, tasks="[passkey]", keep=1, budgets="[32]")) == 0
+    rows = read_rows(out)
+    assert {row.kept is not None for row in rows if row.sample == 0} == {True}
+    assert {row.kept for row in rows if row.sample > 0} == {None}
+    for row in rows:
+        if row.kept:
+            kept = read_kept(out, row)
+            assert len(kept["ids"]) == row.tokens and kept["heads"].shape == (3, row.tokens) and kept["n_heads"] == 2
+            wanted = row.tokens if row.policy == "full" else 32
+            assert (kept["heads"].astype(int).sum(1) == 2 * wanted).all()
+    with pytest.raises(FileNotFoundError, match="keep=N"):
+        read_kept(out, next(row for row in rows if row.kept is None))
+
+
+def test_random_heads_are_seeded(heads, tmp_path):
+    outs = [tmp_path / name for name in "ab"]
+    for out in outs:
+        assert (
+            main(words(heads, out, tasks="[perplexity_prefill]", policies="[random-heads]", budgets="[32]", samples=2))
+            == 0
+        )
+    assert figures(outs[0]) == figures(outs[1]) and {row.heads for row in read_rows(outs[0])} == {"untrained"}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tasks": "[paskey]"}, "task='paskey' is unknown. Did you mean 'passkey'?"),
+        ({"policies": "[locrett]"}, "Did you mean 'locret'"),
+        ({"budgets": "[0]"}, "budgets: 0 must be at least 1"),
+        ({"budgets": "[4]", "stabilizers": 8}, "budget=4: stabilizers=8 must be below budget=4"),
+        ({"budget": 4}, "unknown key 'budget'. Did you mean 'budgets'?"),
+        ({"samples": "x"}, "samples=x must be an integer"),
+        ({"chat": "alway"}, "chat=alway must be one of: auto, always, never. Did you mean 'always'?"),
+        ({"haystacks": "[missing.txt]"}, "source=missing.txt must be"),
+        ({"ckpt": "[]"}, "give ckpt=PATH"),
+        ({"ckpt": "[]", "model": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"tasks": ""}, "tasks=... is missing"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(heads, tmp_path, capsys, monkeypatch, more, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = tmp_path / "run"
+    assert main(words(heads, out, **more)) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("locret-eval: ") and err.count("\n") == 1
+    assert not list(out.glob("rows.*")) if out.exists() else True
+
+
+def test_a_folder_of_other_settings_is_refused(heads, finished, capsys):
+    assert main(words(heads, finished, seed=1)) == 1
+    assert "holds rows with seed=0, not seed=1: choose another out" in capsys.readouterr().err
+
+
+def test_policies_needing_heads_without_heads(heads, tmp_path, capsys):
+    arguments = [
+        word for word in words(heads, tmp_path / "run", model=heads.parent / "backbone") if "ckpt=" not in word
+    ]
+    assert main(arguments) == 1
+    assert "policy=locret needs retaining heads: give ckpt" in capsys.readouterr().err
+
+
+def test_lists_keep_commas_inside_parentheses():
+    assert split_list("[full, kvcrush(base=h2o,anchor=mean),score=cis scope=sinks(4)]") == [
+        "full", "kvcrush(base=h2o,anchor=mean)", "score=cis scope=sinks(4)",
+    ]  # fmt: skip
+    config = load_eval_config(["tasks=passkey", "out=x", "budgets=256,512", "ckpt=a", "chunk=null"])
+    assert (config.tasks, config.budgets, config.ckpt, config.chunk) == (["passkey"], [256, 512], ["a"], None)
+
+
+def test_every_group_belongs_to_one_process(heads, tmp_path):
+    plan = plan_of(load_eval_config(words(heads, tmp_path / "run", samples=7)))
+    shares = [runner._share(replace(plan, rank=rank, world_size=3)) for rank in range(3)]
+    assert sorted((g.task.name, g.sample) for share in shares for g in share) == sorted(
+        (g.task.name, g.sample) for g in plan.groups()
+    )
+
+
+def test_help_needs_no_model():
+    code = "import sys; from locret_kit.cli.eval import main; main(['--help']); print('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert "usage: locret-eval" in done.stdout and done.stdout.endswith("False\n")

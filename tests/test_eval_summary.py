@@ -1,0 +1,137 @@
+"""Rows, their summary, and the README's tables made of them."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from locret_kit.evals.progress import duration
+from locret_kit.evals.rows import Row, read_rows
+from locret_kit.evals.summary import mean_and_stderr, summarize, table, to_csv, to_markdown, write_summary
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = Row("R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0)
+
+
+def results_script():
+    spec = importlib.util.spec_from_file_location("results", ROOT / "scripts" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=20))
+def test_mean_and_standard_error(values):
+    mean, stderr = mean_and_stderr(values)
+    assert math.isclose(mean, statistics.fmean(values), abs_tol=1e-12)
+    assert math.isclose(stderr, statistics.stdev(values) / math.sqrt(len(values)), rel_tol=1e-9, abs_tol=1e-9)
+    assert mean_and_stderr(values[::-1]) == (mean, stderr)
+    assert mean_and_stderr(values[:1]) == (values[0], None) and mean_and_stderr([]) == (None, None)
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_matter(rng):
+    rows = [replace(ROW, sample=i, budget=b, score=i / 3, prefill_s=0.1 * i) for i in range(4) for b in (256, 512)]
+    shuffled = rng.sample(rows, len(rows))
+    assert to_csv(summarize(rows)) == to_csv(summarize(shuffled))
+
+
+def test_errors_are_counted_and_left_out_of_the_mean():
+    rows = [ROW, replace(ROW, sample=1, score=0.0), replace(ROW, sample=2, score=None, error="X: y")]
+    (cell,) = summarize(rows)
+    assert (cell.n, cell.errors, cell.mean, cell.stderr) == (2, 1, 0.5, 0.5)
+    (only,) = summarize([rows[2]])
+    assert (only.n, only.mean, only.stderr) == (0, None, None)
+    assert "0.50 ± 0.50 (n=2, 1 failed)" in to_markdown([cell]) and "- (n=0, 1 failed)" in to_markdown([only])
+
+
+def test_a_table_puts_full_attention_into_every_column_of_its_length():
+    rows = [
+        *(replace(ROW, budget=b, length=n) for b in (256, 512) for n in (4096, 8192)),
+        replace(ROW, policy="full", heads="-", budget=0),
+        replace(ROW, policy="h2o", heads="-", budget=256, score=0.0),
+    ]
+    lines = table("R.PassKey", "jargon", summarize(rows)).splitlines()
+    assert lines[0] == "**R.PassKey, haystack: jargon** (match; mean ± standard error)"
+    assert lines[2] == "| policy | 4K, budget 256 | 4K, budget 512 | 8K, budget 256 | 8K, budget 512 |"
+    assert lines[4] == "| full | 1.00 (n=1) | 1.00 (n=1) | - | - |"
+    assert lines[5].startswith("| locret (h) | 1.00") and lines[6] == "| h2o | 0.00 (n=1) | - | - | - |"
+    alone = table("x", "-", summarize([replace(ROW, budget=0, policy="full", heads="-", metric="nll", length=1000)]))
+    assert "| policy | 1000 |" in alone and "**x** (nll: nats a token, lower is better" in alone
+
+
+def test_rows_survive_the_file_and_older_rows_read_on(tmp_path):
+    row = replace(ROW, output="a\nb\u2028c\x85d", scores={"match": 1.0}, answer=["x", 2], depth=0.25)
+    (tmp_path / "rows.0.jsonl").write_text(row.to_json() + "\n", encoding="utf-8")
+    old = {
+        "task": "R.Number",
+        "haystack": "repeated",
+        "length": 1,
+        "budget": 2,
+        "policy": "p",
+        "heads": "-",
+        "sample": 3,
+    }
+    more = {"score": 0.0, "output": " x", "answer": "1", "samples": 20, "dtype": "float32", "date": "2026-11-21"}
+    (tmp_path / "rows.1.jsonl").write_text(json.dumps(old | more) + '\n{"task": "half')
+    (number, passkey) = read_rows(tmp_path)
+    assert passkey == row and number.score == 0 and number.metric == "match"
+    with pytest.raises(ValueError, match="Out of range float"):
+        replace(ROW, score=math.nan).to_json()
+
+
+def test_broken_rows_name_file_and_line(tmp_path):
+    path = tmp_path / "rows.0.jsonl"
+    path.write_text(ROW.to_json() + "\n{broken\n" + ROW.to_json() + "\n")
+    with pytest.raises(ValueError, match=r"rows.0.jsonl, line 2"):
+        read_rows(tmp_path)
+    path.write_text('{"task": "x"}\n')
+    with pytest.raises(ValueError, match="it lacks haystack, length"):
+        read_rows(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no rows"):
+        read_rows(tmp_path)
+
+
+def test_summary_files(tmp_path):
+    (tmp_path / "rows.0.jsonl").write_text(ROW.to_json() + "\n" + replace(ROW, sample=1, score=0.0).to_json() + "\n")
+    write_summary(tmp_path)
+    (line,) = csv.DictReader(io.StringIO((tmp_path / "summary.csv").read_text()))
+    assert (line["n"], line["mean"], line["stderr"], line["policy"]) == ("2", "0.5", "0.5", "locret")
+    assert "0.50 ± 0.50 (n=2)" in (tmp_path / "summary.md").read_text()
+
+
+def test_durations():
+    assert [duration(s) for s in (8.4, 89, 600, 12000)] == ["8 s", "89 s", "10 min", "3 h 20 min"]
+
+
+def test_the_readme_s_results_are_those_of_the_committed_rows(capsys):
+    assert results_script().main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_results_script(tmp_path, capsys):
+    script, readme, rows = results_script(), tmp_path / "README.md", tmp_path / "results.jsonl"
+    rows.write_text(ROW.to_json() + "\n")
+    readme.write_text(f"top\n{script.BEGIN}\nold\n{script.END}\nbottom\n")
+    arguments = ["--readme", str(readme), "--rows", str(rows)]
+    assert script.main([*arguments, "--check"]) == 1 and "old" in readme.read_text()
+    assert "README.md differs" in capsys.readouterr().err
+    assert script.main(arguments) == 0 and script.main([*arguments, "--check"]) == 0
+    text = readme.read_text()
+    assert (
+        text.startswith(f"top\n{script.BEGIN}\n") and text.endswith(f"{script.END}\nbottom\n") and "1.00 (n=1)" in text
+    )
+    rows.write_text(replace(ROW, score=0.0).to_json() + "\n")
+    assert script.main([*arguments, "--check"]) == 1
+    readme.write_text("no markers")
+    assert script.main(arguments) == 1 and "once each" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""Synthetic tasks: length, depth, one needle, one answer, the same bytes everywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_text import tiny_tokenizer
+
+from locret_kit.evals.metrics import get_metric
+from locret_kit.evals.tasks import ALIASES, ALONE, OVER_REAL_TEXT, OVER_TEXT, Request, find_tasks, known_tasks
+from locret_kit.evals.tasks.base import count_ids, spread_depth
+from locret_kit.evals.tasks.retrieval import find
+from locret_kit.evals.tasks.ruler import insert
+from locret_kit.evals.tasks.words import ADJECTIVES, NOUNS, distinct, singles
+from locret_kit.samples.text import load_text
+
+SYNTHETIC = [*OVER_TEXT, *ALONE]
+LONG = {"ruler.cwe": 6144, "ruler.vt": 2048, "ruler.niah_multikey_uuid": 4096}
+"""Lengths at which a task's shortest prompt, or its coarse items, fit under the tiny tokenizer."""
+
+
+def example(
+    name: str, sample: int = 0, haystack: str = "pydoc", length: int | None = None, chat: str = "auto", seed: int = 0
+):
+    (task,) = find_tasks([name], haystacks=[haystack])
+    return task, task.make(Request(tiny_tokenizer(), length or LONG.get(name, 1024), sample, seed, chat))
+
+
+@pytest.mark.parametrize("name", [*SYNTHETIC, *OVER_REAL_TEXT])
+@pytest.mark.parametrize("chat", ["auto", "always"])
+def test_lengths_are_met_within_one_per_cent(name, chat):
+    length = LONG.get(name, 1024)
+    for sample in range(2):
+        _, made = example(name, sample, chat=chat)
+        size = count_ids(tiny_tokenizer(), made.prompt, made.special)
+        assert 0.99 * length - 1 <= size <= length
+
+
+@given(st.integers(700, 3000), st.integers(0, 40), st.sampled_from(["repeated", "pydoc"]))
+@settings(max_examples=25, deadline=None)
+def test_any_length_and_sample_of_a_needle(length, sample, haystack):
+    task, made = example("ruler.niah_single", sample, haystack, length)
+    size = count_ids(tiny_tokenizer(), made.prompt, made.special)
+    assert 0.99 * length - 1 <= size <= length
+    assert made.prompt.count(made.answer[0]) == 1
+    assert get_metric(task.metric)(f" {made.answer[0]}.", made.answer, {}) == {"recall": 1.0}
+
+
+def test_special_tokens_count():
+    (task,) = find_tasks(["passkey"], haystacks=["pydoc"])
+    bos = tiny_tokenizer(bos=True)
+    made = task.make(Request(bos, 600, 0))
+    assert made.special and 594 <= len(bos(made.prompt).input_ids) <= 600
+
+
+def needle_sentence(name: str, answer: str) -> str:
+    if name in ("R.PassKey", "grid"):
+        return f"The pass key is {answer}. Remember it. {answer} is the pass key.\n"
+    return f"The sequence of digits is {answer}. Remember it. {answer} is the sequence of digits.\n"
+
+
+@pytest.mark.parametrize("name", ["R.PassKey", "R.Number", "grid"])
+@pytest.mark.parametrize("haystack", ["repeated", "pydoc"])
+def test_digits_are_hidden_once_at_the_depth_asked_for(name, haystack):
+    for sample in (0, 1, 2, 5, 9):
+        task, made = example(name, sample, haystack, 2048)
+        asked = sample % 11 / 10 if name == "grid" else spread_depth(sample)
+        sentence = needle_sentence(name, made.answer)
+        assert made.prompt.count(sentence) == 1 and made.prompt.count(made.answer) == 2
+        before, after = made.prompt.split(sentence)
+        start = before.index("\n\n") + 2  # behind the instruction
+        stop = after.rindex("What is the")
+        really = (len(before) - start) / (len(before) - start + stop)
+        assert abs(really - asked) < 0.06, (sample, really)
+        assert abs(made.depth - asked) < 0.06
+        assert get_metric(task.metric)(f" {made.answer}.", made.answer, {}) == {"match": 1.0}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OVER_TEXT if "niah" in name] + ["ruler.niah_multikey_line", "ruler.niah_multikey_uuid"]
+)
+@pytest.mark.parametrize("haystack", ["repeated", "pydoc"])
+def test_ruler_needles_are_all_there_and_only_the_asked_ones_are_answers(name, haystack):
+    for sample in range(3):
+        task, made = example(name, sample, haystack)
+        found = re.findall(r"One of the special magic (?:numbers|uuids) for (\S+) is: ([\w-]+)\.", made.prompt)
+        question = made.prompt[made.prompt.rindex("\nWhat") :]
+        keys = {key for key, _ in found if re.search(rf"(?<![\w-]){re.escape(key)}(?![\w-])", question)}
+        assert sorted(value for key, value in found if key in keys) == sorted(made.answer)
+        values = [value for _, value in found]
+        assert len(set(values)) == len(values)
+        assert all(made.prompt.count(value) == 1 for value in made.answer)
+        wanted = {"ruler.niah_multivalue": (1, 4), "ruler.niah_multiquery": (4, 4)}.get(name, (1, 1))
+        assert (len(keys), len(made.answer)) == wanted
+        scored = get_metric(task.metric)(" and ".join(made.answer), made.answer, {})
+        assert scored == {"recall": 1.0}
+
+
+def test_single_needles_stand_where_they_are_asked_to():
+    for sample in range(6):
+        _, made = example("ruler.niah_single", sample, "pydoc", 2048)
+        at = made.prompt.index("One of the special magic") / len(made.prompt)
+        assert abs(made.depth - spread_depth(sample)) < 0.06 and abs(at - made.depth) < 0.15
+
+
+def test_key_value_pairs():
+    for sample in range(4):
+        task, made = example("kv", sample)
+        body = made.prompt[made.prompt.index("{") : made.prompt.index("}") + 1]
+        pairs = json.loads(body)
+        asked = re.search(r'Key: "([^"]+)"', made.prompt).group(1)
+        assert pairs[asked] == made.answer and made.prompt.count(made.answer) == 1
+        assert len(pairs) == body.count(": ")  # no key twice
+        at = list(pairs).index(asked) / max(1, len(pairs) - 1)
+        assert abs(at - made.depth) < 1e-3 and abs(at - spread_depth(sample)) < 0.3
+        assert get_metric(task.metric)(f' "{made.answer}"', made.answer, {}) == {"match": 1.0}
+
+
+def test_math_find_answers_follow_from_the_list():
+    wanted = {
+        "largest number": lambda x: max(x),
+        "second largest number": lambda x: max(set(x) - {max(x)}),
+        "third largest number": lambda x: sorted(set(x))[-3],
+        "smallest number": lambda x: min(x),
+        "second smallest number": lambda x: min(set(x) - {min(x)}),
+        "third smallest number": lambda x: sorted(set(x))[2],
+        "median number": lambda x: (sorted(x)[(len(x) - 1) // 2] + sorted(x)[len(x) // 2]) / 2,
+    }
+    for sample in range(14):
+        task, made = example("math_find", sample)
+        numbers = json.loads(made.prompt[made.prompt.index("[") : made.prompt.index("]") + 1])
+        which = re.search(r"What is the (.+) in the following", made.prompt).group(1)
+        assert made.answer == wanted[which](numbers)
+        assert get_metric(task.metric)(f" {made.answer}.", made.answer, {}) == {"match": 1.0}
+    assert find([1, 2], "median number") == 1.5 and isinstance(find([1, 3], "median number"), int)
+    with pytest.raises(ValueError, match="third largest"):
+        find([1, 2, 2], "third largest number")
+
+
+def test_variable_chain():
+    for haystack in ("repeated", "pydoc"):
+        _, made = example("ruler.vt", 1, haystack)
+        task = made.prompt[made.prompt.rindex("Memorize and track") :]
+        value = re.search(r"assigned the value (\d{5}) in the text above", task).group(1)
+        chain, where = [], task.index(f"VAR {made.answer[0]} = {value}.")
+        chain.append(made.answer[0])
+        while link := re.search(rf"VAR ([A-Z]{{5}}) = VAR {chain[-1]}\.", task):
+            assert link.start() > where  # in the order of assignment
+            where = link.start()
+            chain.append(link.group(1))
+        assert chain == made.answer and len(set(chain)) == 5
+        assert task.count(f"= {value}.") == 1
+
+
+def test_common_and_frequent_words():
+    _, made = example("ruler.cwe")
+    task = made.prompt[made.prompt.rindex("Below is a numbered list") :]
+    counts = Counter(re.findall(r"\d+\. ([a-z]+)", task))
+    assert {word for word, n in counts.items() if n == 30} == set(made.answer) and len(made.answer) == 10
+    assert {n for word, n in counts.items() if word not in made.answer} == {3}
+
+    _, made = example("ruler.fwe")
+    coded = made.prompt[made.prompt.index("coded words. ") + 13 : made.prompt.index("\nQuestion:")].split()
+    ranked = Counter(coded).most_common()
+    assert ranked[0][0] == "..." and {word for word, _ in ranked[1:4]} == set(made.answer)
+    assert ranked[3][1] > ranked[4][1]
+
+
+def test_reconstruction_carries_the_text_it_asks_for():
+    _, made = example("fidelity.reconstruct", chat="never")
+    assert made.extra["source"] in made.prompt and made.prompt.index(made.extra["source"]) < 20
+
+
+def test_perplexity_continues_the_prompt():
+    _, made = example("perplexity")
+    assert made.continuation and count_ids(tiny_tokenizer(), made.continuation, False) >= 100
+    assert made.prompt + made.continuation in load_text("pydoc")
+
+
+def test_another_seed_gives_other_bytes_and_the_same_seed_the_same():
+    for name in SYNTHETIC:
+        one, same, other = (example(name, 1, seed=seed)[1].prompt for seed in (0, 0, 1))
+        assert one == same and one != other
+
+
+def test_the_same_bytes_in_another_process(tmp_path):
+    """Also under another hash seed."""
+    names = ["passkey", "kv", "ruler.niah_multiquery", "ruler.fwe", "ruler.vt"]
+    code = (
+        "import sys, hashlib; sys.path[:0] = sys.argv[1].split('|')\n"
+        "from tiny_text import tiny_tokenizer\nfrom locret_kit.evals.tasks import Request, find_tasks\n"
+        f"for task in find_tasks({names!r}, haystacks=['pydoc']):\n"
+        "    print(hashlib.sha256(task.make(Request(tiny_tokenizer(), 2048, 3)).prompt.encode()).hexdigest())"
+    )
+    root = Path(__file__).resolve().parents[1]
+    paths = "|".join(str(path) for path in (root, root / "kernels", root / "tests"))
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code, paths],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1 and len(outputs.pop().split()) == len(names)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5), st.integers(1, 30))
+def test_insert_keeps_every_line_and_adds_the_sentences_in_order(depths, lines):
+    body = "\n".join(f"line {i}." for i in range(lines))
+    sentences = [f"NEW{i}." for i in range(len(depths))]
+    made, found = insert(body, sentences, sorted(depths))
+    assert re.findall(r"NEW\d\.", made) == sentences
+    assert re.findall(r"line \d+\.", made) == body.split("\n")
+    assert found == sorted(found)
+
+
+def test_depths_spread_evenly_whatever_their_number():
+    assert [spread_depth(i) for i in range(3)] == [0.5, 0.25, 0.75]
+    for n in (7, 20, 63):
+        depths = sorted(spread_depth(i) for i in range(n))
+        assert (
+            len(set(depths)) == n
+            and max(b - a for a, b in zip([0, *depths], [*depths, 1], strict=True)) <= 2 / (n + 1) + 1e-9
+        )
+
+
+def test_words_are_distinct_and_enough():
+    import random
+
+    assert len(set(singles())) == len(singles()) and len(ADJECTIVES) * len(NOUNS) > 50_000
+    assert all(re.fullmatch("[a-z]+", word) for word in singles())
+    many = distinct(random.Random(0), 20_000)
+    assert len(set(many)) == 20_000
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match=r"task='paskey' is unknown. Did you mean 'passkey'"):
+        find_tasks(["paskey"])
+    with pytest.raises(ValueError, match="needs real text"):
+        find_tasks(["perplexity"])
+    with pytest.raises(FileNotFoundError, match="nowhere.txt"):
+        find_tasks(["passkey"], haystacks=["nowhere.txt"])
+    with pytest.raises(ValueError, match=r"length=64 must be at least \d+"):
+        example("ruler.niah_single", length=64)
+    with pytest.raises(ValueError, match="fidelity:perplexity"):
+        find_tasks(["fidelity:perplexity"], haystacks=["pydoc"])
+
+
+def test_every_listed_name_is_a_task():
+    synthetic = [name for name in known_tasks() if name in (*ALIASES, *OVER_TEXT, *ALONE, *OVER_REAL_TEXT)]
+    assert len(find_tasks(synthetic, haystacks=["pydoc"])) == len({ALIASES.get(name, name) for name in synthetic})
+    assert len(find_tasks(["ruler"], haystacks=["pydoc", "repeated"])) == 2 * 6 + 4
