@@ -1,0 +1,138 @@
+"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: what a run needs, before it is run. No GPU, no weights, no Hub."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+CONTEXT, RESERVE = 131072, "1GiB"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; defaults of None come from the recipe."""
+    p = argparse.ArgumentParser(prog="locret-plan", description=__doc__, allow_abbrev=False)
+    p.add_argument("--model", required=True, help="a recipe, a folder with config.json, or a Hub id")
+    p.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory that the run may take, such as 24GiB")
+    p.add_argument(
+        "--reserve", default=RESERVE, metavar="SIZE",
+        help=f"kept free for the CUDA context, libraries and fragmentation (default {RESERVE}: an assumption)",
+    )  # fmt: skip
+    p.add_argument("--context", type=int, default=CONTEXT, help=f"prompt tokens (default {CONTEXT})")
+    p.add_argument("--budget", type=int, help="slots kept per key/value head and layer")
+    p.add_argument("--chunk", type=int, help="tokens between evictions")
+    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    p.add_argument("--policy", default="locret", help="a policy's name or an expression (default locret)")
+    p.add_argument("--d-hidden", type=int, help="width of the retaining heads, for policies that need them")
+    p.add_argument("--train", type=int, metavar="TOKENS", help="plan a training step of so many tokens instead")
+    return p
+
+
+def resolve(name: str) -> tuple[Any, dict[str, Any]]:
+    """``(configuration, {dotted key: value} of the recipe)`` of a recipe, a folder or a Hub id.
+
+    Backbones of the recipes that ship are read from ``recipes/configs``; anything else is transformers' to find.
+
+    Raises:
+        ValueError: nothing of that name; suggests the nearest recipe.
+    """
+    from transformers import AutoConfig
+
+    from ..backbones.load import resolve_model
+    from ..naming import nearest
+    from .config import known_recipes, read_recipe
+
+    recipe: dict[str, Any] = {}
+    if name in known_recipes() or name.endswith((".yaml", ".yml")):
+        stem, recipe = read_recipe(name)
+        name = recipe.get("backbone.model") or ""
+        if not name:
+            raise ValueError(f"model={stem}: this recipe names no backbone; give a folder or a Hub id")
+    else:
+        stem = name
+    shipped = shipped_configs()
+    for key, raw in shipped.items():
+        if key == stem or raw["_name_or_path"] == name:
+            raw = {k: v for k, v in raw.items() if k != "_name_or_path"}
+            return AutoConfig.for_model(raw.pop("model_type"), **raw), recipe
+    known = [*known_recipes(), *(raw["_name_or_path"] for raw in shipped.values())]
+    path = resolve_model(name)
+    if "/" not in name and not Path(path).exists():
+        raise ValueError(f"model={name!r} is no recipe and no folder.{nearest(name, known)}")
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config(decoder=True), recipe
+    except (OSError, ValueError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"model={name!r} cannot be resolved: {first}{nearest(name, known)}") from error
+
+
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """The configurations in ``recipes/configs``, by recipe; ``_name_or_path`` is the Hub id."""
+    from .config import _recipes
+
+    files = sorted((_recipes() / "configs").glob("*.json"))
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 0 if it fits. Raises ValueError with what would."""
+    from ..policies.registry import parse_policy
+    from ..runtime import plan as p
+
+    cap = p.parse_bytes(args.gpu_memory) - p.parse_bytes(args.reserve)
+    if cap <= 0:
+        raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
+    config, recipe = resolve(args.model)
+    backbone = p.Backbone.of(config)
+    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", 1024)
+    say = [
+        f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}; cap {p.show(cap)} "
+        f"({args.gpu_memory} less {args.reserve} reserve)"
+    ]
+    if args.train is not None:
+        step = p.TrainSetting(args.train, dtype=args.dtype, d_hidden=d_hidden)
+        plan = p.plan_training(backbone, step)
+        longest = p.largest_sample(backbone, step, cap)
+        print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
+        if plan.peak > cap:
+            raise p.DoesNotFit(f"{step} needs {p.show(plan.peak)}, above the cap; at most {longest} tokens fit")
+        return 0
+    setting = p.Setting.for_policy(
+        parse_policy(args.policy),
+        args.context,
+        _given(args.budget, recipe, "infer.budget", 16384),
+        _given(args.chunk, recipe, "infer.chunk", 1024),
+        dtype=args.dtype,
+        d_hidden=d_hidden,
+    )
+    plan = p.require_fit(backbone, setting, cap)
+    full = p.full_cache_bytes(backbone.spec, args.context, args.dtype)
+    say += [
+        f"policy {args.policy}, context {args.context}, {setting}",
+        *plan.lines(),
+        f"full attention's cache would take {p.show(full)}, {full / plan.cache:.1f} times as much",
+        f"at chunk {setting.chunk} the largest budget that fits is {p.largest_budget(backbone, setting, cap)}; "
+        f"at budget {setting.budget} the largest chunk is {p.largest_chunk(backbone, setting, cap)}",
+    ]
+    print("\n".join(say))
+    return 0
+
+
+def _given(value: int | None, recipe: dict[str, Any], key: str, default: int) -> int:
+    return recipe.get(key, default) if value is None else value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 where nothing fits or an argument is wrong, said in one line."""
+    args = parser().parse_args(argv)
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        print(f"locret-plan: {(str(error).strip() or type(error).__name__).splitlines()[0]}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
