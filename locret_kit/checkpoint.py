@@ -107,23 +107,18 @@ def load_heads(
 
 
 def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None, backbone: str | None) -> RetainingHeads:
-    from huggingface_hub import hf_hub_download, list_repo_files
+    from .hub import pull
 
-    try:
-        names = list_repo_files(repo, revision=revision)
+    def choose(names: list[str]) -> list[str]:
         if WEIGHTS in names:
-            folder = Path(hf_hub_download(repo, WEIGHTS, revision=revision)).parent
-            hf_hub_download(repo, CONFIG, revision=revision)
-            return load_heads(folder)
+            return [WEIGHTS, *(name for name in names if name == CONFIG)]
         bins = [name for name in names if name.endswith(".bin")]
         if len(bins) != 1:
             raise ValueError(f"{repo} holds neither {WEIGHTS} nor one .bin file")
-        return _from_torch_file(Path(hf_hub_download(repo, bins[0], revision=revision)), config, backbone)
-    except Exception as error:  # the client's own errors, and whatever its transport raises
-        if isinstance(error, ValueError) and not isinstance(error, OSError):
-            raise
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {said}") from error
+        return bins
+
+    file = pull(repo, choose, revision=revision)[0]
+    return load_heads(file.parent if file.name == WEIGHTS else file, config=config, backbone=backbone)
 
 
 def _from_torch_file(path: Path, config: HeadsConfig | None, backbone: str | None) -> RetainingHeads:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
+import csv
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSORS, EventAccumulator
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
-from locret_kit.training.fit import newest_state
+from locret_kit.training.board import cis_image, marked_text, most_kept, ranks
+from locret_kit.training.curves import read_curves
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 
@@ -27,12 +27,7 @@ def backbone(tmp_path_factory) -> Path:
 
 
 def curve(out: Path, tag: str = "loss") -> dict[int, float]:
-    events: dict[int, float] = {}
-    for folder in sorted({file.parent for file in out.rglob("events.*")}):
-        accumulator = EventAccumulator(str(folder))
-        accumulator.Reload()
-        events |= {event.step: event.value for event in accumulator.Scalars(tag)}
-    return events
+    return read_curves(out)[tag]
 
 
 def train(backbone: Path, out: Path, *more: str) -> int:
@@ -62,76 +57,90 @@ def test_the_same_seed_gives_the_same_curve_and_another_does_not(backbone, tmp_p
     assert curve(tmp_path / "a") == curve(tmp_path / "b") != curve(tmp_path / "c")
 
 
-def test_resume_follows_the_uninterrupted_curve(backbone, tmp_path):
-    more = ["optim.steps=6", "optim.accumulate=2", "trainer.save_every=3", "trainer.val_every=2"]
-    assert train(backbone, tmp_path / "whole", *more) == 0
-    # The same schedule (6 steps), stopped after the checkpoint of step 3.
-    script = (
-        "import os, sys, lightning as L\n"
-        "from locret_kit.cli.train import main\n"
-        "class Stop(L.Callback):\n"
-        "    def on_train_batch_end(self, trainer, *a):\n"
-        "        if trainer.global_step == 4: os._exit(9)\n"
-        "real = L.Trainer.__init__\n"
-        "L.Trainer.__init__ = lambda self, *a, callbacks=(), **k: real(self, *a, callbacks=[*callbacks, Stop()], **k)\n"
-        "main(sys.argv[1:])\n"
-    )
-    part = tmp_path / "part"
-    arguments = [*SETTINGS, f"backbone.model={backbone}", f"out={part}", *more]
-    killed = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
-    assert killed.returncode == 9, killed.stderr[-2000:]
-    assert newest_state(part).name == "step=3.ckpt"
-    assert main([*arguments, "resume=auto"]) == 0
-    whole, resumed = curve(tmp_path / "whole"), curve(part)
-    assert whole.keys() == resumed.keys()
-    assert all(abs(whole[step] - resumed[step]) < 1e-6 for step in whole)
-    a, b = (RetainingHeads.from_pretrained(str(p / "heads")) for p in (tmp_path / "whole", part))
-    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+def test_the_best_heads_are_kept_and_load(backbone, tmp_path):
+    more = ["optim.steps=10", "optim.lr=0.02", "trainer.val_every=2", "trainer.keep_best=2"]
+    assert train(backbone, tmp_path, *more) == 0
+    recalls = sorted((round(value, 4), step) for step, value in read_curves(tmp_path)["val/recall"].items())
+    wanted = {f"recall={recall:.4f}-step={step}" for recall, step in recalls[-2:]}
+    assert {path.name for path in (tmp_path / "best").iterdir()} == wanted
+    for folder in (tmp_path / "best").iterdir():
+        assert RetainingHeads.from_pretrained(str(folder)).config.backbone == str(backbone)
+    nothing = [*SETTINGS[:-1], "data.val_samples=0", f"backbone.model={backbone}", f"out={tmp_path / 'none'}"]
+    assert main(nothing) == 0
+    assert not (tmp_path / "none" / "best").exists()
 
 
-def test_ctrl_c_saves_and_prints_the_command(backbone, tmp_path):
-    arguments = [
-        *SETTINGS,
-        f"backbone.model={backbone}",
-        f"out={tmp_path}",
-        "optim.steps=100000",
-        "trainer.save_every=100000",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "locret_kit.cli.train", *arguments],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("events.*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(3)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr[-2000:]
-    assert "resume=auto" in stderr
-    assert "Traceback" not in stderr
-    assert newest_state(tmp_path).name == "interrupted.ckpt"
+def test_the_board_shows_layers_pictures_text_and_settings(backbone, tmp_path):
+    assert train(backbone, tmp_path, "optim.steps=2", "trainer.val_every=2") == 0
+    (file,) = tmp_path.rglob("events.*")
+    events = EventAccumulator(str(file), size_guidance={IMAGES: 0, TENSORS: 0})
+    events.Reload()
+    tags = events.Tags()
+    layers = [f"val/recall_layer/{layer:02d}" for layer in range(3)]
+    assert {*layers, "tok/s", "memory/peak_MiB", "train/lr"} <= set(tags["scalars"])
+    curves = read_curves(tmp_path)
+    assert sum(curves[tag][2] for tag in layers) / 3 == pytest.approx(curves["val/recall"][2], abs=1e-6)
+    assert tags["images"] == ["val/predicted above target"]
+    image = events.Images("val/predicted above target")[0]
+    assert image.height == 2 * (256 // 6) * 6 + 4, "3 layers of 2 heads, predictions above truth"
+    text = events.Tensors("val/kept tenth/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.startswith("    ") and text.count("⟦") == text.count("⟧") > 0
+    assert any("hparams" in tag for tag in tags["tensors"]) or "_hparams_/experiment" in str(file.read_bytes())
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint(backbone, tmp_path, monkeypatch, capsys):
-    from locret_kit.training import fit
+def test_exported_heads_come_with_their_settings_and_curves(backbone, tmp_path):
+    assert train(backbone, tmp_path, "optim.steps=3") == 0
+    settings = json.loads((tmp_path / "heads" / "training.json").read_text())
+    assert settings["optim"]["steps"] == 3 and settings["backbone"]["model"] == str(backbone)
+    with (tmp_path / "heads" / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    curve = read_curves(tmp_path)["loss"]
+    assert [float(row["loss"]) for row in rows] == pytest.approx([curve[step] for step in (1, 2, 3)], rel=1e-4)
 
-    real, calls = torch.save, []
 
-    def full(obj, path):
-        calls.append(path)
-        if len(calls) == 2:
-            Path(path).write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        return real(obj, path)
+# ---- pictures and texts -------------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(fit.torch, "save", full)
-    assert train(backbone, tmp_path, "optim.steps=6", "trainer.save_every=2") == 1
-    assert "No space left" in capsys.readouterr().err
-    monkeypatch.undo()
-    kept = list((tmp_path / "state").iterdir())
-    assert [path.name for path in kept] == ["step=2.ckpt"]
-    assert torch.load(kept[0], weights_only=True)["global_step"] == 2
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 2**16))
+def test_ranks_are_those_of_a_sort(rows, slots, seed):
+    scores = torch.rand(rows, slots, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    got = ranks(scores)
+    for row, mine in zip(scores.tolist(), got.tolist(), strict=True):
+        wanted = [sum(other < value for other in row) / max(1, slots - 1) for value in row]
+        assert mine == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_picture_has_predictions_above_truth_and_bins_keep_the_highest():
+    truth = torch.zeros(2, 4000)
+    truth[0, 17] = truth[1, 3999] = 1
+    image = cis_image(-truth, truth, width=100)
+    tall = 128 * 2
+    assert image.shape == (1, 2 * tall + 4, 100) and image.min() >= 0 and image.max() <= 1
+    below = image[0, -tall:]
+    assert below[0, 0] == 1 and below[-1, -1] == 1
+    assert (image[0, tall : tall + 4] == 1).all()
+
+
+@given(st.integers(1, 5), st.integers(1, 60), st.integers(0, 2**16))
+def test_most_kept_are_those_with_most_votes(rows, slots, seed):
+    scores = torch.rand(rows, slots, generator=torch.Generator().manual_seed(seed))
+    n = max(1, slots // 10)
+    votes = [sum(sorted(row, reverse=True)[n - 1] <= row[slot] for row in scores.tolist()) for slot in range(slots)]
+    kept = most_kept(scores)
+    assert int(kept.sum()) == n
+    lowest = min(vote for vote, keep in zip(votes, kept.tolist(), strict=True) if keep)
+    assert all(vote <= lowest for vote, keep in zip(votes, kept.tolist(), strict=True) if not keep)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", " b", "\n", "*x*"]), st.booleans()), max_size=30))
+def test_marks_can_be_taken_out_again(pieces):
+    tokens, kept = [t for t, _ in pieces], [k for _, k in pieces]
+    text = "\n".join(line.removeprefix("    ") for line in marked_text(tokens, kept).split("\n"))
+    assert text.replace("⟦", "").replace("⟧", "") == "".join(tokens)
+    inside = "".join(part.split("⟧")[0] for part in text.split("⟦")[1:])
+    assert inside == "".join(token for token, keep in pieces if keep)
+    assert "⟧⟦" not in text
 
 
 def test_errors_are_one_line(backbone, tmp_path, capsys):

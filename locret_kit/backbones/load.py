@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
 
 
-def resolve_model(name: str) -> str:
+def resolve_model(name: str, field: str = "model") -> str:
     """A folder as given, or the same relative path beside the installed project, or a Hub id as it is.
 
     Raises:
-        FileNotFoundError: a relative path under ``checkpoints/`` that is in neither place.
+        FileNotFoundError: a relative path under ``checkpoints/`` that is in neither place; names ``field``.
     """
     if Path(name).exists():
         return name
@@ -45,8 +46,9 @@ def resolve_model(name: str) -> str:
     if beside.exists():
         return str(beside)
     if name.startswith(("checkpoints/", "./", "/")):
-        hint = " (the demo backbone: python scripts/fetch_backbone.py)" if name.startswith("checkpoints/") else ""
-        raise FileNotFoundError(f"model={name!r}: no such folder{hint}")
+        script = {"checkpoints/SmolLM2-135M-Instruct": "fetch_backbone", "checkpoints/smollm2-135m-lora": "train_lora"}
+        hint = f" (python scripts/{script[name]}.py makes it)" if name in script else ""
+        raise FileNotFoundError(f"{field}={name!r}: no such folder{hint}")
     return name
 
 
@@ -73,10 +75,49 @@ def load_backbone(
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(f"model={name!r} cannot be loaded: {said}") from error
     if adapter:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        model = merge_adapter(model, adapter)
     return freeze(model.to(where)), tokenizer
+
+
+def merge_adapter(model: Any, adapter: str) -> Any:
+    """The model with a PEFT adapter (a folder or a Hub id) merged into its weights.
+
+    Raises:
+        ValueError: it cannot be read, does not fit the model, or is of a kind that has no merged form.
+    """
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
+            wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, RuntimeError, UserWarning, SafetensorError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"adapter={adapter!r} cannot be put on {type(model).__name__}: {said}") from error
+    if not hasattr(wrapped.base_model, "merge_and_unload"):
+        kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
+        raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights; LoRA and its kin can")
+    return wrapped.merge_and_unload()
+
+
+def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None, str | None]:
+    """``(adapter to load, warning)``: the one the heads were trained with, unless the user names another or ``none``."""
+    adapter = recorded if given is None else None if given == "none" else given
+    if adapter == recorded or (adapter and recorded and _same_folder(adapter, recorded)):
+        return adapter, None
+    trained = f"with adapter={recorded!r}" if recorded else "without an adapter"
+    runs = f"with adapter={adapter!r}" if adapter else "without it"
+    return adapter, f"warning: the heads were trained {trained}, and this runs {runs}: their scores may be off"
+
+
+def _same_folder(a: str, b: str) -> bool:
+    try:
+        first, second = (Path(resolve_model(name)) for name in (a, b))
+    except FileNotFoundError:
+        return False
+    return first.exists() and second.exists() and first.samefile(second)
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -125,7 +125,7 @@ class TrainerConfig:
     devices: int = 1
     """Devices on each node."""
     strategy: str = "auto"
-    """Lightning's name: 'auto', 'ddp', 'deepspeed_stage_2', ..."""
+    """'auto' (one device), 'ddp' (copies on every device) or 'fsdp' (heads and backbone sharded)."""
     num_nodes: int = 1
     """Machines."""
     log_every: int = 1
@@ -134,6 +134,8 @@ class TrainerConfig:
     """Optimiser steps between validations."""
     save_every: int = 100
     """Optimiser steps between checkpoints."""
+    keep_best: int = 2
+    """Heads of the highest validation recall kept in ``out/best``, ready for inference; 0 keeps none."""
 
 
 @dataclass
@@ -379,6 +381,7 @@ _BOUNDS: dict[str, Bound] = {
     "trainer.log_every": _at_least(1),
     "trainer.val_every": _at_least(1),
     "trainer.save_every": _at_least(1),
+    "trainer.keep_best": _at_least(0),
     "infer.budget": _at_least(1),
     "infer.chunk": _at_least(1),
     "infer.stabilizers": _at_least(0),
@@ -390,5 +393,6 @@ _CHOICES = {
     "backbone.dtype": ("auto", "float32", "bfloat16", "float16"),
     "heads.dtype_saved": ("bfloat16", "float32"),
     "target.kind": ("logit", "log_prob"),
+    "trainer.strategy": ("auto", "ddp", "fsdp"),
     "infer.positions": ("compact", "original"),
 }

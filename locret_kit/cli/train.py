@@ -23,7 +23,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    print(f"heads: {heads}\ntry:   locret-infer --ckpt {heads} --question 'What is ...?' < long.txt")
+    if heads is not None:
+        print(f"heads: {heads}\ntry:   locret-infer --ckpt {heads} --question 'What is ...?' < long.txt")
     return 0
 
 

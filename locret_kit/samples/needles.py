@@ -50,12 +50,15 @@ TASKS = {
         5,
     ),
 }
+ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "line": "\n{question} {prefix}"}
+"""What follows the document: InfiniteBench's blank lines, or one line as in the pass-key task's first form (Landmark
+Attention). Small backbones are sensitive to it."""
 ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 
 @dataclass(frozen=True)
 class Needle:
-    """One prompt. `prompt` is `document + "\\n" + question + " " + prefix`."""
+    """One prompt: document, question and the answer's first words, joined as `ENDINGS` says."""
 
     prompt: str
     answer: str
@@ -72,7 +75,14 @@ class Needle:
 
 
 def make_needle(
-    task: str, tokenizer, *, n_tokens: int, depth: float, seed: int | str, haystack: str | None = None
+    task: str,
+    tokenizer,
+    *,
+    n_tokens: int,
+    depth: float,
+    seed: int | str,
+    haystack: str | None = None,
+    ending: str = "infinitebench",
 ) -> Needle:
     """A prompt of at most, and within 1% of, `n_tokens` tokens with one needle at the line or sentence start nearest
     to `depth`. Digits and piece of haystack depend on task and seed alone; the same in every process.
@@ -83,19 +93,22 @@ def make_needle(
         n_tokens: wanted length of the plain prompt in tokens.
         depth: 0 is the beginning of the haystack, 1 its end.
         haystack: real text, of which a random piece is taken; None repeats InfiniteBench's five sentences.
+        ending: one of `ENDINGS`.
 
     Raises:
-        ValueError: an unknown task, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
+        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
     """
     task = ALIASES.get(task, task)
     if task not in TASKS:
         raise ValueError(f"task={task!r} must be one of {', '.join([*TASKS, *ALIASES])}")
+    if ending not in ENDINGS:
+        raise ValueError(f"ending={ending!r} must be one of {', '.join(ENDINGS)}")
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be within [0, 1]")
-    words = TASKS[task]
+    words, form = TASKS[task], ENDINGS[ending]
     rng = random.Random(f"{task}|{seed}")
     key = _digits(rng, words.repeats)
-    fixed = count(tokenizer, _build(words, key, "", 0.0).prompt)
+    fixed = count(tokenizer, _build(words, form, key, "", 0.0).prompt)
     if fixed >= n_tokens:
         raise ValueError(f"n_tokens={n_tokens} must be above {fixed}, the tokens of instruction, needle and question")
     wanted = n_tokens - fixed + 32
@@ -106,7 +119,7 @@ def make_needle(
         body = cut(haystack, tokenizer, wanted, rng)
     while key in body:  # also never a part of a longer number
         key = _digits(rng, words.repeats)
-    return _fit(words, key, body, tokenizer, n_tokens, n_tokens - fixed, depth)
+    return _fit(words, form, key, body, tokenizer, n_tokens, n_tokens - fixed, depth)
 
 
 def score(output: str, answer: str) -> float:
@@ -123,7 +136,7 @@ def _digits(rng: random.Random, repeats: int) -> str:
     return "".join(keys)
 
 
-def _build(words: Task, key: str, body: str, depth: float) -> Needle:
+def _build(words: Task, form: str, key: str, body: str, depth: float) -> Needle:
     """The prompt with the needle in `body`, not yet counted."""
     body = body.rstrip() + "\n" if body.strip() else ""
     at = min((*starts(body), len(body)), key=lambda place: abs(place - depth * len(body)))
@@ -131,14 +144,12 @@ def _build(words: Task, key: str, body: str, depth: float) -> Needle:
     if head and not head.endswith("\n"):
         head += "\n"
     document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}"
-    # Question and answer's first words stand on one line, as in the pass-key task's first form (Landmark Attention):
-    # behind blank lines the demo backbone misses the key in some texts even with full attention.
     document = document.rstrip("\n")
-    prompt = f"{document}\n{words.question} {words.prefix}"
+    prompt = document + form.format(question=words.question, prefix=words.prefix)
     return Needle(prompt, key, 0, at / len(body) if body else depth, document, words.question, words.prefix)
 
 
-def _fit(words: Task, key: str, body: str, tokenizer, n_tokens: int, room: int, depth: float) -> Needle:
+def _fit(words: Task, form: str, key: str, body: str, tokenizer, n_tokens: int, room: int, depth: float) -> Needle:
     """The prompt with as much of `body` as `n_tokens` allows: whole lines, else whole words, else whole tokens."""
     offsets = encode(tokenizer, body)[1]
     least, best = math.ceil(0.99 * n_tokens), None
@@ -147,7 +158,7 @@ def _fit(words: Task, key: str, body: str, tokenizer, n_tokens: int, room: int, 
         for _ in range(6):
             k = max(1, min(k, len(offsets)))
             piece = body[: offsets[k - 1][1]]
-            needle = _build(words, key, re.sub(trim, "", piece) if trim else piece, depth)
+            needle = _build(words, form, key, re.sub(trim, "", piece) if trim else piece, depth)
             size = count(tokenizer, needle.prompt)
             if size <= n_tokens and (best is None or size > best.n_tokens):
                 best = replace(needle, n_tokens=size)

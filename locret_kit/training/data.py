@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import lightning as L
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..samples.chat import Sample, encode_chat
 from ..samples.records import read_records, to_messages
@@ -14,21 +16,17 @@ from ..samples.synthetic import synthetic_sample
 from ..samples.text import load_text
 
 
-class SampleStream(Dataset):
-    """Samples ``start .. start + length`` of the mixture that ``data`` (the configuration's section) describes."""
+class Samples:
+    """The mixture that ``data`` (the configuration's section) describes; any index from 0."""
 
-    def __init__(self, data: Any, tokenizer: Any, *, seed: int, start: int, length: int) -> None:
-        self.data, self.tokenizer, self.seed, self.start, self.length = data, tokenizer, seed, start, length
+    def __init__(self, data: Any, tokenizer: Any, *, seed: int) -> None:
+        self.data, self.tokenizer, self.seed = data, tokenizer, seed
         self.texts = [load_text(source) for source in data.texts] if "synthetic" in data.sources else []
         self.records = {s: list(read_records(s, split=data.split)) for s in data.sources if s != "synthetic"}
         if empty := [source for source, records in self.records.items() if not records]:
             raise ValueError(f"data.sources: {empty[0]!r} holds no records")
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, offset: int) -> Sample:
-        index = self.start + offset
+    def __getitem__(self, index: int) -> Sample:
         rng = random.Random(f"{self.seed}:{index}")
         source = rng.choices(list(self.data.sources), weights=self.data.weights or None)[0]
         if source == "synthetic":
@@ -41,19 +39,49 @@ class SampleStream(Dataset):
         return encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens)
 
 
-class SampleModule(L.LightningDataModule):
-    """One sample a batch; training resumes at the sample after the last optimiser step."""
+class Share(IterableDataset):
+    """Samples ``start + rank, start + rank + world, ...`` without end: one process's share of one common order."""
 
-    def __init__(self, data: Any, tokenizer: Any, *, seed: int, steps: int, accumulate: int) -> None:
+    def __init__(self, samples: Samples, start: int, rank: int = 0, world: int = 1) -> None:
+        self.samples, self.start, self.rank, self.world = samples, start, rank, world
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.samples[index] for index in count(self.start + self.rank, self.world))
+
+
+class Held(Dataset):
+    """The validation samples, the same in every process."""
+
+    def __init__(self, samples: Samples, length: int) -> None:
+        self.samples, self.length = samples, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+
+class SampleModule(L.LightningDataModule):
+    """One sample a batch. ``done`` counts the samples of whole optimiser steps, over all processes and resumed runs:
+    step ``s`` of a given global batch sees the same samples on one process or many."""
+
+    def __init__(self, data: Any, tokenizer: Any, *, seed: int) -> None:
         super().__init__()
         self.cfg, self.tokenizer, self.seed = data, tokenizer, seed
-        self.total, self.accumulate = steps * accumulate, accumulate
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.done = state_dict["done"]
 
     def train_dataloader(self) -> DataLoader:
-        done = self.trainer.global_step * self.accumulate if self.trainer else 0
-        stream = SampleStream(self.cfg, self.tokenizer, seed=self.seed, start=done, length=max(1, self.total - done))
-        return DataLoader(stream, batch_size=None, shuffle=False)
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        share = Share(Samples(self.cfg, self.tokenizer, seed=self.seed), self.done, rank, world)
+        return DataLoader(share, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
-        stream = SampleStream(self.cfg, self.tokenizer, seed=self.seed + 10_000, start=0, length=self.cfg.val_samples)
-        return DataLoader(stream, batch_size=None, shuffle=False)
+        samples = Samples(self.cfg, self.tokenizer, seed=self.seed + 10_000)
+        return DataLoader(Held(samples, self.cfg.val_samples), batch_size=None, shuffle=False)

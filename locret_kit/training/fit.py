@@ -1,22 +1,26 @@
-"""Run a training from its configuration: trainer, checkpoints that survive a full disk or Ctrl-C, exported heads."""
+"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, exported heads."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from ..backbones.load import load_backbone
+from ..backbones.load import load_backbone, pick_device, pick_dtype
 from ..checkpoint import save_heads, write_beside
+from .callbacks import Bar, KeepBest, SaveEvery, StopWhole, gather_heads
+from .curves import write_curves
 from .data import SampleModule
 from .module import HeadTraining
+from .strategy import make_strategy
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -24,18 +28,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_beside(Path(path), lambda beside: torch.save(checkpoint, beside))
-
-
-class SaveOnInterrupt(Callback):
-    """Ctrl-C saves the state at the last whole step and prints the command that goes on from there."""
-
-    def __init__(self, path: Path, command: str) -> None:
-        self.path, self.command = path, command
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt) and trainer.global_step > 0:
-            trainer.save_checkpoint(self.path)
-            print(f"\nstopped at step {trainer.global_step}; state saved. To go on:\n  {self.command}", file=sys.stderr)
 
 
 def newest_state(out: Path) -> Path | None:
@@ -51,51 +43,73 @@ def newest_state(out: Path) -> Path | None:
     return best[1] if best else None
 
 
-def fit(cfg: Any, argv: list[str]) -> Path:
-    """Train, and return the folder of the exported heads (``out/heads``)."""
+def fit(cfg: Any, argv: list[str]) -> Path | None:
+    """Train, and return the folder of the exported heads (``out/heads``); None in every process but the first."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(cfg.seed, verbose=False)
-    out = Path(cfg.out)
+    out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
     resume = newest_state(out) if cfg.resume == "auto" else None if cfg.resume == "never" else Path(cfg.resume)
     if resume is not None and not resume.exists():
         raise FileNotFoundError(f"resume={cfg.resume!r}: no such file")
-    backbone, tokenizer = load_backbone(
-        cfg.backbone.model, dtype=cfg.backbone.dtype, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
-        device="cpu" if cfg.trainer.accelerator == "cpu" else None,
-    )  # fmt: skip
+    backbone, tokenizer = _backbone(cfg, device=None if strategy == "auto" else "cpu")
     module = HeadTraining(backbone, cfg)
-    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, steps=cfg.optim.steps, accumulate=cfg.optim.accumulate)
+    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed)
     state = out / "state"
     again = " ".join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
+    dtype = torch.bfloat16 if cfg.heads.dtype_saved == "bfloat16" else torch.float32
     trainer = L.Trainer(
         accelerator=cfg.trainer.accelerator,
         devices=cfg.trainer.devices,
         num_nodes=cfg.trainer.num_nodes,
-        strategy=cfg.trainer.strategy,
+        strategy=strategy,
+        use_distributed_sampler=False,
         max_steps=cfg.optim.steps,
         max_epochs=-1,
-        log_every_n_steps=cfg.trainer.log_every,
         val_check_interval=cfg.trainer.val_every * cfg.optim.accumulate,
+        limit_val_batches=cfg.data.val_samples,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         logger=TensorBoardLogger(str(out), name="", version="tensorboard"),
         plugins=[AtomicCheckpointIO()],
         callbacks=[
-            ModelCheckpoint(state, filename="{step}", every_n_train_steps=cfg.trainer.save_every, save_top_k=1,
-                            monitor="step", mode="max", enable_version_counter=False),
-            LearningRateMonitor(),
-            TQDMProgressBar(),
-            SaveOnInterrupt(state / "interrupted.ckpt", again),
+            Bar(cfg.optim.steps * cfg.optim.accumulate),
+            KeepBest(out / "best", cfg.trainer.keep_best, dtype),
+            SaveEvery(state, cfg.trainer.save_every),
+            StopWhole(state / "interrupted.ckpt", again),
         ],
+        enable_checkpointing=False,
         enable_model_summary=False,
     )  # fmt: skip
+    if trainer.is_global_zero:
+        for left in state.glob(".*.ckpt.*"):  # half written when a run was killed
+            left.unlink()
     try:
         trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
     except SystemExit as stop:  # Lightning turns Ctrl-C into exit(1) after its callbacks
         if trainer.interrupted:
             raise KeyboardInterrupt from stop
         raise
-    dtype = torch.bfloat16 if cfg.heads.dtype_saved == "bfloat16" else torch.float32
-    save_heads(module.heads, out / "heads", dtype)
-    save_heads(module.heads, out / "heads.pt", dtype)
+    heads = gather_heads(trainer)
+    if heads is None:
+        return None
+    export(heads, cfg, out, dtype)
     return out / "heads"
+
+
+def export(heads: Any, cfg: Any, out: Path, dtype: torch.dtype) -> None:
+    """``out/heads`` (with the run's configuration and curves, as ``locret-publish`` takes them) and ``out/heads.pt``."""
+    save_heads(heads, out / "heads", dtype)
+    save_heads(heads, out / "heads.pt", dtype)
+    settings = json.dumps(asdict(cfg), indent=2) + "\n"
+    write_beside(out / "heads" / "training.json", lambda path: path.write_text(settings))
+    write_curves(out, out / "heads" / "curves.csv")
+
+
+def _backbone(cfg: Any, device: str | None) -> tuple[Any, Any]:
+    """On ``device``, or where training runs; in the precision that suits where training runs."""
+    where = "cpu" if cfg.trainer.accelerator == "cpu" else None
+    precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where))).removeprefix("torch.")
+    return load_backbone(
+        cfg.backbone.model, dtype=precision, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
+        device=device or where,
+    )  # fmt: skip

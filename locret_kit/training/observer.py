@@ -20,7 +20,7 @@ from ..heads import RetainingHeads
 
 @dataclass
 class LayerFigures:
-    """Means over layers of one forward: regression and smoothing loss, recall of the true top 10%."""
+    """Of one forward, layer by layer: regression and smoothing loss, recall of the true top 10%."""
 
     regression: list[Tensor] = field(default_factory=list)
     smooth: list[Tensor] = field(default_factory=list)
@@ -33,12 +33,15 @@ class LayerFigures:
 class Observer:
     """Sees every attention call of a plain forward; calls ``backward(loss)`` once a layer.
 
+    Layers with a window keep no head loss: their cache is their window.
+
     Args:
         heads: in training mode where ``backward`` is given.
         ropes: one a layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
             queries count as answer queries too (the last one predicts the first answer token).
         loss: keyword arguments of ``cis_loss``; kind, floor: of ``cis_target``.
-        windows: attention window of each layer; layers with one keep no head loss (their cache is their window).
+        windows: attention window of each layer.
+        watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
     """
 
     wants_unrotated = True
@@ -55,9 +58,10 @@ class Observer:
         lead: int,
         loss: dict[str, float],
         backward: Callable[[Tensor], None] | None = None,
+        watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         self.heads, self.ropes, self.windows = heads, ropes, windows
-        self.kind, self.floor, self.loss, self.backward = kind, floor, loss, backward
+        self.kind, self.floor, self.loss, self.backward, self.watch = kind, floor, loss, backward, watch
         self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
         self.slots = answers[-1][0]
         self.scored_layers = sum(window is None for window in windows)
@@ -84,6 +88,8 @@ class Observer:
             regression, smooth = cis_loss(predicted_BHS, target_BHS, **self.loss)
             if self.backward is not None:
                 self.backward((regression + smooth) / self.scored_layers)
+        if self.watch is not None:
+            self.watch(predicted_BHS.detach(), target_BHS)
         self.figures.regression.append(regression.detach())
         self.figures.smooth.append(smooth.detach())
         self.figures.recall.append(top_recall(predicted_BHS.detach(), target_BHS))

@@ -1,0 +1,144 @@
+"""What a run does at its edges: it stops whole, and keeps the heads that were best in validation."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+
+from ..checkpoint import save_heads
+from ..heads import RetainingHeads
+
+
+def gather_heads(trainer: L.Trainer) -> RetainingHeads | None:
+    """The heads as one process has them, on the CPU; None in every process but the first. All processes must call it."""
+    state = trainer.strategy.lightning_module_state_dict()
+    if not trainer.is_global_zero:
+        return None
+    module: Any = trainer.lightning_module
+    heads = RetainingHeads(module.heads.config)
+    heads.load_state_dict({name.removeprefix("heads."): weight.cpu() for name, weight in state.items()})
+    return heads
+
+
+class Bar(TQDMProgressBar):
+    """Progress in samples of this process."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self._samples = samples
+
+    @property
+    def total_train_batches(self) -> int:
+        return self._samples
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+
+
+class SaveEvery(Callback):
+    """The state of every ``steps``-th optimiser step, once its validation is done; the newest one stays."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps, self.saved = folder, steps, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.saved = trainer.global_step
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
+        if pl_module.at_step_end and trainer.global_step % self.steps == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        step = trainer.global_step
+        if step == self.saved:
+            return
+        trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
+        self.saved = step
+        if trainer.is_global_zero:
+            for older in self.folder.glob("step=*.ckpt"):
+                if older.stem != f"step={step}":
+                    older.unlink()
+
+
+class StopWhole(Callback):
+    """Ctrl-C and SIGTERM let the step that runs finish, save the state and print the command that goes on from there.
+
+    A second signal stops at once, with the last checkpoint as it is.
+    """
+
+    def __init__(self, path: Path, command: str) -> None:
+        self.path, self.command = path, command
+        self.asked = self.whole = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.whole = True
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):  # Lightning restores what was there before
+                signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.asked:
+            self.whole = False
+            raise KeyboardInterrupt
+        self.asked = True
+        print(f"\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr, flush=True)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
+        if pl_module.at_step_end:
+            self._stop_if_asked(trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
+        self._stop_if_asked(trainer)
+
+    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+        if trainer.strategy.reduce_boolean_decision(self.asked, all=False):
+            raise KeyboardInterrupt
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt) and self.whole and trainer.global_step > 0:
+            trainer.save_checkpoint(self.path)
+            if trainer.is_global_zero:
+                said = f"\nstopped at step {trainer.global_step}; state saved. To go on:\n  {self.command}"
+                print(said, file=sys.stderr)
+
+
+class KeepBest(Callback):
+    """After each validation, the heads of the ``keep`` highest recalls are in ``folder``, each ready for inference.
+
+    The names say all there is to know, so a resumed run goes on with what it finds.
+    """
+
+    NAME = re.compile(r"^recall=(\d\.\d{4})-step=(\d+)$")
+
+    def __init__(self, folder: Path, keep: int, dtype: torch.dtype) -> None:
+        self.folder, self.keep, self.dtype = folder, keep, dtype
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        recall = pl_module.validated.get("val/recall")
+        if recall is None or not self.keep:
+            return
+        mine = (f"{recall:.4f}", trainer.global_step)
+        best = sorted({*self._kept(), mine}, key=lambda entry: (float(entry[0]), entry[1]))[-self.keep :]
+        if mine in trainer.strategy.broadcast(best):
+            heads = gather_heads(trainer)
+            if heads is not None:
+                save_heads(heads, self.folder / f"recall={mine[0]}-step={mine[1]}", self.dtype)
+        if trainer.is_global_zero:
+            for entry in set(self._kept()) - set(best):
+                shutil.rmtree(self.folder / f"recall={entry[0]}-step={entry[1]}")
+
+    def _kept(self) -> list[tuple[str, int]]:
+        found = [self.NAME.match(path.name) for path in self.folder.iterdir()] if self.folder.exists() else []
+        return [(match[1], int(match[2])) for match in found if match]

@@ -1,0 +1,88 @@
+"""One key, ``trainer.strategy``, to how heads and backbone lie on the devices, and how gradients become one.
+
+=========================  ==========================================  ==================================
+key                        heads, with their optimiser                 frozen backbone
+=========================  ==========================================  ==================================
+``auto``                   on the one device                           on the one device
+``ddp``                    on every device; gradients averaged once    on every device
+                           a step
+``fsdp``                   sharded, layer by layer (FSDP2)             sharded, layer by layer
+=========================  ==========================================  ==================================
+
+Every layer's loss is back-propagated inside the forward, so ``ddp`` wraps no module: it averages the finished gradients,
+which is exact, and cheap since heads are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+
+from ..backbones.families import decoder_of
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """Processes with whole copies and no wrapper around the forward; see ``average_gradients``."""
+
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        for weight in self.model.parameters():
+            dist.broadcast(weight.data, src=0)
+
+
+def make_strategy(name: str, devices: int, num_nodes: int) -> Strategy | str:
+    """Lightning's strategy for ``trainer.strategy``.
+
+    Raises:
+        ValueError: more than one process without a strategy that joins them.
+    """
+    world = devices * num_nodes
+    if name == "ddp":
+        return ReplicatedStrategy()
+    if name == "fsdp":
+        return ModelParallelStrategy(world, 1, save_distributed_checkpoint=False)
+    if world > 1:
+        raise ValueError(
+            f"trainer.strategy={name} runs one process, not trainer.devices={devices} on "
+            f"trainer.num_nodes={num_nodes}: choose ddp or fsdp"
+        )
+    return "auto"
+
+
+def shard(heads: Any, backbone: Any, mesh: Any) -> None:
+    """FSDP2: each head and each backbone layer is gathered where it runs and given back after it."""
+    from torch.distributed.fsdp import fully_shard
+
+    for head in heads.layers:
+        fully_shard(head, mesh=mesh)
+    decoder = decoder_of(backbone)
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; any other as it is. Shares memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Mean over processes, in place. Sharded gradients are left: FSDP has averaged them."""
+    if not dist.is_initialized():
+        return
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and not hasattr(grad, "to_local"):
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+
+
+def clip_values(parameters: Iterable[nn.Parameter], bound: float) -> None:
+    """Clamp every gradient element to ``[-bound, bound]``, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).clamp_(-bound, bound)

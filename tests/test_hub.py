@@ -1,0 +1,334 @@
+"""Publishing and loading by name, through the real client, against a local server that speaks the Hub's calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hub_server import HubServer
+from safetensors.torch import load_file
+from tiny_tokenizer import save_tiny_backbone
+
+from locret_kit import HeadsConfig, RetainingHeads
+from locret_kit.backbones.families import BackboneSpec
+from locret_kit.card import make_card, read_results, split_card, summarise, write_release
+from locret_kit.checkpoint import save_heads, state_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = BackboneSpec("llama", 3, 4, 2, 8, "silu", (None,) * 3)
+INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
+CONFIG = HeadsConfig.for_backbone(SPEC, "lab/tiny", 16, target="log_prob", inference=INFERENCE)
+ROWS = [
+    {"task": "R.PassKey", "haystack": h, "length": 4096, "budget": b, "policy": p, "heads": n, "sample": i, "score": s}
+    for h, b, p, n, i, s in (
+        ("jargon", 512, "locret", "heads", 0, 1.0),
+        ("jargon", 512, "locret", "heads", 1, 0.0),
+        ("repeated", 512, "locret", "heads", 0, 1.0),
+        ("jargon", 512, "streaming", "-", 0, 0.0),
+        ("jargon", 512, "locret", "other", 0, 0.25),
+    )
+]
+
+
+def make(config: HeadsConfig = CONFIG, seed: int = 0) -> RetainingHeads:
+    torch.manual_seed(seed)
+    return RetainingHeads(config)
+
+
+def save(folder: Path, config: HeadsConfig = CONFIG) -> Path:
+    save_heads(make(config), folder, torch.bfloat16)
+    save_heads(make(config), folder.with_suffix(".pt"), torch.bfloat16)
+    (folder / "curves.csv").write_text("step,loss\n1,2.0\n")
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"half')
+    training = {
+        "data": {"sources": ["synthetic", "Some/Set", "/home/me/secret/x.jsonl"], "max_tokens": 512},
+        "optim": {"steps": 4, "accumulate": 1, "lr": 0.001},
+        "target": {"kind": "log_prob"},
+        "loss": {"top_fraction": 0.05, "top_weight": 20.0},
+    }
+    (folder / "training.json").write_text(json.dumps(training))
+    return folder
+
+
+# ---- the card and the folder that is published --------------------------------------------------------------------
+
+
+def test_the_release_holds_heads_card_curves_and_results(tmp_path):
+    source = save(tmp_path / "heads")
+    for n, given in enumerate((source, source.with_suffix(".pt"))):
+        target = tmp_path / f"release{n}"
+        names = write_release(make(), "me/heads", target, given)
+        assert names == [
+            "README.md", "config.json", "curves.csv", "model.safetensors", "results.jsonl", "training.json",
+        ]  # fmt: skip
+        back = RetainingHeads.from_pretrained(str(target))
+        assert back.config == CONFIG
+        assert not any("/home" in (target / name).read_text() for name in ("README.md", "training.json"))
+
+
+def test_metadata_of_the_card(tmp_path):
+    write_release(make(), "me/heads", tmp_path / "release", save(tmp_path / "heads"))
+    text = (tmp_path / "release" / "README.md").read_text()
+    data = yaml.safe_load(text.split("---\n")[1])
+    index = data.pop("model-index")
+    assert data == {
+        "base_model": "lab/tiny", "base_model_relation": "adapter", "library_name": "locret_kit",
+        "license": "apache-2.0", "tags": ["locret", "kv-cache", "long-context"], "datasets": ["Some/Set"],
+    }  # fmt: skip
+    assert index[0]["name"] == "heads"
+    results = {r["dataset"]["config"]: r["metrics"][0] for r in index[0]["results"]}
+    assert results.keys() == {"jargon, 4096 tokens", "repeated, 4096 tokens"}, "and no other heads, no other policy"
+    assert results["jargon, 4096 tokens"]["value"] == 0.5
+    assert results["jargon, 4096 tokens"]["args"] == {"budget": 512, "samples": 2}
+    assert "| R.PassKey | jargon | 4096 | 512 | match | 0.500 (n=2) |" in text
+
+
+def test_the_clients_own_reader_takes_the_card_back():
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(make_card(CONFIG, "me/heads", "# Heads", ROWS[:3]))
+    assert [(r.dataset_config, r.metric_value) for r in card.data.eval_results] == [
+        ("jargon, 4096 tokens", 0.5),
+        ("repeated, 4096 tokens", 1.0),
+    ]
+
+
+def test_a_hand_written_card_keeps_its_words_and_gets_what_it_lacks(tmp_path):
+    source = save(tmp_path / "heads")
+    (source / "README.md").write_text(
+        "---\nlicense: mit\ntags: [mine]\nbase_model: lab/other\nlanguage: en\n---\n# My heads\n\nAs I say.\n"
+    )
+    write_release(make(), "me/heads", tmp_path / "r", source)
+    given, prose = split_card((tmp_path / "r" / "README.md").read_text())
+    assert (given["license"], given["tags"], given["language"]) == ("mit", ["mine"], "en")
+    assert given["base_model"] == "lab/other" == RetainingHeads.from_pretrained(str(tmp_path / "r")).config.backbone
+    assert prose.strip().startswith("# My heads\n\nAs I say.")
+    assert 'RetainingHeads.from_pretrained("me/heads")' in prose
+    write_release(make(), "me/heads", tmp_path / "r2", source, license="apache-2.0", base_model="lab/tiny")
+    given, _ = split_card((tmp_path / "r2" / "README.md").read_text())
+    assert (given["license"], given["base_model"]) == ("apache-2.0", "lab/tiny")
+
+
+def test_the_shipped_heads_can_be_published(tmp_path):
+    shipped = ROOT / "checkpoints" / "smollm2-135m-locret"
+    write_release(RetainingHeads.from_pretrained(str(shipped)), "me/heads", tmp_path, shipped)
+    assert json.loads((tmp_path / "config.json").read_text())["backbone"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    ours, theirs = (RetainingHeads.from_pretrained(str(path)).state_dict() for path in (shipped, tmp_path))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_weights_are_published_without_loss(tmp_path, exact):
+    heads = make().to(torch.bfloat16).float() if exact else make()
+    write_release(heads, "me/heads", tmp_path)
+    back = RetainingHeads.from_pretrained(str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), back.parameters(), strict=True))
+    kinds = {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()}
+    assert kinds == {torch.bfloat16 if exact else torch.float32}
+
+
+def test_what_others_could_not_load_is_refused(tmp_path):
+    for config, flag in (
+        (replace(CONFIG, backbone=str(tmp_path)), "--base-model"),
+        (replace(CONFIG, backbone="checkpoints/none"), "--base-model"),
+        (replace(CONFIG, adapter=str(tmp_path)), "--adapter"),
+    ):
+        with pytest.raises(ValueError, match=f"others cannot load: give {flag} user/name"):
+            write_release(make(config), "me/heads", tmp_path / "r")
+    for repo in ("heads", "a/b/c", "me/", "../x", "me/a b"):
+        with pytest.raises(ValueError, match="must be user/name"):
+            write_release(make(), repo, tmp_path / "r")
+    write_release(make(replace(CONFIG, adapter=str(tmp_path))), "me/heads", tmp_path / "r", adapter="lab/lora")
+    assert RetainingHeads.from_pretrained(str(tmp_path / "r")).config.adapter == "lab/lora"
+    assert 'load_backbone("lab/tiny", adapter="lab/lora")' in (tmp_path / "r" / "README.md").read_text()
+
+
+def test_results_are_means_of_what_was_scored(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = '{"task": "t", "policy": "locret", "score": '
+    file.write_text(f'{row}null}}\n[1]\n{row}1}}\n\n{row}0.5}}\n{{"ta')
+    assert [(k["task"], v, n) for k, v, n in summarise(list(read_results(file)))] == [("t", 0.75, 2)]
+
+
+# ---- the real client against a local server -----------------------------------------------------------------------
+
+PRELUDE = """
+import io, json, os, sys
+from contextlib import redirect_stderr, redirect_stdout
+def cli(name, *argv, stdin=""):
+    from importlib import import_module
+    out, err = io.StringIO(), io.StringIO()
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    with redirect_stdout(out), redirect_stderr(err):
+        status = import_module("locret_kit.cli." + name).main(list(argv))
+    return status, out.getvalue(), err.getvalue()
+def report(**values):
+    print("REPORT", json.dumps(values))
+def load(name, **more):
+    from locret_kit import RetainingHeads
+    try:
+        return RetainingHeads.from_pretrained(name, **more).config.backbone
+    except (OSError, ValueError) as error:
+        return str(error)
+"""
+
+
+def client(hub_url: str, cache: Path, code: str, *argv: str, **env: str) -> dict:
+    """Run ``code`` in a fresh process whose Hub is ``hub_url``; what it reports."""
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    settings = {
+        "HF_ENDPOINT": hub_url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+    }  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code, *argv], env={**keep, **settings, **env}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
+    assert run.returncode == 0 and lines, run.stdout[-2000:] + run.stderr[-3000:]
+    return {k: v for line in lines for k, v in json.loads(line[7:]).items()}
+
+
+ROUND_TRIP = """
+import importlib.util, re
+ckpt, work, root = sys.argv[1:]
+os.environ.pop("HF_TOKEN")
+dry = cli("publish", "--ckpt", ckpt, "--repo", "me/heads", "--private", "--dry-run")
+os.environ["HF_TOKEN"] = "hf_me"
+report(dry=dry, published=cli("publish", "--ckpt", ckpt, "--repo", "me/heads", "--message", "first"))
+report(again=cli("publish", "--ckpt", ckpt, "--repo", "me/heads"))
+from huggingface_hub import list_repo_files
+report(names=sorted(list_repo_files("me/heads")), backbone=load("me/heads"), bin=load("old/heads", backbone="lab/tiny"))
+text = "The harbour was quiet. The pass key is 12345. " * 12
+report(infer=cli("infer", "--ckpt", "me/heads", "--max-new-tokens", "3", "--device", "cpu", stdin=text))
+os.chdir(work)
+open("long.txt", "w").write(text)
+from huggingface_hub import hf_hub_download
+snippet = re.search(r"```python\\n(.*?)```", open(hf_hub_download("me/heads", "README.md")).read(), re.S)[1]
+out = io.StringIO()
+with redirect_stdout(out):
+    exec(snippet, names := {})
+report(snippet=[names["cache"].get_seq_length(), names["ids"].shape[1], names["out"].shape[1]])
+spec = importlib.util.spec_from_file_location("fetch_backbone", root + "/scripts/fetch_backbone.py")
+fetch = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fetch)
+fetch.REPO = "lab/tiny"
+made = fetch.Path(work) / "made"
+made.mkdir()
+report(fetched=[fetch.from_hub(made), sorted(p.name for p in made.iterdir())])
+"""
+
+OUT_OF_REACH = """
+report(
+    cached=load("me/heads"), absent=load("me/absent"),
+    publish=cli("publish", "--ckpt", sys.argv[1], "--repo", "me/heads"),
+)
+"""
+
+
+def test_publish_list_download_infer(tmp_path):
+    ckpt, cache = save(tmp_path / "heads"), tmp_path / "cache"
+    tiny = save_tiny_backbone(tmp_path / "tiny")
+    torch.save(state_of(make(), torch.bfloat16), tmp_path / "heads.bin")
+    with HubServer() as hub:
+        hub.add("lab/tiny", {file.name: file.read_bytes() for file in tiny.iterdir()})
+        hub.add("old/heads", {"README.md": b"", "heads.bin": (tmp_path / "heads.bin").read_bytes()})
+        said = client(hub.url, cache, ROUND_TRIP, str(ckpt), str(tmp_path), str(ROOT), HF_TOKEN="hf_me")
+        repo = hub.repos["me/heads"]
+        status, listing, err = said["dry"]
+        assert (status, err) == (0, "")
+        assert "would go to me/heads (private if it is new)" in listing and "base_model: lab/tiny" in listing
+        size = (ckpt / "model.safetensors").stat().st_size
+        assert re.search(rf"{size:,}  model\.safetensors", listing)
+        assert said["published"][0] == said["again"][0] == 0, said
+        assert said["published"][1].strip() == f"{hub.url}/me/heads/commit/{repo.commits[0][0]}"
+        assert not repo.private and len(repo.commits) <= 2
+        assert said["names"] == sorted(
+            ["README.md", "config.json", "curves.csv", "model.safetensors", "results.jsonl", "training.json"]
+        )
+        assert repo.files["model.safetensors"] == (ckpt / "model.safetensors").read_bytes()
+        assert said["backbone"] == said["bin"] == "lab/tiny"
+        assert said["infer"][0] == 0 and "backbone: lab/tiny" in said["infer"][2], said["infer"]
+        seen, prompt, total = said["snippet"]
+        assert prompt > 64 and prompt < total <= prompt + 32 and seen >= prompt
+        source, files = said["fetched"]
+        assert source.startswith("Hugging Face Hub, lab/tiny@")
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    # The server is gone: what was loaded once still loads, what was not is one line.
+    offline = client(hub.url, cache, OUT_OF_REACH, str(ckpt), HF_TOKEN="hf_me", HF_HUB_OFFLINE="1")
+    unreachable = client(hub.url, cache, OUT_OF_REACH, str(ckpt), HF_TOKEN="hf_me")
+    assert offline["cached"] == unreachable["cached"] == "lab/tiny"
+    assert "ckpt='me/absent': not a local file, and the Hub says: offline mode is on" in offline["absent"]
+    assert f"{hub.url} cannot be reached" in unreachable["absent"]
+    for said, words in ((offline, "offline mode is on"), (unreachable, "cannot be reached")):
+        status, out, err = said["publish"]
+        assert (status, out) == (1, "") and err.count("\n") == 1
+        assert err.startswith("locret-publish: repo='me/heads': nothing was published:") and words in err
+
+
+ERRORS = """
+ckpt = sys.argv[1]
+def publish(repo, token, *more):
+    os.environ["HF_TOKEN"] = token
+    return cli("publish", "--ckpt", ckpt, "--repo", repo, *more)
+os.environ.pop("HF_TOKEN", None)
+report(no_token=cli("publish", "--ckpt", ckpt, "--repo", "me/new"))
+report(
+    wrong_token=publish("me/new", "nonsense"),
+    theirs=publish("you/heads", "hf_me"),
+    not_mine=publish("you/new", "hf_me"),
+    other=publish("me/model", "hf_me"),
+    lost=publish("me/lost", "hf_me"),
+    private=publish("me/secret", "hf_me", "--private"),
+    bad_name=publish("me", "hf_me"),
+    no_file=cli("publish", "--ckpt", ckpt + "x", "--repo", "me/new"),
+    empty=publish("me/new", "hf_me", "--message", " "),
+)
+os.environ["HF_TOKEN"] = "hf_you"
+report(hidden=load("me/secret"), revision=load("you/heads", revision="v9"))
+os.environ.pop("HF_TOKEN")
+report(gated=load("you/gated"), missing=load("you/none"), no_heads=load("me/model"))
+"""
+
+
+def test_every_refusal_is_one_clear_line(tmp_path):
+    ckpt = save(tmp_path / "heads")
+    with HubServer() as hub:
+        hub.add("you/heads", {p.name: p.read_bytes() for p in ckpt.iterdir()})
+        hub.add("you/gated", {"config.json": b"{}", "model.safetensors": b""}, gated=True)
+        hub.add("me/model", {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"})
+        hub.fail = ("POST", "/me/lost/commit")
+        said = client(hub.url, tmp_path / "cache", ERRORS, str(ckpt))
+        for name, words in {
+            "no_token": "repo='me/new': no Hub token: set HF_TOKEN or run `hf auth login`",
+            "wrong_token": "the token is not valid",
+            "theirs": "the token may not write to you/heads: it belongs to someone else",
+            "not_mine": "the token may not write to you/new",
+            "other": "it exists and holds something else (config.json, tokenizer.json); give another name",
+            "lost": f"nothing was published: {hub.url} cannot be reached",
+            "bad_name": "repo='me' must be user/name",
+            "no_file": "no such file or folder",
+            "empty": "message='' must not be empty",
+        }.items():
+            status, out, err = said[name]
+            assert (status, out, err.count("\n")) == (1, "", 1), (name, said[name])
+            assert err.startswith("locret-publish: ") and words in err, (name, err)
+        assert said["private"][0] == 0 and hub.repos["me/secret"].private
+        assert hub.repos["me/lost"].commits == [], "the files were sent, but no revision has them"
+        assert len(hub.repos["you/heads"].commits) == 1 and set(hub.repos["me/model"].files) == {
+            "config.json",
+            "tokenizer.json",
+        }
+        assert "there is no me/secret, or it is private" in said["hidden"]
+        assert "you/heads has no such revision" in said["revision"]
+        assert f"you/gated is gated: accept its terms at {hub.url}/you/gated" in said["gated"]
+        assert "there is no you/none" in said["missing"]
+        assert "holds neither model.safetensors nor one .bin" in said["no_heads"]

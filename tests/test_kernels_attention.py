@@ -1,0 +1,195 @@
+"""Column statistics, the CIS target and decoding: Triton (interpreted) against the references, those against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import KERNELS, REFERENCES, close, poisoned
+
+from locret_kernels.column_stats import STATISTICS
+from locret_kit.cis import cis_target
+
+GROUPS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (3, 1)}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def queries_and_keys(Q, H, T, S, D, B=1, dtype=torch.float32):
+    return random(B, Q, T, D, seed=1, dtype=dtype), random(B, H, S, D, seed=2, dtype=dtype)
+
+
+def attention(q, k, scaling, pos_T=None):
+    """Weights ``[B, H, G, T, S]``, logits and log-sum-exp in float64, written out."""
+    B, Q, T = q.shape[:3]
+    H, S = k.shape[1:3]
+    k = k.double().repeat_interleave(Q // H, 1)
+    logits = q.double() @ k.transpose(-1, -2) * scaling
+    pos_T = torch.arange(S - T, S) if pos_T is None else pos_T
+    logits = logits.masked_fill(torch.arange(S) > pos_T[:, None], float("-inf")).view(B, H, Q // H, T, S)
+    return logits.softmax(-1), logits, logits.logsumexp(-1)
+
+
+# ---- column statistics -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("T", "S", "D"), [(1, 1, 64), (7, 7, 64), (5, 129, 96), (70, 75, 128), (33, 40, 256)])
+def test_column_stats(group, T, S, D):
+    Q, H = GROUPS[group]
+    q, k = queries_and_keys(Q, H, T, S, D, B=2 if D == 64 else 1)
+    lse = REFERENCES["log_sum_exp"](q, k, 0.2)
+    with poisoned():
+        close(KERNELS["log_sum_exp"](q, k, 0.2), lse)
+        mine = KERNELS["column_stats"](q, k, 0.2, lse, want=STATISTICS)
+    theirs = REFERENCES["column_stats"](q, k, 0.2, lse, want=STATISTICS)
+    a = attention(q, k, 0.2)[0].mean(2)
+    seen = torch.arange(S - T + 1, S + 1)[:, None]
+    oracle = {"sum": a.sum(2), "square": a.square().sum(2), "above": (a > 1.00001 / seen).sum(2), "last": a[:, :, -1]}
+    for name, expected in oracle.items():
+        close(getattr(theirs, name), expected.float())
+        close(getattr(mine, name), getattr(theirs, name))
+
+
+@pytest.mark.parametrize("name", sorted(STATISTICS))
+def test_only_what_is_wanted(name):
+    q, k = queries_and_keys(4, 2, 5, 9, 64)
+    lse = REFERENCES["log_sum_exp"](q, k, 0.2)
+    want = frozenset({name})
+    mine, theirs = (f["column_stats"](q, k, 0.2, lse, want=want)._asdict() for f in (KERNELS, REFERENCES))
+    close(mine.pop(name), theirs.pop(name))
+    assert set(mine.values()) == set(theirs.values()) == {None}
+
+
+@pytest.mark.parametrize(("W", "S"), [(1, 1), (4, 4), (6, 300)])
+def test_window_attention(W, S):
+    q, k = queries_and_keys(4, 2, W, S, 64)
+    with poisoned():
+        mine = KERNELS["window_attention"](q, k, 0.2)
+    close(mine, REFERENCES["window_attention"](q, k, 0.2))
+    close(mine, attention(q, k, 0.2)[0].mean(2).sum(2).float())
+
+
+def test_rows_of_a_larger_buffer():
+    """Keys are the filled part of a preallocated buffer; queries are transposed, as transformers hands them over."""
+    buffer = torch.full((1, 2, 50, 64), float("nan"))
+    q, k = queries_and_keys(4, 2, 5, 33, 64)
+    buffer[:, :, :33] = k
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = REFERENCES["log_sum_exp"](q, k, 0.2)
+    mine = KERNELS["column_stats"](q, buffer[:, :, :33], 0.2, lse, want=frozenset({"sum"})).sum
+    close(mine, REFERENCES["column_stats"](q, k, 0.2, lse, want=frozenset({"sum"})).sum)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    T=st.integers(1, 40), older=st.integers(0, 90), D=st.sampled_from([64, 96]), group=st.sampled_from(sorted(GROUPS))
+)
+def test_a_querys_attention_sums_to_one(T, older, D, group):
+    Q, H = GROUPS[group]
+    q, k = queries_and_keys(Q, H, T, T + older, D)
+    lse = KERNELS["log_sum_exp"](q, k, 0.1)
+    stats = KERNELS["column_stats"](q, k, 0.1, lse, want=frozenset({"sum", "last"}))
+    close(stats.sum.sum(-1), torch.full((1, H), float(T)), torch.bfloat16)
+    close(stats.last.sum(-1), torch.ones(1, H), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    q, k = queries_and_keys(4, 2, 9, 70, 64, dtype=dtype)
+    lse = KERNELS["log_sum_exp"](q, k, 0.1)
+    close(lse, attention(q, k, 0.1)[2].float().flatten(1, 2), dtype)
+    mine = KERNELS["column_stats"](q, k, 0.1, lse, want=STATISTICS)
+    theirs = REFERENCES["column_stats"](q, k, 0.1, lse, want=STATISTICS)
+    for a, b in zip((mine.sum, mine.square, mine.last), (theirs.sum, theirs.square, theirs.last), strict=True):
+        close(a, b, dtype)
+
+
+# ---- the CIS target ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_prob", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("T", "S", "D"), [(1, 1, 64), (7, 129, 96), (70, 90, 128), (3, 65, 256)])
+def test_column_max(T, S, D, group, log_prob):
+    Q, H = GROUPS[group]
+    q, k = queries_and_keys(Q, H, T, S, D)
+    pos = torch.randperm(S, generator=torch.Generator().manual_seed(3))[:T].sort().values
+    with poisoned():
+        mine = KERNELS["column_max"](q, k, pos, 0.2, log_prob=log_prob)
+    theirs = REFERENCES["column_max"](q, k, pos, 0.2, log_prob=log_prob)
+    _, logits, lse = attention(q, k, 0.2, pos)
+    oracle = (logits - lse[..., None] if log_prob else logits).amax((2, 3)).float()
+    close(theirs, oracle)
+    close(mine, oracle)
+    kind = "log_prob" if log_prob else "logit"
+    target = cis_target(q, k, pos, 0.2, kind=kind, floor=-12.0)
+    close(mine.clamp_min(-12.0) if log_prob else mine, target)
+
+
+def test_slots_that_no_query_sees():
+    q, k = queries_and_keys(2, 1, 2, 9, 64)
+    out = KERNELS["column_max"](q, k, torch.tensor([3, 5]), 0.2)
+    assert torch.isinf(out[..., 6:]).all() and torch.isfinite(out[..., :6]).all()
+
+
+@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+def test_no_query(functions):
+    q, k = queries_and_keys(2, 1, 0, 9, 64)
+    with pytest.raises(ValueError, match="a target needs at least one answer query"):
+        functions["column_max"](q, k, torch.zeros(0, dtype=torch.int64), 0.2)
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("lengths", "D"), [([1, 7, 129], 64), ([65, 64, 2], 96), ([40, 1, 33], 128), ([300, 3, 5], 256)]
+)
+def test_ragged_decode(lengths, D, group, rotate):
+    Q, H = GROUPS[group]
+    lengths = torch.tensor([[length + 2 * b for length in lengths[:H]] for b in range(2)])
+    stretch = lengths + 3  # room for new rows behind each head's, poisoned
+    starts = (stretch.flatten().cumsum(0) - stretch.flatten()).view(2, H)
+    total, longest = int(stretch.sum()), int(lengths.max())
+    keys, values = (torch.full((total, D), float("nan")) for _ in range(2))
+    for seed, (start, rows) in enumerate(zip(starts.flatten().tolist(), lengths.flatten().tolist(), strict=True)):
+        keys[start : start + rows] = random(rows, D, seed=10 + seed)
+        values[start : start + rows] = random(rows, D, seed=20 + seed)
+    angle = torch.arange(longest)[:, None] * (0.3 ** torch.arange(D // 2)).repeat(2)
+    tables = dict(cos_SD=angle.cos(), sin_SD=angle.sin()) if rotate else {}
+    arguments = (random(2, Q, D), keys, values, starts, lengths, 0.2)
+    with poisoned():
+        mine = KERNELS["ragged_decode"](*arguments, longest=longest, **tables)
+    theirs = REFERENCES["ragged_decode"](*arguments, longest=longest, **tables)
+    close(mine, theirs)
+    b, h, rows = 1, H - 1, int(lengths[1, H - 1])
+    k, v = (x[int(starts[b, h]) :][:rows].double() for x in (keys, values))
+    if rotate:
+        turned = torch.view_as_complex(torch.stack((k[:, : D // 2], k[:, D // 2 :]), -1).contiguous())
+        turned = turned * torch.polar(torch.ones(rows, D // 2).double(), angle[:rows, : D // 2].double())
+        k = torch.cat((turned.real, turned.imag), -1)
+    oracle = (arguments[0][b, -1].double() @ k.T * 0.2).softmax(-1) @ v
+    close(mine[b, -1], oracle.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(k=(1, 2, 9, 80), q=(1, 4, 3, 80)), "head size 80 must be one of: 64, 96, 128, 256"),
+        (dict(k=(1, 3, 9, 64)), "do not belong together"),
+        (dict(dtype=torch.float64), "q is torch.float64: backend='triton' takes float32, bfloat16, float16"),
+    ],
+)
+def test_what_the_kernels_refuse(change, message):
+    shapes = {"q": (1, 4, 3, 64), "k": (1, 2, 9, 64), **{n: s for n, s in change.items() if n != "dtype"}}
+    q, k = (torch.zeros(shapes[name], dtype=change.get("dtype", torch.float32)) for name in "qk")
+    for call in (lambda: KERNELS["log_sum_exp"](q, k, 1.0), lambda: KERNELS["column_max"](q, k, torch.arange(3), 1.0)):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert message in str(caught.value)

@@ -1,0 +1,80 @@
+"""The kernels compile for cards that are not here, within the committed table; and the check that says so can fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import util
+from pathlib import Path
+
+import pytest
+from interpreted import KERNELS, tiles
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
+TABLE = BENCHMARKS / "compile_table.csv"
+
+
+def module():
+    spec = util.spec_from_file_location("compile_check", BENCHMARKS / "compile_check.py")
+    loaded = util.module_from_spec(spec)
+    sys.modules["compile_check"] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+check = module()
+
+
+def test_one_card_and_head_size_within_the_table():
+    """All of them take minutes: run compile_check.py without --arch and --head-size."""
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "compile_check.py"),
+        "--arch",
+        "89",
+        "--head-size",
+        "128",
+        "--against",
+        str(TABLE),
+    ]
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, env=clean)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert "15 compilations, 0 problems" in run.stdout
+
+
+def test_the_table_is_whole():
+    rows = check.read(TABLE)
+    assert {row.arch for row in rows} == {80, 89, 90}
+    assert {row.head_size for row in rows} == set(tiles.HEAD_SIZES)
+    assert len({row.kernel for row in rows}) == 7 <= len(KERNELS)
+    assert len({row.key for row in rows}) == len(rows)
+    assert check.problems(rows, rows) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(shared_bytes=99 * 1024 + 1), "101377 bytes of shared memory, above 99 KiB"),
+        (dict(stack_bytes=8), "8 bytes of stack a thread: registers spill"),
+        (dict(shared_bytes=40_001), "shared memory grew from 40000 to 40001 bytes"),
+        (dict(head_size=96), "not in the committed table"),
+    ],
+)
+def test_what_the_check_finds(change, message):
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0)
+    assert check.problems([row], [row]) == []
+    assert any(message in line for line in check.problems([replace(row, **change)], [row]))
+
+
+def test_a_table_of_another_triton_binds_nothing():
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0)
+    assert check.problems([replace(row, shared_bytes=50_000)], [replace(row, triton="0.0")]) == []
+
+
+def test_rows_survive_the_disk(tmp_path):
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0)
+    check.write(tmp_path / "t.csv", [row])
+    assert check.read(tmp_path / "t.csv") == [row]
