@@ -32,6 +32,17 @@ def test_a_fork_goes_on_as_a_fresh_run(policy):
             assert held(common) == before
 
 
+def test_a_fork_of_a_quantised_cache():
+    model, document = backbone(), tokens(182, seed=9)  # whole chunks: other pieces are quantised with other rounding
+    with attach(model), torch.no_grad():
+        common = make("h2o", 100, length=None, kv_bits=4)
+        prefill(model, document, common)
+        ids = document + tokens(18, seed=1)
+        fresh = logits_after(model, make("h2o", 100, length=200, kv_bits=4), ids)
+        assert torch.equal(logits_after(model, common.fork(200), ids), fresh)
+        assert not torch.equal(logits_after(model, make("h2o", 100, length=200), ids), fresh)
+
+
 def test_a_fork_that_would_not_equal_a_fresh_run_is_refused():
     model = backbone()
     with attach(model), torch.no_grad():

@@ -156,6 +156,8 @@ BAD = [
     (b"text", ["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
     (b"text", ["--top-p", "0"], "top_p=0.0 must be above 0"),
     (b"text", ["--max-new-tokens", "0"], "max_new_tokens=0"),
+    (b"text", ["--report", "{place}/nowhere/report.json"], "its folder is missing"),
+    (b"text", ["--positions", "clipt"], "Did you mean 'clipped'?"),
     (b"text", ["--decode-every", "0"], "decode_every=0 must be from 1 to chunk=32"),
 ]
 

@@ -25,13 +25,14 @@ from .attention import attend_rows, attend_rows_lse
 from .entropy import token_entropy
 from .fork import fork
 from .layers import BoundedLayer, Part, RaggedLayer
+from .positions import Positions
+from .quantised import SPARE, QuantisedLayer, Scratch, check_bits
 from .schedule import Schedule
 from .view import slots_of
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
 
-POSITIONS = ("compact", "original")
 TABLE_STEP = 64
 """Rotation tables of ragged heads are made for lengths rounded up to this, so that few are needed."""
 
@@ -62,11 +63,14 @@ class BoundedCache(Cache):
             boundary is treated as one in the middle of the prompt.
         stabilizers: newest slots that a prefill eviction may not take.
         positions: "compact" rotates keys by their row, so no position exceeds ``budget + chunk``; "original" keeps the
-            true positions. Default: compact where the architecture has an adapter.
+            true positions; "clipped(4096)" those of the newest 4,096 tokens, and rows below (see ``positions``).
+            Default: compact where the architecture has an adapter.
         seed: for policies that draw.
         decode_every: decoded tokens between evictions; by default decoding evicts only when the buffers are full.
         one_shot: evict once, when the whole prompt has been read (the form of SnapKV, PyramidKV and NaCl): the prompt is
             the chunk, and nothing is held back. The buffers then hold ``budget + prompt_length`` rows.
+        kv_bits: 4 or 2 bits for a number of keys and values, but for the newest rows (see ``quantised``); by default the
+            model's dtype. Layers with a window keep theirs as they come.
 
     Raises:
         ValueError: a setting out of range; names the setting, its value and the bound.
@@ -86,17 +90,26 @@ class BoundedCache(Cache):
         seed: int = 0,
         decode_every: int | None = None,
         one_shot: bool = False,
+        kv_bits: int | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy
-        if positions is not None and positions not in POSITIONS:
-            raise ValueError(f"positions={positions!r} must be one of: {', '.join(POSITIONS)}")
+        if positions is not None:
+            Positions.parse(positions, 1)
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
+        check_bits(kv_bits)
+        if kv_bits is not None and self.policy.ragged:
+            raise ValueError(
+                f"kv_bits={kv_bits} needs heads of equal budgets; policy={self.policy.name!r} tells them apart"
+            )
         self.schedule = Schedule.scaled(budget, chunk, prompt_length, stabilizers, local_len, decode_every, one_shot)
         self.heads = heads if self.policy.needs_heads else None
         self.positions = positions
+        self.places = Positions(None)
         self.seed = seed
+        self.kv_bits = kv_bits
+        self.scratch = Scratch()
         self.counters = CacheCounters()
         self.spec: BackboneSpec | None = None
         self.wants_unrotated = False
@@ -123,7 +136,8 @@ class BoundedCache(Cache):
         self.wants_unrotated = has_adapter(config)
         if self.positions is None:
             self.positions = "compact" if self.wants_unrotated else "original"
-        if self.positions == "compact" or self.heads is not None:
+        self.places = Positions.parse(self.positions, getattr(config, "max_position_embeddings", 0))
+        if self.places.span is not None or self.heads is not None:
             require_adapter(config)
         if self.heads is not None:
             self.heads.check_backbone(spec)
@@ -133,15 +147,20 @@ class BoundedCache(Cache):
             if window is not None:  # the rows that the window can still see beside one block, and no more
                 self.layers.append(BoundedLayer(window - 1 + self.schedule.chunk, window))
             elif self.policy.keeps_everything:
-                self.layers.append(BoundedLayer(self.schedule.prompt_length or 0))
+                self.layers.append(self._layer(self.schedule.prompt_length or 0, spare=0.0))
             else:
-                make = RaggedLayer if self.policy.ragged else BoundedLayer
-                rows = budget + self.schedule.chunk
-                self.layers.append(make(rows, None, len(self.statistics), recent))
+                self.layers.append(self._layer(budget + self.schedule.chunk, len(self.statistics), recent))
         if self.wants_unrotated:
             self.ropes = ropes_of(model, self._span(spec))
         self.model = model
         self.spec = spec
+
+    def _layer(self, capacity: int, statistics: int = 0, recent: int = 0, spare: float = SPARE) -> BoundedLayer:
+        """Rows of one layer without a window."""
+        if self.kv_bits is not None:
+            return QuantisedLayer(capacity, statistics, recent, bits=self.kv_bits, scratch=self.scratch, spare=spare)
+        make = RaggedLayer if self.policy.ragged else BoundedLayer
+        return make(capacity, None, statistics, recent)
 
     def _layer_budgets(self, windows: tuple[int | None, ...]) -> list[int]:
         s, full = self.schedule, sum(window is None for window in windows)
@@ -149,13 +168,12 @@ class BoundedCache(Cache):
         return [next(shares) if window is None else 0 for window in windows]
 
     def _span(self, spec: BackboneSpec) -> int:
-        """The largest position of a run plus one: with compact positions, the rows of the longest head."""
+        """The largest position of a run plus one."""
         s = self.schedule
-        if self.positions != "compact" or self.policy.keeps_everything:
-            return s.prompt_length or (0 if self.policy.keeps_everything else s.capacity)
+        if self.policy.keeps_everything:
+            return s.prompt_length or 0
         heads = spec.n_kv_heads if self.policy.ragged else 1
-        rows = max(self.budgets, default=0) * heads + s.chunk
-        return min(s.prompt_length or rows, rows)
+        return self.places.largest(max(self.budgets, default=0) * heads + s.chunk, s.prompt_length)
 
     # ---- the handler ---------------------------------------------------------------------------------------------
 
@@ -173,6 +191,7 @@ class BoundedCache(Cache):
             out.append(self._block(layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
             if not self.policy.needs_logits:
                 self._evict_if_due(layer, rows)
+            rows.settle()
             start += step
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
@@ -195,8 +214,14 @@ class BoundedCache(Cache):
         """Attention of heads of equal length, read in place; their slots gain its statistics."""
         T, n, keys = q.shape[2], part.keys.shape[2], part.keys
         if self.rotates_rows(rows):
-            cos, sin = self.row_table(layer, rows, n, q)
-            keys, q = rotate(keys, cos, sin), rotate(q, cos[-T:], sin[-T:])
+            if self.places.by_rank:
+                cos, sin = self.row_table(layer, rows, n, q)
+                newest = cos[-T:], sin[-T:]
+            else:
+                rank_S = torch.arange(n, device=q.device)
+                cos, sin = self.place_table(layer, self.places.place(rank_S, part.positions, rows.seen), q)
+                newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
+            keys, q = rotate(keys, cos, sin), rotate(q, *newest)
         if not len(part.stats):
             return attend_rows(q, keys, part.values, scaling, rows.window)
         out, lse = attend_rows_lse(q, keys, part.values, scaling)
@@ -208,8 +233,8 @@ class BoundedCache(Cache):
         return out
 
     def rotates_rows(self, rows: BoundedLayer) -> bool:
-        """Whether keys are stored before RoPE and rotated by their row whenever they are read."""
-        return self.ropes is not None and self.positions == "compact" and rows.window is None
+        """Whether keys are stored before RoPE and rotated whenever they are read."""
+        return self.ropes is not None and self.places.span is not None and rows.window is None
 
     def table(self, rope: Rope, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin ``[length, R]`` of the positions from ``start`` on; made once a forward."""
@@ -225,6 +250,13 @@ class BoundedCache(Cache):
         made = -(-n // TABLE_STEP) * TABLE_STEP if rows.ragged else n
         cos, sin = self.table(self.ropes[layer], 0, made, like)
         return cos[:n], sin[:n]
+
+    def place_table(self, layer: int, place: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[*place, R]`` of positions."""
+        assert self.ropes is not None and self.places.span is not None
+        longest = max(self.places.span, place.shape[-1])
+        cos, sin = self.table(self.ropes[layer], 0, -(-longest // TABLE_STEP) * TABLE_STEP, like)
+        return cos[place], sin[place]
 
     def _entry_scores(self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         began = time.perf_counter()
@@ -357,4 +389,4 @@ class BoundedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(layer.nbytes for layer in self.bounded)
+        return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes

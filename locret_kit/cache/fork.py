@@ -25,6 +25,7 @@ def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
         positions=cache.positions,
         seed=cache.seed,
         decode_every=s.decode_every if prompt_length is not None else None,
+        kv_bits=cache.kv_bits,
     )
     if cache.spec is None:
         return new

@@ -30,6 +30,8 @@ class Part:
     values: Tensor
     stats: Tensor
     """``[statistics, b, h, S]``"""
+    positions: Tensor
+    """``[b, h, S]``"""
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -38,6 +40,8 @@ class BoundedLayer(CacheLayerMixin):
 
     is_sliding = False
     ragged = False
+    per_row: tuple[str, ...] = PER_ROW
+    """Buffers ``[B, H, capacity, ...]`` that move with the rows."""
     keys: Tensor  # type: ignore[assignment]
     values: Tensor  # type: ignore[assignment]
     positions: Tensor
@@ -83,10 +87,17 @@ class BoundedLayer(CacheLayerMixin):
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
         """Write new rows behind the newest one."""
         new = slice(self.rows, self.rows + k.shape[2])
-        self.keys[:, :, new], self.values[:, :, new], self.scores[:, :, new] = k, v, score_BHT
+        self._write(new, k, v)
+        self.scores[:, :, new] = score_BHT
         self.positions[:, :, new] = self._new_positions(k.shape[2])
         self.stats[..., new] = 0
         self._count(k.shape[2])
+
+    def _write(self, new: slice, k: Tensor, v: Tensor) -> None:
+        self.keys[:, :, new], self.values[:, :, new] = k, v
+
+    def settle(self) -> None:
+        """After a block's attention and eviction: bring the new rows into the form in which they are kept."""
 
     def _new_positions(self, T: int) -> Tensor:
         return torch.arange(self.seen, self.seen + T, device=self.device, dtype=torch.int32)
@@ -118,10 +129,15 @@ class BoundedLayer(CacheLayerMixin):
 
     def parts(self) -> Iterator[Part]:
         """The rows as they lie, heads of equal length together."""
-        B, H, n = *self.keys.shape[:2], self.rows
+        B, H = self.positions.shape[:2]
         yield Part(
-            slice(0, B), slice(0, H), self.keys[:, :, :n], self.values[:, :, :n], self.stats[..., :n]
-        )  # fmt: skip
+            slice(0, B),
+            slice(0, H),
+            self.slots("keys"),
+            self.slots("values"),
+            self.slots("stats"),
+            self.slots("positions"),
+        )
 
     def slots(self, name: str) -> Tensor:
         """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right."""
@@ -130,7 +146,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def valid(self) -> Tensor:
         """Boolean ``[B, H, S]``: which slots are no padding."""
-        return torch.ones(*self.keys.shape[:2], self.rows, dtype=torch.bool, device=self.device)
+        return torch.ones(*self.positions.shape[:2], self.rows, dtype=torch.bool, device=self.device)
 
     def spread(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
         """Two tables ``[1, 1, size, R]`` that ``tables(rows)`` gives for a head of so many rows; here all heads are alike."""
@@ -149,13 +165,15 @@ class BoundedLayer(CacheLayerMixin):
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
         index_BHK = rows_of(stay_BHS, mean)
-        for rows in (self.keys, self.values):
-            index = index_BHK[..., None].expand(-1, -1, -1, rows.shape[-1])
+        for rows in self._moving():
+            index = index_BHK.view(*index_BHK.shape, *(1,) * (rows.dim() - 3)).expand(-1, -1, -1, *rows.shape[3:])
             rows[:, :, :mean] = rows[:, :, : self.rows].gather(2, index)
-        for stat in (self.positions, self.scores, *self.stats):
-            stat[:, :, :mean] = stat[:, :, : self.rows].gather(2, index_BHK)
         self.rows = mean
         self.fresh = 0
+
+    def _moving(self) -> list[Tensor]:
+        """Every buffer ``[B, H, capacity, ...]`` whose rows an eviction moves."""
+        return [*(getattr(self, name) for name in self.per_row), *self.stats]
 
     def drop_oldest(self, keep: int) -> None:
         """Keep the newest ``keep`` rows (layers with a window)."""
@@ -167,7 +185,7 @@ class BoundedLayer(CacheLayerMixin):
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length)."""
         self.capacity = max(rows, 2 * self.capacity)
-        for name in PER_ROW:
+        for name in self.per_row:
             old = getattr(self, name)
             with torch.inference_mode(False):
                 new = old.new_empty(*old.shape[:2], self.capacity, *old.shape[3:])
@@ -198,7 +216,7 @@ class BoundedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
             beam_idx = beam_idx.to(self.device)
-            for name in PER_ROW:
+            for name in self.per_row:
                 setattr(self, name, getattr(self, name).index_select(0, beam_idx))
             self.stats = self.stats.index_select(1, beam_idx)
             self._reorder_rest(beam_idx)
@@ -281,7 +299,7 @@ class RaggedLayer(BoundedLayer):
             b, h, rows = i // self.H, i % self.H, slice(start, start + length)
             yield Part(
                 slice(b, b + 1), slice(h, h + 1), self.keys[None, None, rows], self.values[None, None, rows],
-                self.stats[:, None, None, rows],
+                self.stats[:, None, None, rows], self.positions[None, None, rows],
             )  # fmt: skip
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..backbones.families import require_adapter, text_config
@@ -44,7 +43,7 @@ def slots_of(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> Sl
         target=cache.heads.config.target if cache.heads is not None else "logit",
         ragged=rows.ragged,
         rope=cache.ropes[layer] if cache.ropes is not None else None,
-        next_position=valid.sum(-1) if cache.positions == "compact" else torch.full_like(valid.sum(-1), rows.seen),
+        next_position=cache.places.next_place(valid.sum(-1), rows.seen),
         memory=rows.memory,
     )
 
@@ -54,8 +53,18 @@ def _keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     keys = rows.slots("keys")
     if not cache.rotates_rows(rows):
         return keys
-    cos, sin = rows.spread(lambda n: cache.row_table(layer, rows, n, keys), keys.shape[2])
+    if cache.places.by_rank:
+        cos, sin = rows.spread(lambda n: cache.row_table(layer, rows, n, keys), keys.shape[2])
+    else:
+        cos, sin = cache.place_table(layer, _places(cache, rows), keys)
     return rotate(keys, cos, sin)
+
+
+def _places(cache: BoundedCache, rows: BoundedLayer) -> Tensor:
+    """Positions ``[B, H, S]`` by which keys are rotated; 0 at padding."""
+    valid = rows.valid()
+    rank_BHS = valid.cumsum(-1) - 1
+    return cache.places.place(rank_BHS, rows.slots("positions"), rows.seen).where(valid, 0)
 
 
 def _raw_keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
@@ -75,7 +84,7 @@ def _raw_keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
 
 def _queries(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
-    W = min(rows.recent, rows.seen)
+    W = min(rows.recent, rows.valid().shape[-1])
     if not W:
         raise ValueError(f"policy={cache.policy.name!r}: its score keeps no queries (ScorePart.recent)")
     q = rows.queries[:, :, rows.recent - W :]
@@ -84,7 +93,12 @@ def _queries(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     rope = cache.ropes[layer]
     if not cache.rotates_rows(rows):
         return rotate(q, *cache.table(rope, rows.seen - W, W, q))
-    cos, sin = rows.spread(lambda n: cache.table(rope, n - W, W, q), W)
+    if cache.places.by_rank:
+        cos, sin = rows.spread(lambda n: cache.table(rope, n - W, W, q), W)
+    else:
+        cos, sin = (table[:, :, -W:] for table in cache.place_table(layer, _places(cache, rows), q))
+        if not rows.ragged:
+            cos, sin = cos[:, :1], sin[:, :1]
     if rows.ragged:
         G = q.shape[1] // cos.shape[1]
         cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)

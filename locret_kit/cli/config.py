@@ -151,7 +151,7 @@ class InferConfig:
     local_len: int = 100
     """Last prompt tokens that are never evicted."""
     positions: str = "compact"
-    """'compact' (a slot's rank in the cache) or 'original' (its place in the text)."""
+    """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between)."""
 
 
 @dataclass
@@ -353,6 +353,15 @@ def _at_least(low: int) -> Bound:
     return lambda x: low <= x < float("inf"), f"at least {low}"
 
 
+def _reads_as_positions(x: str) -> bool:
+    from ..cache.positions import Positions
+
+    try:
+        return Positions.parse(x, 1) is not None
+    except ValueError:
+        return False
+
+
 _POSITIVE: Bound = (lambda x: 0 < x < float("inf"), "above 0")
 _NOT_EMPTY: Bound = (lambda x: bool(x) and all(x), "a list of at least one name")
 
@@ -386,6 +395,7 @@ _BOUNDS: dict[str, Bound] = {
     "infer.chunk": _at_least(1),
     "infer.stabilizers": _at_least(0),
     "infer.local_len": _at_least(0),
+    "infer.positions": (_reads_as_positions, "compact, original, clipped or clipped(SPAN)"),
     "seed": _at_least(0),
 }
 
@@ -394,5 +404,4 @@ _CHOICES = {
     "heads.dtype_saved": ("bfloat16", "float32"),
     "target.kind": ("logit", "log_prob"),
     "trainer.strategy": ("auto", "ddp", "fsdp"),
-    "infer.positions": ("compact", "original"),
 }

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..evals.figures.study import Study
+    from ..evals.rows import Row
     from ..evals.settings import Engine, Run, Variant
-    from .eval_config import EvalConfig
+    from .eval_config import EvalConfig, RowsConfig
 
 CONFIG = "config.json"
 
@@ -145,6 +147,92 @@ def _report(argv: list[str]) -> int:
     return 0
 
 
+def _figure(argv: list[str]) -> int:
+    from ..evals.figures import FIGURES, draw, find_figure
+
+    if not argv or "=" in argv[0]:
+        print("\n".join(f"{name:<16} from {kind.source:<6} {kind.says}" for name, kind in FIGURES.items()))
+        return 0 if not argv else 1
+    name, words, kind = argv[0], argv[1:], find_figure(argv[0])
+    if kind.source == "model":
+        given = {word.partition("=")[0] for word in words}
+        study = _study(name, [f"{key}={value}" for key, value in kind.defaults.items() if key not in given] + words)
+        written = draw(name, study, study.out.parents[1] / "figures")
+    elif kind.source == "rows":
+        from .eval_config import load_rows_config
+
+        config = load_rows_config(words)
+        written = draw(name, chosen_rows(config), Path(config.out) / "figures")
+    else:
+        folder = _out(words, f"figure {name}")
+        written = draw(name, folder, folder / "figures")
+    print("\n".join(map(str, written)))
+    return 0
+
+
+def _study(name: str, words: list[str]) -> Study:
+    """Backbone, heads and texts of a figure; the rows that it answers go to ``out/studies/NAME``."""
+    from dataclasses import replace
+
+    from ..evals.figures import find_figure
+    from ..evals.figures.study import Study
+    from ..evals.tasks import find_tasks
+    from .eval_config import load_figure_config
+
+    config = load_figure_config(words)
+    tasks = find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples)
+    out = Path(config.out) / "studies" / name
+    engine = load_engine(config)
+    if find_figure(name).answers:
+        remember(replace(config, out=str(out)))
+    return Study(
+        engine=engine, tasks=tasks, policies=config.policies, budgets=config.budgets, lengths=config.lengths,
+        samples=config.samples, out=out, sweep=config.sweep, layers=config.layers, heads=config.show_heads,
+    )  # fmt: skip
+
+
+def chosen_rows(config: RowsConfig) -> list[Row]:
+    """The rows of a folder that the configuration asks for.
+
+    Raises:
+        ValueError: there are none.
+    """
+    from ..evals.rows import read_rows
+    from ..evals.tasks import ALIASES
+
+    tasks = {ALIASES.get(task, task) for task in config.tasks}
+    rows = [
+        row
+        for row in read_rows(config.out)
+        if (not tasks or row.task in tasks)
+        and (not config.haystacks or row.haystack in config.haystacks)
+        and (not config.policies or row.policy in config.policies)
+        and (not config.budgets or row.budget in (0, *config.budgets))
+        and (not config.lengths or row.length in config.lengths)
+    ]
+    if not rows:
+        raise ValueError(f"out={config.out} holds no such rows")
+    return rows
+
+
+def _kept(argv: list[str]) -> int:
+    from ..evals.kept import show_kept
+    from .eval_config import load_kept_config
+
+    config = load_kept_config(argv)
+    rows = [row for row in chosen_rows(config) if row.sample == config.sample and row.kept is not None]
+    if not rows:
+        raise ValueError(
+            f"out={config.out} holds no such rows with kept positions: run with keep=N above sample={config.sample}"
+        )
+    color = config.color == "always" or (
+        config.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    )
+    for row in rows:
+        print(show_kept(Path(config.out), row, layer=config.layer, color=color))
+    return 0
+
+
 def _lm_eval(argv: list[str]) -> int:
     try:
         from ..evals.harness import main as harness
@@ -194,7 +282,9 @@ def _out(argv: list[str], command: str) -> Path:
     return folder
 
 
-COMMANDS = {"summary": _summary, "report": _report, "tasks": _tasks, "lm_eval": _lm_eval}
+COMMANDS = {
+    "summary": _summary, "report": _report, "figure": _figure, "kept": _kept, "tasks": _tasks, "lm_eval": _lm_eval,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
+from ..cache.positions import Positions
 from ..evals.tasks.base import CHAT
 from ..naming import nearest
 from ..samples.needles import ENDINGS
@@ -13,6 +14,8 @@ from ..samples.needles import ENDINGS
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER
        locret-eval report out=FOLDER
+       locret-eval figure NAME out=FOLDER [key=value ...]
+       locret-eval kept out=FOLDER sample=N [key=value ...]
        locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
 
   locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
@@ -21,7 +24,7 @@ USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
   accelerate launch -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
 A rerun does only what is missing. An unknown key, task or policy is an error that names the nearest.
-Tasks: locret-eval tasks; policies: locret-infer --list-policies."""
+Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies."""
 
 
 @dataclass
@@ -57,7 +60,7 @@ class EvalConfig:
     local_len: int | None = None
     """Last prompt tokens that are never evicted; null scales the checkpoint's to the budget."""
     positions: str | None = None
-    """'compact' or 'original'; null takes the checkpoint's."""
+    """'compact', 'original' or 'clipped(SPAN)'; null takes the checkpoint's."""
     chat: str = "auto"
     """Whether prompts go through the chat template: 'auto' (as the benchmark does), 'always' or 'never'."""
     ending: str = "infinitebench"
@@ -108,13 +111,64 @@ class EvalConfig:
             "prefill": ("chunked", "one-shot"),
             "retry": ("never", "errors"),
             "dtype": ("auto", "float32", "bfloat16", "float16"),
-            "positions": (None, "compact", "original"),
         }
+        if self.positions is not None:
+            Positions.parse(self.positions, 1)
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
                 names = [one for one in known if one]
                 raise ValueError(f"{name}={value} must be one of: {', '.join(names)}.{nearest(str(value), names)}")
+
+
+@dataclass(kw_only=True)
+class FigureConfig(EvalConfig):
+    """A figure that runs a backbone: an evaluation's settings, and what to show."""
+
+    tasks: list[str] = field(default_factory=lambda: ["passkey"])
+    """As in EvalConfig; a figure without scores reads their prompts."""
+    sweep: list[float] = field(default_factory=list)
+    """What the figure varies: shares of the text or the budget, or numbers of stabilizers."""
+    layers: list[int] = field(default_factory=list)
+    """Layers to show, from 0; [] chooses up to four."""
+    show_heads: list[int] = field(default_factory=list)
+    """Key/value heads to show, from 0; [] chooses up to four."""
+
+
+@dataclass(kw_only=True)
+class RowsConfig:
+    """Which rows of a folder; an empty list is all."""
+
+    out: str
+    """Folder of the rows; a figure goes to its ``figures/``."""
+    tasks: list[str] = field(default_factory=list)
+    """Names as rows give them, or as `locret-eval` takes them."""
+    haystacks: list[str] = field(default_factory=list)
+    """Texts of synthetic tasks."""
+    policies: list[str] = field(default_factory=list)
+    """Names or expressions, as the rows give them."""
+    budgets: list[int] = field(default_factory=list)
+    """Slots kept per key/value head and layer; rows of `full` have none and always count."""
+    lengths: list[int] = field(default_factory=list)
+    """Prompt tokens asked for."""
+
+
+@dataclass(kw_only=True)
+class KeptConfig(RowsConfig):
+    """Which examples to show with what was kept of them."""
+
+    sample: int = 0
+    """The example's number."""
+    layer: int | None = None
+    """One layer instead of all of them."""
+    color: str = "auto"
+    """'auto' (on a terminal), 'always' or 'never'."""
+
+    def validate(self) -> None:
+        """Raise ValueError at a field that is out of bounds."""
+        known = ("auto", "always", "never")
+        if self.color not in known:
+            raise ValueError(f"color={self.color} must be one of: {', '.join(known)}.{nearest(self.color, known)}")
 
 
 _LOWEST = {
@@ -134,7 +188,32 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
     Raises:
         ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
     """
-    schema, given = get_type_hints(EvalConfig), dict[str, Any]()
+    config = EvalConfig(**_given(argv, EvalConfig, ("tasks", "out")))
+    config.validate()
+    return config
+
+
+def load_figure_config(argv: list[str]) -> FigureConfig:
+    """The same for a figure that runs a backbone."""
+    config = FigureConfig(**_given(argv, FigureConfig, ("out",)))
+    config.validate()
+    return config
+
+
+def load_rows_config(argv: list[str]) -> RowsConfig:
+    """The same for a choice of rows."""
+    return RowsConfig(**_given(argv, RowsConfig, ("out",)))
+
+
+def load_kept_config(argv: list[str]) -> KeptConfig:
+    """The same for the view of what was kept."""
+    config = KeptConfig(**_given(argv, KeptConfig, ("out",)))
+    config.validate()
+    return config
+
+
+def _given(argv: list[str], kind: type, required: tuple[str, ...]) -> dict[str, Any]:
+    schema, given = get_type_hints(kind), dict[str, Any]()
     for argument in argv:
         key, equals, text = argument.partition("=")
         if not equals or not key:
@@ -144,12 +223,10 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
         if key in given:
             raise ValueError(f"{key} is given twice")
         given[key] = _value(key, text.strip(), schema[key])
-    for key in ("tasks", "out"):
+    for key in required:
         if not given.get(key):
             raise ValueError(f"{key}=... is missing")
-    config = EvalConfig(**given)
-    config.validate()
-    return config
+    return given
 
 
 def _value(key: str, text: str, kind: Any) -> Any:
@@ -163,6 +240,8 @@ def _value(key: str, text: str, kind: Any) -> Any:
     if kind is int:
         return _integer(key, text)
     items = split_list(text)
+    if kind == list[float]:
+        return [_number(key, item) for item in items]
     return items if kind == list[str] else [_integer(key, item) for item in items]
 
 
@@ -177,3 +256,10 @@ def _integer(key: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{key}={text} must be an integer") from None
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{key}={text} must be a number") from None

@@ -25,9 +25,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stabilizers", type=int, help="newest slots that an eviction may not take")
     p.add_argument("--local-len", type=int, help="last tokens of the prompt, never evicted during prefill")
     p.add_argument("--decode-every", type=int, help="decoded tokens between evictions (default: only when full)")
+    p.add_argument(
+        "--kv-bits", type=int, choices=(4, 2), help="bits of a stored key or value (default: the model's dtype)"
+    )
     p.add_argument("--one-shot", action="store_true", help="one eviction, when the whole prompt has been read")
     p.add_argument(
-        "--positions", choices=("compact", "original"), help="rotate keys by cache row, or by place in the text"
+        "--positions", help="rotate keys by cache row (compact), place in the text (original), or clipped(SPAN) between"
     )
     text = p.add_argument_group("text")
     text.add_argument("--question", help="asked about the text on stdin, through the chat template")
@@ -77,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("give --question or --question-file, not both")
     if args.budget is not None and args.budget < 1:
         raise ValueError(f"budget={args.budget} must be at least 1")
+    if args.report and not os.access(args.report.resolve().parent, os.W_OK):
+        raise ValueError(f"report={str(args.report)!r}: its folder is missing or cannot be written")
 
     say = (lambda *a, **k: None) if args.quiet else lambda *a, **k: print(*a, file=sys.stderr, flush=True, **k)
     from ..backbones.load import choose_adapter, load_backbone
@@ -103,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     ids = read_prompt(args, tokenizer)
     cache = BoundedCache(
         policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, decode_every=args.decode_every,
-        one_shot=args.one_shot, **settings,
+        one_shot=args.one_shot, kv_bits=args.kv_bits, **settings,
     )  # fmt: skip
     say(f"prompt: {len(ids)} tokens")
     text, report = generate(

@@ -73,7 +73,7 @@ class Repetition:
         if self.cache.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position
             cos, sin = self.cache.ropes[layer].tables(index_N, q_BQTD.dtype)
             q_BQTD = rotate(q_BQTD, cos[-T:], sin[-T:])
-            if self.cache.positions == "compact":
+            if self.cache.places.span is not None:
                 k_BHND = rotate(k_BHND, cos, sin)
         self.scores.append(most_attention(q_BQTD, k_BHND, sinks, scaling))
         return out

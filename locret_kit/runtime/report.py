@@ -36,6 +36,8 @@ class Report:
     one_shot: bool
     decode_every: int | None
     positions: str
+    kv_bits: int | None
+    """Bits of a stored key or value; None is the model's dtype."""
     prompt_tokens: int
     new_tokens: int
     prefill_s: float
@@ -60,7 +62,8 @@ class Report:
         return cls(
             policy=cache.policy.name, budget=s.budget, chunk=s.chunk, stabilizers=s.stabilizers, local_len=s.local_len,
             one_shot=s.one_shot, decode_every=s.decode_every,
-            positions=cache.positions or "original", score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
+            positions=cache.positions or "original", kv_bits=cache.kv_bits,
+            score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=str(model.dtype).removeprefix("torch."),
             versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
@@ -85,11 +88,12 @@ class Report:
         """What a person reads on stderr."""
         low, high = min(self.kept_rows), max(self.kept_rows)
         rows = f"{high}" if low == high else f"{low} to {high}"
+        bits = f" ({self.kv_bits} bits)" if self.kv_bits else ""
         return [
             f"prefill: {self.prompt_tokens} tokens in {self.prefill_s:.1f} s ({self.prefill_rate:.0f} tok/s); "
             f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s)",
             f"cache: {rows} rows a head and layer after prefill, {self.evictions} evictions, "
-            f"{self.cache_bytes / 2**20:.1f} MiB of buffers; peak memory {self.peak_bytes / 2**20:.0f} MiB",
+            f"{self.cache_bytes / 2**20:.1f} MiB of buffers{bits}; peak memory {self.peak_bytes / 2**20:.0f} MiB",
             f"policy {self.policy}: budget {self.budget}, chunk {self.chunk}, stabilizers {self.stabilizers}, "
             f"local {self.local_len}, {self.positions} positions; scoring {self.score_s:.1f} s, "
             f"selecting {self.select_s:.1f} s, compacting {self.compact_s:.1f} s",

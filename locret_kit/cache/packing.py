@@ -1,0 +1,51 @@
+"""Uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes.
+
+``x`` is stored as ``code = round((x - zero) / step)`` and read back as ``zero + code * step``. Steps and zero points are
+float16; they are rounded outward, so that ``zero`` to ``zero + (2^bits - 1) * step`` covers the group and every number
+comes back within half a step. Numbers beyond float16's range (65,504) saturate.
+Source: KIVI, arXiv 2402.02750, section 3; the outward rounding is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BITS = (4, 2)
+HALF_MAX = torch.finfo(torch.float16).max
+ROUNDING = 2.0**-10
+"""Twice the largest relative error of rounding a normal number to float16."""
+SUBNORMAL = 2.0**-24
+"""The spacing of float16 near zero."""
+
+
+def levels(lo: Tensor, hi: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Step and zero point (float16, the shape of ``lo``) of groups whose smallest and largest number (float32) are given."""
+    zero = (lo - lo.abs() * ROUNDING - SUBNORMAL).clamp(-HALF_MAX, HALF_MAX).half()
+    step = (hi - zero.float()) / (2**bits - 1) * (1 + ROUNDING) + SUBNORMAL
+    return step.clamp(max=HALF_MAX).half(), zero
+
+
+def encode(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, the shape of ``x``) of float32 numbers; ``step`` and ``zero`` broadcast."""
+    return ((x - zero.float()) / step.float()).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+
+
+def decode(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+    """Numbers (float32) of codes."""
+    return zero.float() + codes * step.float()
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Bytes ``[..., D * bits / 8]`` of codes ``[..., D]`` (uint8, below ``2^bits``); the first code has the lowest bits."""
+    per_byte = 8 // bits
+    return (codes.unflatten(-1, (-1, per_byte)) << _shifts(codes, bits)).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Codes ``[..., D]`` (uint8) of bytes ``[..., D * bits / 8]``."""
+    return ((packed[..., None] >> _shifts(packed, bits)) & (2**bits - 1)).flatten(-2)
+
+
+def _shifts(like: Tensor, bits: int) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)

@@ -1,0 +1,99 @@
+"""How every figure looks: lines that differ in dash and marker as well as in colour, and one way to save them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ...checkpoint import write_beside
+from ..summary import size
+
+FORMATS = ("png", "svg")
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 2, 2)))
+MARKERS = "osD^vPX*<>h"
+MAP = "cividis"
+"""Brightness rises along it, so it reads in grey."""
+RC: Any = {
+    "font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.5,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 8, "legend.frameon": False,
+    "lines.linewidth": 1.4, "lines.markersize": 4.5, "text.parse_math": False, "figure.dpi": 100,
+}  # fmt: skip
+
+
+def line(i: int, *, marker: bool = True) -> dict[str, Any]:
+    """Colour, dash and marker of the ``i``-th line; the first 56 differ in colour and dash, any 8 in dash alone."""
+    style = {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)]}
+    return {**style, "marker": MARKERS[i % len(MARKERS)]} if marker else style
+
+
+def panels(
+    count: int, title: str, *, columns: int = 3, width: float = 3.6, height: float = 2.9
+) -> tuple[Figure, list[Axes]]:
+    """A titled figure of ``count`` panels, row by row; sizes in inches a panel."""
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(max(4.2, columns * width), rows * height + 0.7), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    figure.suptitle(title, fontsize=11)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
+
+
+def shared_legend(figure: Figure, columns: int = 4) -> None:
+    """One legend below the panels, each name once."""
+    found: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    if not found:
+        return
+    longest = max(len(name) for name in found)
+    columns = max(1, min(columns, len(found), int(figure.get_figwidth() * 13 // (longest + 8))))
+    figure.legend(
+        list(found.values()), list(found), loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=8,
+        frameon=False,
+    )  # fmt: skip
+
+
+def token_axis(axis: Axes, values: Iterable[int], label: str) -> None:
+    """A logarithmic axis of token or slot counts with a tick at each value."""
+    ticks = sorted(set(values))
+    if min(ticks) > 0:
+        axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [size(tick) for tick in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel(label)
+
+
+def integer_ticks(values: Sequence[int], most: int = 12) -> list[int]:
+    """Some of the values, evenly spaced."""
+    step = max(1, math.ceil(len(values) / most))
+    return list(values[::step])
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write ``name.png`` and ``name.svg``; the same figure gives the same bytes.
+
+    Raises:
+        OSError: names the file and the reason.
+    """
+    written = []
+    for kind in FORMATS:
+        path = folder / f"{name}.{kind}"
+        metadata = {"Date": None} if kind == "svg" else None
+
+        def write(beside: Path, kind: str = kind, metadata: dict | None = metadata) -> None:
+            figure.savefig(beside, format=kind, dpi=150, metadata=metadata)
+
+        with mpl.rc_context({**RC, "svg.hashsalt": name}):
+            write_beside(path, write)
+        written.append(path)
+    return written

@@ -1,0 +1,249 @@
+"""Figures: numbers against brute force, every one drawn on a tiny backbone, the same bytes twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+
+from locret_kit.backbones.families import spec_of
+from locret_kit.evals.figures import FIGURES, agreement, attention, curves, draw, patterns, results, study, sweeps
+from locret_kit.evals.rows import Row
+from locret_kit.evals.settings import Engine
+from locret_kit.evals.tasks.base import Example, Task
+from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.policies.registry import parse_policy
+
+ROW = Row(
+    "R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0, depth=0.25, tokens=4090, new_tokens=8, prefill_s=2.0,
+    decode_s=0.5, peak_bytes=2**30, cache_bytes=2**20, device="cpu", dtype="float32",
+)  # fmt: skip
+
+
+def rows() -> list[Row]:
+    made = []
+    for sample, depth in enumerate((0.0, 0.5, 1.0)):
+        for length in (4096, 8192):
+            full = replace(ROW, sample=sample, depth=depth, length=length, policy="full", heads="-", budget=0)
+            made += [
+                full,
+                *(replace(full, policy=p, budget=b, score=0.5) for p in ("h2o", "$tova") for b in (256, 512)),
+            ]
+    return made
+
+
+@pytest.fixture(scope="module")
+def look() -> study.Study:
+    torch.manual_seed(0)
+    model = tiny_model("llama")
+    config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)
+
+    def settings_for(budget):
+        return {"budget": budget or 64, "chunk": 16, "stabilizers": 4, "local_len": 4, "positions": "compact"}
+
+    engine = Engine(model, None, "tiny", settings_for, {"h": RetainingHeads(config).requires_grad_(False)})
+    task = Task("words", lambda request: Example("", ""), "match", 2)
+    return study.Study(engine, [task], ["locret"], [24], [150], 1, Path("unused"))
+
+
+@pytest.fixture
+def ids(look, monkeypatch) -> study.Prompt:
+    """A prompt within the tiny backbone's vocabulary, which every figure then reads."""
+    numbers = torch.randint(2, 97, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = study.Prompt("numbers", numbers)
+    monkeypatch.setattr(study.Study, "prompts", lambda self: iter([prompt]))
+    return prompt
+
+
+@pytest.mark.parametrize("name", [name for name, kind in FIGURES.items() if kind.source == "rows"])
+def test_a_figure_of_rows_has_title_units_and_the_same_bytes_twice(name, tmp_path):
+    figure = FIGURES[name].load()(rows())
+    panels = [axis for axis in figure.axes if axis.get_title()]
+    assert figure.get_suptitle() and panels and all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
+    first = [path.read_bytes() for path in draw(name, rows(), tmp_path)]
+    assert first == [path.read_bytes() for path in draw(name, rows(), tmp_path)]
+    assert first[0].startswith(b"\x89PNG") and b"<svg" in first[1]
+    with pytest.raises(ValueError, match=r"no row"):
+        FIGURES[name].load()([replace(ROW, score=None, error="X: y")])
+
+
+def test_lines_differ_without_colour():
+    from locret_kit.evals.figures.style import line
+
+    assert len({(str(line(i)["linestyle"]), line(i)["marker"]) for i in range(40)}) == 40
+
+
+def test_score_lines_show_the_means():
+    figure = results.score_budget(rows())
+    assert len([axis for axis in figure.axes if axis.get_title()]) == 2
+    drawn = {bar.get_label(): bar.lines[0].get_ydata().tolist() for bar in figure.axes[0].containers}
+    assert drawn == {"h2o": [0.5, 0.5], "$tova": [0.5, 0.5]}
+    full = next(one for one in figure.axes[0].lines if one.get_label() == "full")
+    assert set(full.get_ydata()) == {1.0}
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([1, 2])), min_size=1, max_size=30))
+def test_the_grid_counts_every_row_once(found):
+    members = [replace(ROW, depth=depth, length=length, score=depth) for depth, length in found]
+    starts = np.arange(10) / 10
+    grid, count = results._grid(members, [1, 2], starts)
+    assert count.sum() == len(found)
+    assert np.isclose(np.nansum(grid * count), sum(depth for depth, _ in found))
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=40), st.integers(1, 9))
+def test_running_mean(values, window):
+    slow = [np.mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
+    assert np.allclose(curves.running_mean(np.array(values), window), slow, atol=1e-9)
+
+
+def test_training_curves(tmp_path):
+    lines = [
+        "step,loss,recall,val/loss",
+        *(f"{i},{5 / (i + 1):.4f},{i / 100},{'' if i % 20 else 1.0}" for i in range(60)),
+    ]
+    (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
+    steps, values = curves.read_columns(tmp_path / "curves.csv")["val/loss"]
+    assert steps.tolist() == [0, 20, 40] and values.tolist() == [1, 1, 1]
+    assert all(path.stat().st_size > 1000 for path in draw("training-curves", tmp_path, tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no curves\.csv"):
+        draw("training-curves", tmp_path / "none", tmp_path)
+
+
+def test_a_policy_with_a_part_replaced_is_the_policy_with_that_part():
+    for text in ("roco", "ada-snapkv", "kvcrush(base=tova)", "locret"):
+        assert replace(parse_policy(study.varied(text)), name="", source="") == replace(
+            parse_policy(text), name="", source="", allocation=parse_policy(study.varied(text)).allocation
+        )
+    assert parse_policy(study.varied("roco", scope="")).scopes == ()
+
+
+def test_unknown_figures_suggest_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match=r"score-budget"):
+        draw("score-bugdet", [], tmp_path)
+
+
+# ---- what is read off a backbone -----------------------------------------------------------------------------------
+
+
+def dense_attention(look, prompt) -> dict[int, torch.Tensor]:
+    """Attention ``[H, T, T]`` in float64 by layer, by the definition; mean over the group."""
+    out: dict[int, torch.Tensor] = {}
+
+    def see(layer, q_QTD, k_HTD, scaling):
+        G, T = len(q_QTD) // len(k_HTD), q_QTD.shape[1]
+        logit = q_QTD.double() @ k_HTD.repeat_interleave(G, 0).double().transpose(1, 2) * scaling
+        p = logit.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1)
+        out[layer] = p.view(len(k_HTD), G, T, T).mean(1)
+
+    study.watch(look.engine.model, prompt.ids, see)
+    return out
+
+
+def test_weights_are_the_newest_queries_attention(look, ids):
+    found, dense = attention.weights(look, ids), dense_attention(look, ids)
+    assert sorted(found) == [0, 1, 2]
+    for layer, weights_HT in found.items():
+        assert np.allclose(weights_HT, dense[layer][:, -attention.WINDOW :].mean(1), atol=1e-5)
+        assert np.allclose(weights_HT.sum(-1), 1, atol=1e-5)
+
+
+def test_needed_is_the_smallest_share():
+    weights = np.array([[0.5, 0.25, 0.125, 0.125], [0.97, 0.01, 0.01, 0.01]])
+    assert attention.needed(weights, 0.75).tolist() == [0.5, 0.25]
+
+
+def test_adaptive_allocation_never_has_the_larger_bound(look, ids):
+    """Ada-KV, theorem 4; and the bound of the uniform one by brute force."""
+    found = attention.weights(look, ids)
+    uniform = attention.bounds(look, "score=window(32,1)", ids, found)
+    adaptive = attention.bounds(look, "score=window(32,1) allocation=adaptive(1)", ids, found)
+    for layer, weights_HT in found.items():
+        best = np.sort(weights_HT, axis=-1)[:, -24:].sum()
+        assert np.isclose(uniform[layer], len(weights_HT) - best, atol=1e-6)
+        assert adaptive[layer] <= uniform[layer] + 1e-9
+
+
+def test_deviations_by_brute_force(look, ids):
+    a_TT = dense_attention(look, ids)[1][0]
+    found = attention.deviations(a_TT)
+    for s, n in ((0, 1), (0, 70), (5, 12), (69, 1), (40, 30)):
+        assert np.isclose(found[s, n - 1], np.std(a_TT[s : s + n, s].numpy()), atol=1e-7)
+    assert np.isnan(found[69, 1])
+
+
+@given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20), min_size=1))
+def test_overlap_is_jaccard(a, b):
+    made = agreement.overlap(np.array(sorted(a), dtype=int), np.array(sorted(b)))
+    assert made == len(a & b) / len(a | b)
+
+
+def test_agreement_is_whole_where_the_score_is_fixed_at_entry(look, ids):
+    """What a token's position decides, no eviction can change; accumulated attention can differ."""
+    assert agreement.similarity(look, "recency", ids, 24) == 1.0
+    assert 0.2 < agreement.similarity(look, "score=aas", ids, 24) <= 1.0
+    with pytest.raises(ValueError, match=r"smaller chunk"):
+        agreement.similarity(look, "recency", ids, 70)
+
+
+def test_errors_are_none_without_evictions(look, ids):
+    hidden, scores = sweeps.hidden_and_score_errors(look, "locret", 70, ids)
+    assert set(hidden) == {0, 1, 2} and set(hidden.values()) == {0.0} == set(scores.values())
+    hidden, scores = sweeps.hidden_and_score_errors(look, "locret", 24, ids)
+    assert hidden[0] > 0 and scores[0] == 0.0 and scores[2] > 0  # the first layer's scores see no attention
+
+
+def test_a_trace_holds_the_budget_and_nothing_of_the_future(look, ids):
+    times, shares = patterns.trace(look, "locret", ids, 24, [0, 2], [0, 1])
+    assert times[0] == 0 and times[-1] == 70 and shares.shape == (2, 2, 70, len(times) - 1)
+    for i, done in enumerate(times[1:]):
+        assert not shares[:, :, done:, i].any() and (shares[..., i].sum(-1) <= 24).all()
+
+
+@pytest.mark.parametrize("name", [n for n, k in FIGURES.items() if k.source == "model" and not k.answers])
+def test_a_figure_of_a_backbone_is_drawn(name, look, ids, tmp_path):
+    policies = ["h2o", "nacl(proxies=5)"] if name != "retained" else ["locret"]
+    one = replace(look, policies=policies, sweep=[0.3, 0.6])
+    figure = FIGURES[name].load()(one)
+    panels = [axis for axis in figure.axes if axis.get_title()] or figure.axes
+    assert figure.get_suptitle() and all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
+    assert all(path.stat().st_size > 1000 for path in draw(name, one, tmp_path))
+
+
+@pytest.mark.parametrize("name", [n for n, k in FIGURES.items() if k.answers])
+def test_a_sweep_is_answered_once(name, look, ids, tmp_path, monkeypatch):
+    """Rows made by the harness's runner are stood in for: what it is asked, and what is drawn of its answers."""
+    asked = []
+
+    def answer(plan):
+        asked.append(plan)
+        plan.out.mkdir(parents=True, exist_ok=True)
+        made = [
+            Row("words", "-", 150, v.budget, v.policy, v.heads, 0, score=0.1 * (i % 9))
+            for i, v in enumerate(plan.variants)
+        ]
+        (plan.out / "rows.0.jsonl").write_text("".join(row.to_json() + "\n" for row in made))
+
+    monkeypatch.setattr(study, "answer", answer)
+    one = replace(look, policies=["locret"], sweep=[0, 8] if name == "stabilizers" else [0.0, 0.5], out=tmp_path)
+    figure = FIGURES[name].load()(one)
+    assert asked and figure.get_suptitle() and len(figure.axes[0].containers) == (2 if name == "scope-size" else 1)
+    if name == "stabilizers":
+        assert [plan.engine.settings_for(24)["stabilizers"] for plan in asked] == [0, 8]
+    with pytest.raises(ValueError, match=r"sweep"):
+        FIGURES[name].load()(replace(one, sweep=[99.5]))
+
+
+def test_layers_and_heads_that_are_not_there(look):
+    with pytest.raises(ValueError, match=r"layers=\[7\]"):
+        replace(look, layers=[7]).shown_layers()
+    with pytest.raises(ValueError, match=r"heads=\[2\]"):
+        replace(look, heads=[0, 2]).shown_heads()
+    with pytest.raises(ValueError, match=r"evicts nothing"):
+        look.variant("full", 24)

@@ -1,0 +1,63 @@
+"""By which position a cached key is rotated: `clipped` between `compact` and `original`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+
+from locret_kit.backbones.intercept import attach
+from locret_kit.cache.bounded import BoundedCache
+from locret_kit.cache.positions import Positions
+from locret_kit.runtime.session import prefill
+
+
+@given(st.data())
+def test_places_are_true_distances_inside_the_span_and_ranks_below(data):
+    seen = data.draw(st.integers(1, 60))
+    held = sorted(data.draw(st.sets(st.integers(0, seen - 1), min_size=1)))
+    span = data.draw(st.integers(0, 80))
+    rank, position = torch.arange(len(held)), torch.tensor(held)
+    place = Positions(span).place(rank, position, seen).tolist()
+    assert place == [max(r, t - max(0, seen - span)) for r, t in enumerate(held)]
+    assert place == sorted(set(place))
+    assert place[-1] < Positions(span).largest(len(held), seen)
+    if span >= seen:
+        assert place == held
+    if span == 0:
+        assert place == list(range(len(held)))
+
+
+def logits(model, ids, policy, positions, **kw):
+    cache = BoundedCache(
+        12, policy, chunk=8, prompt_length=len(ids), stabilizers=3, local_len=2, positions=positions, **kw
+    )
+    with attach(model):
+        out = prefill(model, ids, cache)
+        nxt = model(input_ids=torch.tensor([[5]]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
+    return torch.stack((out, nxt.float()))
+
+
+@pytest.mark.parametrize("policy", ["random", "h2o", "snapkv(window=3)", "ada-snapkv(window=3)", "compactor"])
+@pytest.mark.parametrize("family", ["llama", "phi3-longrope"])
+def test_a_wide_span_is_original_and_a_narrow_one_compact(policy, family):
+    model = tiny_model(family).double()
+    ids = torch.randint(3, 60, (37,), generator=torch.Generator().manual_seed(0)).tolist()
+    wide, narrow = logits(model, ids, policy, "clipped(100)"), logits(model, ids, policy, "clipped(0)")
+    torch.testing.assert_close(wide, logits(model, ids, policy, "original"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(narrow, logits(model, ids, policy, "compact"), rtol=0, atol=1e-5)
+    between = logits(model, ids, policy, "clipped(25)")
+    assert (between - wide).abs().max() > 1e-5 and (between - narrow).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("text", ["clipt", "clipped(-1)", "compact(4)", "clipped(x)"])
+def test_a_wrong_name_says_what_there_is(text):
+    with pytest.raises(ValueError, match="compact, original, clipped"):
+        BoundedCache(16, "recency", positions=text)
+
+
+def test_clipped_alone_is_half_the_window():
+    assert Positions.parse("clipped", 8192) == Positions(4096)
+    assert Positions.parse("clipped(17)", 8192) == Positions(17)

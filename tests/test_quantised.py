@@ -1,0 +1,325 @@
+"""Quantised rows against plain arithmetic: read-back bounds over random evictions, bytes, and runs of a tiny backbone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_runs import LENGTH, POLICIES, backbone, held, make, tokens, turn
+from tiny_models import tiny_model
+
+from locret_kit import BoundedCache, attach
+from locret_kit.cache.layers import BoundedLayer
+from locret_kit.cache.packing import decode, encode, levels, pack, unpack
+from locret_kit.cache.quantised import QuantisedLayer, Scratch, regroup
+from locret_kit.cli.infer import parser
+from locret_kit.policies.registry import parse_policy
+from locret_kit.runtime.report import Report
+from locret_kit.runtime.session import prefill
+
+EVEN = [policy for policy in POLICIES if not parse_policy(policy).ragged]
+SOME = settings(max_examples=12, deadline=None, derandomize=True)
+BITS = pytest.mark.parametrize("bits", [4, 2])
+
+
+# ---- packing ----------------------------------------------------------------------------------------------------
+
+
+@BITS
+def test_codes_pack_into_bytes_and_back(bits):
+    codes = torch.randint(0, 2**bits, (3, 5, 24), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (3, 5, 24 * bits // 8)
+    assert torch.equal(unpack(packed, bits), codes)
+    flat, per_byte = codes.flatten().tolist(), 8 // bits
+    for i, byte in enumerate(packed.flatten().tolist()):
+        assert byte == sum(code << (bits * j) for j, code in enumerate(flat[i * per_byte : (i + 1) * per_byte]))
+
+
+@SOME
+@given(
+    st.lists(st.floats(-300, 300, width=32), min_size=1, max_size=12), st.sampled_from([4, 2]),
+    st.sampled_from([0.0, 1e-6, 1.0, 150.0]),
+)  # fmt: skip
+def test_numbers_come_back_within_half_a_step(numbers, bits, scale):
+    x = torch.tensor(numbers) * scale
+    step, zero = levels(x.amin(), x.amax(), bits)
+    back = decode(encode(x, step, zero, bits), step, zero)
+    ulp = 2**-22 * float(x.abs().max())
+    assert float((back - x).abs().max()) <= float(step) / 2 + ulp
+    spread, low = float(x.double().amax() - x.double().amin()), abs(float(x.amin()))
+    assert float(step) <= (spread + low / 500) / (2**bits - 1) * 1.002 + 3e-7
+
+
+# ---- groups -----------------------------------------------------------------------------------------------------
+
+
+@SOME
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 6), st.floats(0, 1))
+def test_rows_go_to_the_fewest_of_the_sparsest_groups(seed, size, groups, density):
+    draw = torch.Generator().manual_seed(seed)
+    capacity = groups * size
+    group = torch.arange(groups).repeat_interleave(size)[torch.randperm(capacity, generator=draw)]
+    lost = torch.rand(capacity, generator=draw) > density
+    held_rows = group[~lost].tolist()
+    entering = int(torch.randint(0, capacity - len(held_rows) + 1, (), generator=draw))
+    row_group = torch.tensor(held_rows + [-1] * entering, dtype=torch.int64)
+    leaving = row_group < 0
+    target, made = (x[0, 0] for x in regroup(row_group[None, None], leaving[None, None], groups, size))
+
+    taken = {g for g in range(groups) if made[g]}
+    counts = [held_rows.count(g) for g in range(groups)]
+    moved = [i for i, g in enumerate(row_group.tolist()) if g in taken or g < 0]
+    assert [i for i in range(len(row_group)) if target[i] >= 0] == moved
+    assert all(int(target[i]) in taken for i in moved)
+    assert all(sum(int(target[i]) == g for i in moved) <= size for g in taken)
+    if not entering:
+        assert not taken
+        return
+    sparsest = sorted(counts)
+    fewest = next(p for p in range(1, groups + 1) if sum(sparsest[:p]) + entering <= p * size)
+    assert sorted(counts[g] for g in taken) == sparsest[:fewest]
+
+
+# ---- a layer ----------------------------------------------------------------------------------------------------
+
+
+def layer_of(bits: int, capacity: int = 40, **rest) -> QuantisedLayer:
+    return QuantisedLayer(capacity, bits=bits, scratch=Scratch(), **{"group": 4, "residual": 3, **rest})
+
+
+def feed(layer, k, v, settle: bool = True) -> None:
+    layer.update(k, v)
+    layer.append(k, v, torch.zeros(()).expand(k.shape[:3]))
+    if settle:
+        layer.settle()
+
+
+def rows_drawn(draw: torch.Generator, T: int, B: int = 2, H: int = 2, D: int = 8) -> torch.Tensor:
+    offset = torch.linspace(-20, 20, D)  # channels with means of their own, as keys have
+    return torch.randn(B, H, T, D, generator=draw) * torch.rand(D, generator=draw) * 3 + offset
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@SOME
+@given(seed=st.integers(0, 10**6), bits=st.sampled_from([4, 2]), steps=st.integers(5, 30))
+def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps):
+    """Every row read back after every block, its error against the sum of the half steps of the grids it has been on."""
+    draw = torch.Generator().manual_seed(seed)
+    layer, B, H, D, capacity = layer_of(bits), 2, 2, 8, 40
+    original = {name: torch.empty(B, H, 0, D, dtype=torch.float64) for name in ("keys", "values")}
+    bound = torch.zeros(B, H, 0, D, dtype=torch.float64)
+    grid = torch.zeros(B, H, 0, 1 + 2 * D, dtype=torch.float64)  # group, steps, zero points
+    entered = merged = 0
+    for _ in range(steps):
+        T = int(torch.randint(1, 12, (), generator=draw))
+        if layer.rows > 1 and (layer.rows + T > capacity or float(torch.rand((), generator=draw)) < 0.5):
+            keep = int(torch.randint(1, min(layer.rows, capacity - 11) + 1, (), generator=draw))
+            stay = torch.rand(B, H, layer.rows, generator=draw).argsort(-1).argsort(-1) < keep
+            layer.keep(stay, keep)
+            index = stay.int().argsort(dim=-1, descending=True, stable=True)[..., :keep, None]
+            original = {name: x.gather(2, index.expand(-1, -1, -1, D)) for name, x in original.items()}
+            bound = bound.gather(2, index.expand(-1, -1, -1, D))
+            grid = grid.gather(2, index.expand(-1, -1, -1, grid.shape[-1]))
+        k, v = rows_drawn(draw, T).to(dtype), rows_drawn(draw, T).to(dtype)
+        before = layer.group[:, :, : layer.rows].clone() if layer.is_initialized else None
+        feed(layer, k, v)
+        n, entered = layer.rows, entered + T * B * H
+        original = {name: torch.cat([original[name], x.double()], 2) for name, x in (("keys", k), ("values", v))}
+        bound = torch.cat([bound, bound.new_zeros(B, H, T, D)], 2)
+        grid = torch.cat([grid, grid.new_full((B, H, T, grid.shape[-1]), -1)], 2)
+
+        group = layer.group[:, :, :n].long()
+        index = group.clamp(min=0)[..., None].expand(-1, -1, -1, D)
+        step, zero = (table.gather(2, index).double() for table in (layer.key_step, layer.key_zero))
+        now = torch.cat([group[..., None].double(), step, zero], -1)
+        fresh = (now != grid).any(-1) & (group >= 0)
+        bound += torch.where(fresh[..., None], step / 2, 0.0)
+        grid = torch.where(fresh[..., None], now, grid)
+        if before is not None:
+            merged += int((fresh[:, :, : before.shape[2]] & (before >= 0)).sum())
+
+        ulp = 2**-18 * 40
+        keys, values = layer.slots("keys").double(), layer.slots("values").double()
+        assert bool(((keys - original["keys"]).abs() <= bound + ulp).all())
+        came = min(T, layer.residual)
+        assert bool((group[:, :, n - came :] < 0).all())
+        alone = torch.where(group[..., None] < 0, 0.0, layer.value_step[:, :, :n].double() / 2)
+        assert bool(((values - original["values"]).abs() <= alone + ulp).all())
+        raw = (group < 0)[..., None].expand_as(keys)
+        assert torch.equal(keys[raw], original["keys"][raw]) and torch.equal(values[raw], original["values"][raw])
+        assert all(int(c) <= 4 for row in group.flatten(0, 1) for c in row[row >= 0].bincount())
+        layer.scratch.owner = None
+    assert merged <= 2 * entered + 4 * steps * B * H
+
+
+@BITS
+def test_a_long_text_requantises_little(bits):
+    """Evictions at random over 60 blocks: what is quantised again stays below twice what enters."""
+    draw = torch.Generator().manual_seed(bits)
+    layer = QuantisedLayer(96, bits=bits, scratch=Scratch(), group=8, residual=8)
+    rewritten = quantised = 0
+    for _ in range(60):
+        k = rows_drawn(draw, 32, 1, 1)
+        before = layer.group[:, :, : layer.rows].clone() if layer.is_initialized else None
+        feed(layer, k, k, settle=False)
+        if layer.rows > 64:
+            stay = torch.rand(1, 1, layer.rows, generator=draw).argsort(-1).argsort(-1) < 64
+            tables = layer.key_step.clone(), layer.key_zero.clone()
+            old = torch.cat([before, before.new_full((1, 1, 32), -1)], 2)[stay].long()
+            layer.keep(stay, 64)
+            changed = (layer.key_step != tables[0]).any(-1) | (layer.key_zero != tables[1]).any(-1)
+            new = layer.group[0, 0, :64].long()
+            rewritten += int(((old >= 0) & changed[0, 0][new.clamp(min=0)]).sum())
+            quantised += int(((old < 0) & (new >= 0)).sum())
+        else:
+            layer.settle()
+    assert 0 < rewritten < 2 * quantised + 8 * 60 and quantised > 500
+
+
+@pytest.mark.parametrize(("bits", "share"), [(4, 0.37), (2, 0.25)])
+def test_buffers_are_smaller_by_the_bits(bits, share):
+    k = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    plain, layer = BoundedLayer(4096), QuantisedLayer(4096, bits=bits, scratch=Scratch())
+    for each in (plain, layer):
+        each.update(k, k)
+    for codes, raw in ((layer.key_codes, plain.keys), (layer.value_codes, plain.values)):
+        assert codes.nbytes * 16 == raw.nbytes * bits
+    beside = plain.positions.nbytes + plain.scores.nbytes
+    groups, heads, rows, halves = 4096 * 3 // 2 // 32, 4, 4096, 2 * 2
+    table, value_levels, tail = heads * groups * 64 * halves, heads * rows * 2 * halves, heads * 63 * 64 * 2 * 2
+    expected = heads * rows * (2 * 64 * bits // 8 + 2) + table + value_levels + tail
+    assert layer.nbytes - beside == expected
+    assert layer.nbytes - beside < share * (plain.nbytes - beside)
+
+
+def test_beams_copies_and_reset():
+    draw = torch.Generator().manual_seed(5)
+    layer, copy = layer_of(4), layer_of(4)
+    k, v = rows_drawn(draw, 21), rows_drawn(draw, 21)
+    feed(layer, k, v)
+    read = [layer.slots(name).clone() for name in ("keys", "values")]
+    copy.take(layer)
+    assert copy.scratch is not layer.scratch
+    feed(layer, k[:, :, :9], v[:, :, :9])
+    assert all(torch.equal(copy.slots(name), x) for name, x in zip(("keys", "values"), read, strict=True))
+    copy.settle()
+    copy.reorder_cache(torch.tensor([1, 1]))
+    assert all(torch.equal(copy.slots(name), x[[1, 1]]) for name, x in zip(("keys", "values"), read, strict=True))
+    copy.reset()
+    feed(copy, k[:, :, :2], v[:, :, :2])
+    assert torch.equal(copy.slots("keys"), k[:, :, :2]) and copy.rows == 2
+
+
+def test_growing_changes_nothing():
+    draw = torch.Generator().manual_seed(6)
+    layer = layer_of(2, capacity=0, spare=0.0)
+    rows = torch.empty(2, 2, 0, 8)
+    for T in (5, 1, 30, 2, 64):
+        k = rows_drawn(draw, T)
+        layer.update(k, k)
+        if layer.rows + T > layer.capacity:
+            before = layer.slots("keys").clone()
+            layer.settle()
+            layer.grow(layer.rows + T)
+            assert torch.equal(layer.slots("keys"), before)
+            layer.settle()
+        feed(layer, k, k)
+        rows = torch.cat([rows, k], 2)
+    assert layer.rows == 102 and float((layer.slots("keys") - rows).abs().max()) < 15 / 3
+
+
+# ---- a cache ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", "h2o", "snapkv(6,3)", "locret", "sirllm", "keydiff", "pyramidkv(6,3,beta=3)"]
+)
+def test_a_prompt_as_short_as_the_tail_is_exact(policy):
+    """Nothing leaves the tail, so every policy keeps the same slots and the logits are the same."""
+    model, ids, positions = backbone(), tokens(60), turn(policy, "compact", "original")
+    with attach(model), torch.no_grad():
+        caches = [make(policy, length=60, positions=positions, kv_bits=bits) for bits in (None, 4)]
+        plain, stored = (prefill(model, ids, cache) for cache in caches)
+    assert held(caches[0]) == held(caches[1])
+    torch.testing.assert_close(stored, plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("policy", EVEN)
+def test_every_policy_reads_and_decodes(policy):
+    model, positions, bits = backbone(), turn(policy, "original", "compact"), turn(policy, 4, 2)
+    cache = make(policy, 90, length=150, chunk=30, positions=positions, decode_every=5, kv_bits=bits)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(150), cache)
+        logits = [model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache).logits for token in range(6)]
+    assert all(bool(x.isfinite().all()) for x in logits)
+    long = [layer for layer in cache.bounded if layer.rows >= 64]  # a pyramid's last layers are all tail
+    assert long and all(bool((layer.group[:, :, : layer.rows] >= 0).any()) for layer in long)
+    if policy != "full":
+        assert all(layer.rows <= budget + 1 for layer, budget in zip(cache.bounded, cache.budgets, strict=True))
+
+
+@BITS
+@pytest.mark.parametrize("policy", ["full", "streaming", "random"])
+def test_logits_stay_near(policy, bits):
+    """Policies that look at no keys hold the same slots; what is read differs by the rounding of 4 or 2 bits."""
+    model = backbone()
+    with attach(model), torch.no_grad():
+        caches = [make(policy, 100, length=260, chunk=50, kv_bits=kv_bits) for kv_bits in (None, bits)]
+        plain, stored = (prefill(model, tokens(260), cache) for cache in caches)
+    assert held(caches[0]) == held(caches[1])
+    assert float((stored - plain).norm() / plain.norm()) < (0.15 if bits == 4 else 0.8)
+
+
+def test_attention_reads_the_rows_as_they_are_read_back():
+    """One decoding step from a quantised cache equals the same step from a plain one that holds the rows read back."""
+    model = backbone()
+    with attach(model), torch.no_grad():
+        plain, stored = (make("streaming", 100, length=260, chunk=50, kv_bits=bits) for bits in (None, 4))
+        for cache in (plain, stored):
+            prefill(model, tokens(260), cache)
+        for there, here in zip(plain.bounded, stored.bounded, strict=True):
+            there.keys[:, :, : there.rows], there.values[:, :, : there.rows] = here.slots("keys"), here.slots("values")
+        step = [model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits for cache in (plain, stored)]
+    torch.testing.assert_close(*step, rtol=1e-9, atol=1e-9)
+
+
+def test_layers_with_a_window_keep_their_dtype():
+    model = tiny_model("gemma3")
+    cache = BoundedCache(60, "streaming", chunk=20, prompt_length=LENGTH, kv_bits=4)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+    kinds = {(layer.window is None, isinstance(layer, QuantisedLayer)) for layer in cache.bounded}
+    assert kinds == {(True, True), (False, False)}
+
+
+def test_the_report_counts_bits_and_every_buffer():
+    model = backbone()
+    cache = make("h2o", 60, length=150, chunk=40, kv_bits=4)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(150), cache)
+    tensors = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for holder in (*cache.bounded, cache.scratch) for x in vars(holder).values() if isinstance(x, torch.Tensor)
+    }  # fmt: skip
+    assert cache.nbytes == sum(tensors.values())
+    report = Report.of(
+        model, cache, prompt_tokens=150, new_tokens=0, prefill_s=1.0, decode_s=0.0, kept_rows=cache.kept_rows
+    )
+    assert report.kv_bits == 4 and report.cache_bytes == cache.nbytes
+    assert "MiB of buffers (4 bits)" in report.lines()[1]
+
+
+def test_what_does_not_go_is_said():
+    with pytest.raises(ValueError, match="kv_bits=3 must be 4 or 2"):
+        make("h2o", kv_bits=3)
+    with pytest.raises(
+        ValueError, match="kv_bits=4 needs heads of equal budgets; policy='ada-snapkv' tells them apart"
+    ):
+        make("ada-snapkv", kv_bits=4)
+    with pytest.raises(ValueError, match="kv_bits=2 needs a head size that is a multiple of 4, not 6"):
+        layer_of(2).update(torch.zeros(1, 1, 1, 6), torch.zeros(1, 1, 1, 6))
+    assert parser().parse_args(["--kv-bits", "4"]).kv_bits == 4
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--kv-bits", "3"])
