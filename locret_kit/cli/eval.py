@@ -72,7 +72,8 @@ def load_engine(config: EvalConfig) -> Engine:
     def settings_for(budget: int | None) -> dict[str, Any]:
         given = {key: getattr(config, key) for key in ("chunk", "stabilizers", "local_len", "positions")}
         scaled = scaled_settings(defaults, Namespace(budget=budget, **given))
-        return {**scaled, "one_shot": config.prefill == "one-shot", "decode_every": config.decode_every}
+        form = {"one_shot": config.prefill == "one-shot", "decode_every": config.decode_every, "kv_bits": config.kv_bits}
+        return {**scaled, **form}
 
     return Engine(
         model, tokenizer, name, settings_for, heads, chat=config.chat, ending=config.ending, seed=config.seed,

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
-from ..cache.positions import Positions
 from ..evals.tasks.base import CHAT
 from ..naming import nearest
 from ..samples.needles import ENDINGS
@@ -61,6 +60,8 @@ class EvalConfig:
     """Last prompt tokens that are never evicted; null scales the checkpoint's to the budget."""
     positions: str | None = None
     """'compact', 'original' or 'clipped(SPAN)'; null takes the checkpoint's."""
+    kv_bits: int | None = None
+    """Bits of a stored key or value, 4 or 2; null stores them as they are."""
     chat: str = "auto"
     """Whether prompts go through the chat template: 'auto' (as the benchmark does), 'always' or 'never'."""
     ending: str = "infinitebench"
@@ -84,6 +85,9 @@ class EvalConfig:
 
     def validate(self) -> None:
         """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
+        from ..cache.positions import Positions
+        from ..cache.quantised import check_bits
+
         for name in ("tasks", "policies", "budgets", "lengths", "haystacks"):
             if not getattr(self, name):
                 raise ValueError(f"{name}=[] must name at least one")
@@ -112,6 +116,7 @@ class EvalConfig:
             "retry": ("never", "errors"),
             "dtype": ("auto", "float32", "bfloat16", "float16"),
         }
+        check_bits(self.kv_bits)
         if self.positions is not None:
             Positions.parse(self.positions, 1)
         for name, known in choices.items():
@@ -176,7 +181,7 @@ _LOWEST = {
 }  # fmt: skip
 
 FIXED = (
-    "ckpt", "model", "adapter", "chunk", "stabilizers", "local_len", "positions", "chat", "ending", "prefill",
+    "ckpt", "model", "adapter", "chunk", "stabilizers", "local_len", "positions", "kv_bits", "chat", "ending", "prefill",
     "decode_every", "max_new_tokens", "seed", "dtype",
 )  # fmt: skip
 """What all rows of a folder share; the other keys may differ from one run to the next."""

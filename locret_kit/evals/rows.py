@@ -83,6 +83,8 @@ class Row:
     """Decoded tokens between evictions; None: only when the buffers are full."""
     ending: str = ""
     """How a hidden-digits prompt ends, see `samples.needles.ENDINGS`; '' for other tasks, and 'line' in the oldest rows."""
+    kv_bits: int | None = None
+    """Bits of a stored key or value; None is the precision of `dtype`."""
     prompt_hash: str = ""
     """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
     kept: str | None = None

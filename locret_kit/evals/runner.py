@@ -214,7 +214,8 @@ def _cost(report: Report) -> dict[str, Any]:
         "cache_bytes": report.cache_bytes, "chunk": report.chunk, "stabilizers": report.stabilizers,
         "local_len": report.local_len,
         "one_shot": report.one_shot,
-        "decode_every": report.decode_every, "positions": report.positions, "device": report.device, "dtype": report.dtype,
+        "decode_every": report.decode_every, "positions": report.positions,
+        "kv_bits": report.kv_bits, "device": report.device, "dtype": report.dtype,
         "versions": {**report.versions, "locret_kit": __version__},
     }  # fmt: skip
 
