@@ -149,11 +149,9 @@ def test_every_number_has_a_bound():
 
 def test_choices_are_those_of_the_parts():
     from locret_kit.backbones.load import DTYPES
-    from locret_kit.cache.bounded import POSITIONS
     from locret_kit.cis import TARGETS
 
     assert schema._CHOICES["target.kind"] == TARGETS
-    assert schema._CHOICES["infer.positions"] == POSITIONS
     assert set(schema._CHOICES["backbone.dtype"]) == {"auto", *DTYPES}
 
 

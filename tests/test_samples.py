@@ -282,13 +282,15 @@ def test_cut_length_and_start(source, n_tokens, seed):
     st.floats(0, 1),
     st.integers(0, 99),
     st.sampled_from([None, HAYSTACK]),
+    st.sampled_from(["infinitebench", "line"]),
 )
-def test_needle(task, n_tokens, depth, seed, haystack):
-    needle = needles.make_needle(task, TOK, n_tokens=n_tokens, depth=depth, seed=seed, haystack=haystack)
+def test_needle(task, n_tokens, depth, seed, haystack, ending):
+    needle = needles.make_needle(task, TOK, n_tokens=n_tokens, depth=depth, seed=seed, haystack=haystack, ending=ending)
     words = needles.TASKS[task]
     assert needle.n_tokens == len(TOK(needle.prompt)["input_ids"]) <= n_tokens
     assert needle.n_tokens >= 0.99 * n_tokens - 1
-    assert needle.prompt == f"{needle.document}\n{needle.question} {needle.prefix}"
+    breaks, blank = {"infinitebench": ("\n\n", "\n\n"), "line": ("\n", " ")}[ending]
+    assert needle.prompt == f"{needle.document}{breaks}{needle.question}{blank}{needle.prefix}"
     assert needle.prompt.count("\n" + words.needle.format(key=needle.answer)) == 1
     assert needle.prompt.count(needle.answer) == 2
     assert len(needle.answer) == {"R.PassKey": 5, "R.Number": 10}[task]
@@ -304,7 +306,7 @@ def test_needle_wording():
         f"The pass key is {needle.answer}. Remember it. {needle.answer} is the pass key.\n"
         "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\nThe grass"
     )
-    assert needle.prompt.endswith("\nWhat is the pass key? The pass key is") and needle.depth == 0
+    assert needle.prompt.endswith("\n\nWhat is the pass key?\n\nThe pass key is") and needle.depth == 0
     last = needles.make_needle("R.Number", TOK, n_tokens=1500, depth=1, seed=1)
     assert last.depth == 1 and "memorize" not in last.prompt
     assert last.document.endswith(f"{last.answer} is the sequence of digits.")

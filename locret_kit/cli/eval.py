@@ -72,7 +72,11 @@ def load_engine(config: EvalConfig) -> Engine:
     def settings_for(budget: int | None) -> dict[str, Any]:
         given = {key: getattr(config, key) for key in ("chunk", "stabilizers", "local_len", "positions")}
         scaled = scaled_settings(defaults, Namespace(budget=budget, **given))
-        form = {"one_shot": config.prefill == "one-shot", "decode_every": config.decode_every, "kv_bits": config.kv_bits}
+        form = {
+            "one_shot": config.prefill == "one-shot",
+            "decode_every": config.decode_every,
+            "kv_bits": config.kv_bits,
+        }
         return {**scaled, **form}
 
     return Engine(
