@@ -131,6 +131,7 @@ def test_errors_on_the_command_line(arguments, message):
         ("target.floor=0", "target.floor=0.0 must be below 0"),
         ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob. Did you mean 'logit'?"),
         ("backbone.dtype=fp8", "backbone.dtype=fp8 must be one of: auto, float32, bfloat16, float16."),
+        ("infer.positions=clipt", "infer.positions=clipt must be compact, original, clipped or clipped(SPAN)"),
         ("data.sources=[]", "data.sources=[] must be a list of at least one name"),
         ("data.weights=[1,2]", "data.weights=[1.0, 2.0] must be 1 positive numbers, one for each of data.sources"),
         ("infer.stabilizers=128", "infer.stabilizers=128 must be below infer.budget=128"),
