@@ -9,4 +9,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 python scripts/fetch_backbone.py
 python scripts/make_long_text.py --tokens "$tokens" |
-    locret-infer --ckpt checkpoints/smollm2-135m-locret --budget "$budget" --max-new-tokens 6
+    locret-infer --ckpt checkpoints/smollm2-135m-locret --budget "$budget" --positions "clipped(4096)" --max-new-tokens 6
