@@ -88,7 +88,7 @@ def compile_launch(
 ) -> tuple[int, int, int]:
     """Shared memory, registers and stack (bytes) of one launch, compiled as a call with these arguments would be."""
     signature, constexprs, attributes = {}, dict(constants), {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+    for i, (name, value) in enumerate(zip(kernel.arg_names[: len(args)], args, strict=True)):
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]  # as PyTorch allocates

@@ -55,7 +55,7 @@ def concentration(study: Study) -> Figure:
         len(layers) + 1, f"Attention concentration by head; {prompt.title}, last {WINDOW} queries", columns=3
     )
     tokens = np.arange(1, len(prompt.ids) + 1) / len(prompt.ids)
-    for layer, axis in zip(layers, axes, strict=False):
+    for layer, axis in zip(layers, axes[:-1], strict=True):
         curves = gathered(found[layer])
         for head in range(len(curves)):
             style = line(head, marker=False)

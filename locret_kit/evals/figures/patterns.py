@@ -62,7 +62,7 @@ def kept_positions(study: Study) -> Figure:
     figure, axes = panels(
         len(study.policies) + 1, f"Kept positions, budget {size(budget)}; {prompt.title}", columns=2, width=4.2
     )
-    for i, (policy, axis) in enumerate(zip(study.policies, axes, strict=False)):
+    for i, (policy, axis) in enumerate(zip(study.policies, axes[:-1], strict=True)):
         cache = read(study.engine.model, prompt.ids, study.bounded(policy, budget, len(prompt.ids)))
         shown = [layer for layer, rows in enumerate(cache.bounded) if rows.window is None]
         image = axis.pcolormesh(
