@@ -23,12 +23,12 @@ from ..policies.base import Entry, Policy
 from ..policies.registry import parse_policy
 from .attention import attend_rows, attend_rows_lse
 from .entropy import token_entropy
+from .eviction import evict_if_due, make_room
 from .fork import fork
 from .layers import BoundedLayer, Part, RaggedLayer
 from .positions import Positions
-from .quantised import SPARE, QuantisedLayer, Scratch, check_bits
+from .quantised import SPARE, QuantisedLayer, Scratch, check_storage
 from .schedule import Schedule
-from .view import slots_of
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
@@ -39,7 +39,8 @@ TABLE_STEP = 64
 
 @dataclass
 class CacheCounters:
-    """What the cache did, for the report. Seconds are host time; scoring includes the statistics of attention."""
+    """What the cache did, for the report. Seconds are host time; scoring includes the statistics of attention, compacting
+    the merging of what goes."""
 
     evictions: int = 0
     """Of the layer that had most."""
@@ -98,11 +99,7 @@ class BoundedCache(Cache):
             Positions.parse(positions, 1)
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
-        check_bits(kv_bits)
-        if kv_bits is not None and self.policy.ragged:
-            raise ValueError(
-                f"kv_bits={kv_bits} needs heads of equal budgets; policy={self.policy.name!r} tells them apart"
-            )
+        check_storage(kv_bits, self.policy)
         self.schedule = Schedule.scaled(budget, chunk, prompt_length, stabilizers, local_len, decode_every, one_shot)
         self.heads = heads if self.policy.needs_heads else None
         self.positions = positions
@@ -137,7 +134,7 @@ class BoundedCache(Cache):
         if self.positions is None:
             self.positions = "compact" if self.wants_unrotated else "original"
         self.places = Positions.parse(self.positions, getattr(config, "max_position_embeddings", 0))
-        if self.places.span is not None or self.heads is not None:
+        if self.places.span is not None or self.heads is not None or self.policy.merge is not None:
             require_adapter(config)
         if self.heads is not None:
             self.heads.check_backbone(spec)
@@ -160,7 +157,7 @@ class BoundedCache(Cache):
         if self.kv_bits is not None:
             return QuantisedLayer(capacity, statistics, recent, bits=self.kv_bits, scratch=self.scratch, spare=spare)
         make = RaggedLayer if self.policy.ragged else BoundedLayer
-        return make(capacity, None, statistics, recent)
+        return make(capacity, None, statistics, recent, merges=self.policy.merge is not None)
 
     def _layer_budgets(self, windows: tuple[int | None, ...]) -> list[int]:
         s, full = self.schedule, sum(window is None for window in windows)
@@ -187,10 +184,10 @@ class BoundedCache(Cache):
         out, start = [], 0
         for step in self.schedule.blocks(rows.seen, q_BQTD.shape[2]):
             new = slice(start, start + step)
-            self._make_room(layer, rows, step)
+            make_room(self, layer, rows, step)
             out.append(self._block(layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
             if not self.policy.needs_logits:
-                self._evict_if_due(layer, rows)
+                evict_if_due(self, layer, rows)
             rows.settle()
             start += step
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
@@ -278,44 +275,6 @@ class BoundedCache(Cache):
         self.counters.score_s += time.perf_counter() - began
         return score_BHT
 
-    # ---- eviction --------------------------------------------------------------------------------------------------
-
-    def _make_room(self, layer: int, rows: BoundedLayer, step: int) -> None:
-        """Before a block is appended: windowed layers forget what no query can see; decoding evicts when full."""
-        if rows.rows + step > rows.capacity:
-            if rows.window is not None:
-                rows.drop_oldest(rows.window - 1)
-            elif self.policy.keeps_everything:
-                rows.grow(rows.rows + step)
-            else:
-                self._evict(layer, rows, self.budgets[layer], decoding=True)
-
-    def _evict_if_due(self, layer: int, rows: BoundedLayer) -> None:
-        """At a boundary of the schedule."""
-        if rows.window is None:
-            keep = self.schedule.keep_at(rows.seen, rows.rows, self.budgets[layer])
-            if keep is not None:
-                self._evict(layer, rows, keep, decoding=self.schedule.decoding(rows.seen))
-
-    def _evict(self, layer: int, rows: BoundedLayer, keep: int, *, decoding: bool) -> None:
-        if self.policy.keeps_everything or rows.rows <= keep:
-            return
-        stabilizers = 0 if self.schedule.is_last(rows.seen) and not decoding else self.schedule.stabilizers
-        slots = slots_of(self, layer, keep, min(stabilizers, keep))
-        t0 = time.perf_counter()
-        scores_BHS = self.policy.score.score(slots)
-        rows.rescore(slots.entered)
-        t1 = time.perf_counter()
-        stay_BHS = self.policy.choose(slots, scores_BHS)
-        t2 = time.perf_counter()
-        rows.evictions += 1
-        self.counters.evictions = max(self.counters.evictions, rows.evictions)
-        self.counters.evicted_rows += (rows.rows - keep) * stay_BHS.shape[0] * stay_BHS.shape[1]
-        rows.keep(stay_BHS, keep)
-        self.counters.score_s += t1 - t0
-        self.counters.select_s += t2 - t1
-        self.counters.compact_s += time.perf_counter() - t2
-
     # ---- policies that read the backbone's logits --------------------------------------------------------------------
 
     @property
@@ -337,7 +296,7 @@ class BoundedCache(Cache):
                 rows.score_newest(score_BT)
         self.counters.score_s += time.perf_counter() - began
         for layer, rows in enumerate(self.bounded):
-            self._evict_if_due(layer, rows)
+            evict_if_due(self, layer, rows)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 

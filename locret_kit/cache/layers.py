@@ -48,13 +48,19 @@ class BoundedLayer(CacheLayerMixin):
     scores: Tensor
     stats: Tensor
     """``[statistics, B, H, capacity]`` float32."""
+    absorbed: Tensor
+    """``[B, H, capacity]`` float32, where evicted slots are merged: logarithm of the weight that a slot has taken over."""
     queries: Tensor
     """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
 
-    def __init__(self, capacity: int, window: int | None = None, statistics: int = 0, recent: int = 0) -> None:
+    def __init__(
+        self, capacity: int, window: int | None = None, statistics: int = 0, recent: int = 0, *, merges: bool = False
+    ) -> None:
         super().__init__()
         self.capacity, self.window = capacity, window
-        self.statistics, self.recent = statistics, recent
+        self.statistics, self.recent, self.merges = statistics, recent, merges
+        if merges:
+            self.per_row = (*self.per_row, "absorbed")
         self.scaling = 1.0
         self.memory: dict[str, Tensor] = {}
         self.rows = 0
@@ -71,6 +77,8 @@ class BoundedLayer(CacheLayerMixin):
             self.positions = torch.empty(self._shape(B, H), dtype=torch.int32, device=self.device)
             self.scores = torch.empty(self._shape(B, H), dtype=torch.float32, device=self.device)
             self.stats = torch.empty(self.statistics, *self._shape(B, H), dtype=torch.float32, device=self.device)
+            if self.merges:
+                self.absorbed = torch.empty_like(self.scores)
         self.is_initialized = True
 
     def _shape(self, B: int, H: int) -> tuple[int, ...]:
@@ -90,11 +98,17 @@ class BoundedLayer(CacheLayerMixin):
         self._write(new, k, v)
         self.scores[:, :, new] = score_BHT
         self.positions[:, :, new] = self._new_positions(k.shape[2])
-        self.stats[..., new] = 0
+        self._begin(new)
         self._count(k.shape[2])
 
     def _write(self, new: slice, k: Tensor, v: Tensor) -> None:
         self.keys[:, :, new], self.values[:, :, new] = k, v
+
+    def _begin(self, new: slice | Tensor) -> None:
+        """Statistics of new rows."""
+        self.stats[..., new] = 0
+        if self.merges:
+            self.absorbed[..., new] = float("-inf")
 
     def settle(self) -> None:
         """After a block's attention and eviction: bring the new rows into the form in which they are kept."""
@@ -138,6 +152,10 @@ class BoundedLayer(CacheLayerMixin):
             self.slots("stats"),
             self.slots("positions"),
         )
+
+    def head(self, name: str, b: int, h: int) -> Tensor:
+        """One head's rows ``[rows, ...]`` of a buffer, in place."""
+        return getattr(self, name)[b, h, : self.rows]
 
     def slots(self, name: str) -> Tensor:
         """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right."""
@@ -281,7 +299,7 @@ class RaggedLayer(BoundedLayer):
         self.values[new] = v.flatten(0, 2)
         self.scores[new] = score_BHT.expand(self.B, self.H, T).reshape(-1)
         self.positions[new] = self._new_positions(T).repeat(self.B * self.H)
-        self.stats[:, new] = 0
+        self._begin(new)
         self._count(T)
 
     def _count(self, T: int) -> None:
@@ -301,6 +319,10 @@ class RaggedLayer(BoundedLayer):
                 slice(b, b + 1), slice(h, h + 1), self.keys[None, None, rows], self.values[None, None, rows],
                 self.stats[:, None, None, rows], self.positions[None, None, rows],
             )  # fmt: skip
+
+    def head(self, name: str, b: int, h: int) -> Tensor:
+        start, length = self._stretches[b * self.H + h]
+        return getattr(self, name)[start : start + length]
 
     @property
     def longest(self) -> int:
@@ -353,7 +375,7 @@ class RaggedLayer(BoundedLayer):
             lengths
         )
         target = self.starts.repeat_interleave(lengths) + within
-        for name in PER_ROW:
+        for name in self.per_row:
             buffer = getattr(self, name)
             buffer[target] = buffer[source]
         self.stats[:, target] = self.stats[:, source]

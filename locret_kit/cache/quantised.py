@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..policies.base import Policy
 from .layers import BoundedLayer
 from .packing import BITS, decode, encode, levels, pack, unpack
 
@@ -40,6 +41,18 @@ def check_bits(kv_bits: int | None) -> None:
     """Raise ValueError unless ``kv_bits`` is 4, 2 or None."""
     if kv_bits is not None and kv_bits not in BITS:
         raise ValueError(f"kv_bits={kv_bits} must be 4 or 2; without it, keys and values are kept in the model's dtype")
+
+
+def check_storage(kv_bits: int | None, policy: Policy) -> None:
+    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: heads must hold as many, and a
+    slot that was quantised is not written again."""
+    check_bits(kv_bits)
+    if kv_bits is not None and policy.ragged:
+        raise ValueError(f"kv_bits={kv_bits} needs heads of equal budgets; policy={policy.name!r} tells them apart")
+    if kv_bits is not None and policy.merge is not None:
+        raise ValueError(
+            f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
+        )
 
 
 class Scratch:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..backbones.families import require_adapter, text_config
-from ..backbones.rope import rotate
+from ..backbones.rope import Rope, rotate
 from ..policies.base import Slots
 from .layers import BoundedLayer
 
@@ -75,7 +75,11 @@ def _raw_keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
         require_adapter(text_config(cache.model))
     if cache.ropes is None or cache.rotates_rows(rows):
         return keys
-    rope, positions = cache.ropes[layer], rows.slots("positions")
+    return turned_back(cache.ropes[layer], keys, rows.slots("positions"))
+
+
+def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys ``[..., D]`` before RoPE of keys rotated for ``positions [...]``."""
     cos, sin = (table.view(*positions.shape, -1) for table in rope.tables(positions.flatten(), keys.dtype))
     turned = rotate(keys, cos, -sin)
     turned[..., : cos.shape[-1]] /= rope.scaling**2

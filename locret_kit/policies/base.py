@@ -1,8 +1,8 @@
 """The seam: what a policy's parts are given, and how they choose the slots that stay.
 
 A policy answers four questions, each with one part: what is a slot worth (score), which slots may not go now (scopes),
-how many slots does each layer and each head get (allocation), and which slots stay (selection). Parts know nothing of
-models, caches or files.
+how many slots does each layer and each head get (allocation), and which slots stay (selection). A fifth part, which may be
+absent, folds what goes into what stays (merging). Parts know nothing of models, caches or files.
 """
 
 from __future__ import annotations
@@ -128,9 +128,14 @@ class Score(Protocol):
         """The same scores in a unit that can be compared across heads, for allocations over heads."""
         ...
 
+    def log_weight(self, scores_BHS: Tensor) -> Tensor:
+        """The logarithm (finite) of what a token weighs where slots are merged."""
+        ...
+
 
 class ScorePart:
-    """The defaults of a score: nothing is needed, and a slot is worth what it was when it entered."""
+    """The defaults of a score: nothing is needed, a slot is worth what it was when it entered, and when slots are merged all
+    tokens weigh the same (a position, a norm or a similarity is no weight)."""
 
     needs_heads: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
@@ -147,6 +152,9 @@ class ScorePart:
 
     def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
         return scores_BHS
+
+    def log_weight(self, scores_BHS: Tensor) -> Tensor:
+        return torch.zeros_like(scores_BHS)
 
 
 class Scope(Protocol):
@@ -216,7 +224,7 @@ def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Policy:
-    """Score, scopes, allocation and selection under one name."""
+    """Score, scopes, allocation, selection and merging under one name."""
 
     name: str
     score: Any
@@ -226,6 +234,8 @@ class Policy:
     """None is uniform: every layer and head gets the budget."""
     source: str = ""
     keeps_everything: bool = False
+    merge: Any = None
+    """None drops what is evicted."""
 
     @property
     def needs_heads(self) -> bool:

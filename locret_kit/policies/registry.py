@@ -12,6 +12,7 @@ from ..naming import nearest
 from .allocation import Adaptive, Pyramid, PyramidAdaptive, Uniform
 from .base import Policy
 from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
+from .merging import Nearest
 from .scopes import Deviation, Proxies, Sinks, Stabilizers, Window
 from .scores import Aas, Aqas, Cis, Entropy, Ltas, Mas, ProxyAttention, Random, Recency, WindowAttention
 from .selection import Representatives, Sampled, TopK
@@ -26,7 +27,8 @@ SCOPES: dict[str, type] = {
 }  # fmt: skip
 ALLOCATIONS: dict[str, type] = {"adaptive": Adaptive, "pyramid": Pyramid, "uniform": Uniform}
 SELECTIONS: dict[str, type] = {"representatives": Representatives, "sampled": Sampled, "top-k": TopK}
-PARTS = ("score", "scope", "allocation", "selection")
+MERGES: dict[str, type] = {"nearest": Nearest}
+PARTS = ("score", "scope", "allocation", "selection", "merge")
 
 
 def _full() -> Policy:
@@ -115,6 +117,18 @@ def _pyramid_locret(sinks: int = 0, beta: float = 20.0) -> Policy:
     return replace(base, source="Locret with PyramidKV's layers")
 
 
+def _merge(base: str = "h2o", metric: str = "cosine", weight: str = "score") -> Policy:
+    policy = parse_policy(base)
+    if policy.keeps_everything:
+        raise ValueError(f"merge(base={base}): the base evicts nothing, so nothing is to be merged")
+    source = f"{policy.source or base} with an attention pool, Locret, section 4.4"
+    return replace(policy, name="merge", merge=Nearest(metric, weight), source=source)
+
+
+def _merge_locret(sinks: int = 0, metric: str = "cosine", weight: str = "score") -> Policy:
+    return replace(_locret(sinks), name="merge-locret", merge=Nearest(metric, weight), source="Locret, section 4.4")
+
+
 def _knorm() -> Policy:
     return Policy("knorm", KNorm(), (), TopK(), source="arXiv 2406.11430")
 
@@ -161,6 +175,8 @@ NAMED: dict[str, Callable[..., Policy]] = {
     "locret": _locret,
     "ada-locret": _ada_locret,
     "pyramid-locret": _pyramid_locret,
+    "merge": _merge,
+    "merge-locret": _merge_locret,
 }
 
 _CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
@@ -179,9 +195,7 @@ def parse_policy(text: str) -> Policy:
     for item in _split(text, " "):
         key, eq, value = item.partition("=")
         if not eq or key not in PARTS:
-            raise ValueError(
-                f"policy part {item!r} is unknown.{nearest(key, PARTS)} Parts: score, scope, allocation, selection."
-            )
+            raise ValueError(f"policy part {item!r} is unknown.{nearest(key, PARTS)} Parts: {', '.join(PARTS)}.")
         parts[key] = value
     if "score" not in parts:
         raise ValueError(f"policy={text!r} names no score; known: {', '.join(SCORES)}")
@@ -191,6 +205,7 @@ def parse_policy(text: str) -> Policy:
         tuple(_call(scope, "scope", SCOPES) for scope in _split(parts["scope"], "+")),
         _call(parts["selection"], "selection", SELECTIONS),
         _allocation(parts["allocation"]),
+        merge=_call(parts["merge"], "merge", MERGES) if "merge" in parts else None,
     )
 
 
@@ -269,7 +284,8 @@ def spell(part: Any) -> str:
     """A part in the grammar, every parameter written out."""
     if isinstance(part, PyramidAdaptive):
         return f"{spell(part.pyramid)}+{spell(part.adaptive)}"
-    names = {kind: name for table in (SCORES, SCOPES, ALLOCATIONS, SELECTIONS) for name, kind in table.items()}
+    tables = (SCORES, SCOPES, ALLOCATIONS, SELECTIONS, MERGES)
+    names = {kind: name for table in tables for name, kind in table.items()}
     inside = ",".join(f"{field.name}={getattr(part, field.name)}" for field in fields(part))
     return names[type(part)] + (f"({inside})" if inside else "")
 
@@ -285,6 +301,8 @@ def describe_policies() -> list[str]:
             parts["scope"] = "+".join(spell(scope) for scope in policy.scopes)
         parts["allocation"] = spell(policy.allocation or Uniform())
         parts["selection"] = spell(policy.selection)
+        if policy.merge is not None:
+            parts["merge"] = spell(policy.merge)
         composed = "-" if policy.keeps_everything else " ".join(f"{key}={value}" for key, value in parts.items())
         lines.append(f"{name:<14} {composed}  parameters: {parameters}  {policy.source}".rstrip())
     return lines

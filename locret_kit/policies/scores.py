@@ -36,6 +36,13 @@ def recent_attention(slots: Slots, newest: int) -> Tensor:
     return out_BHS
 
 
+class Weight(ScorePart):
+    """A score that is a weight itself: attention received, or information in nats. It is at least 0."""
+
+    def log_weight(self, scores_BHS: Tensor) -> Tensor:
+        return scores_BHS.clamp(min=torch.finfo(scores_BHS.dtype).tiny).log()
+
+
 @dataclass(frozen=True)
 class Cis(ScorePart):
     """Predicted causal importance of the layer's retaining head. Source: Locret, section 3.2."""
@@ -53,6 +60,10 @@ class Cis(ScorePart):
         if slots.target != "logit":
             return scores_BHS
         return scores_BHS.masked_fill(~slots.valid, float("-inf")).softmax(-1)
+
+    def log_weight(self, scores_BHS: Tensor) -> Tensor:
+        """A logit and a log-probability are logarithms of attention, but for a constant of the head."""
+        return scores_BHS
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Aas(ScorePart):
+class Aas(Weight):
     """Accumulated attention: ``sum of a`` over every query since the slot entered. Source: H2O, arXiv 2306.14048."""
 
     statistics: ClassVar[frozenset[str]] = frozenset({"sum"})
@@ -103,7 +114,7 @@ class Aas(ScorePart):
 
 
 @dataclass(frozen=True)
-class Aqas(ScorePart):
+class Aqas(Weight):
     """How many queries gave the slot more than ``1 / n``, ``n`` slots being visible to the query. Source: ScissorHands,
     arXiv 2305.17118."""
 
@@ -114,7 +125,7 @@ class Aqas(ScorePart):
 
 
 @dataclass(frozen=True)
-class Mas(ScorePart):
+class Mas(Weight):
     """Mean attention: ``sum of a / count``, ``count`` queries having seen the slot. Source: RoCo, section 4."""
 
     statistics: ClassVar[frozenset[str]] = frozenset({"sum", "count"})
@@ -124,7 +135,7 @@ class Mas(ScorePart):
 
 
 @dataclass(frozen=True)
-class Ltas(ScorePart):
+class Ltas(Weight):
     """Attention of the last token. Source: TOVA, arXiv 2401.06104."""
 
     def recent(self, chunk: int) -> int:
@@ -135,9 +146,15 @@ class Ltas(ScorePart):
 
 
 @dataclass(frozen=True)
-class WindowAttention(ScorePart):
-    """``sum of a`` over the newest ``window`` queries, then the maximum over ``kernel`` neighbouring slots. The window itself
-    is neither pooled nor pooled from. Source: SnapKV, arXiv 2404.14469."""
+class WindowAttention(Weight):
+    """``sum of a`` over the newest ``window`` queries, then the maximum over ``kernel`` neighbouring slots. The newest
+    ``window`` slots are neither pooled nor pooled from, whatever the scope protects. Source: SnapKV, arXiv 2404.14469.
+
+    The newest queries of the text count, not of the last block alone: a block shorter than the window leaves the rest of it
+    to the blocks before. A query looks from the place of its rank among the newest slots; where one of those tokens was
+    evicted (no scope protects it), that is an older slot's place. A head that holds fewer slots than the window (a budget
+    below it, or a small share of an adaptive one) sums over as many of the newest queries as it has slots, and pools nothing.
+    """
 
     window: int = 32
     """Queries."""
@@ -163,7 +180,7 @@ class WindowAttention(ScorePart):
 
 
 @dataclass(frozen=True)
-class ProxyAttention(ScorePart):
+class ProxyAttention(Weight):
     """``sum of a`` over the proxy queries: the newest ``tokens``. A question that ends the prompt is named by its length.
     Source: NaCl, section 5.1."""
 
@@ -194,7 +211,7 @@ def check_size(part: str, name: str, size: int | float, low: int) -> None:
 
 
 @dataclass(frozen=True)
-class Entropy(ScorePart):
+class Entropy(Weight):
     """``-log P(token | tokens before it)`` under the backbone as it reads with this cache: one number a token, the same in
     every layer and head; 0 for the first token of a text. Source: SirLLM, arXiv 2405.12528."""
 
