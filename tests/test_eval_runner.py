@@ -19,7 +19,7 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.backbones.families import spec_of
 from locret_kit.checkpoint import save_heads
-from locret_kit.cli.eval import main, plan_of
+from locret_kit.cli.eval import main
 from locret_kit.cli.eval_config import load_eval_config, split_list
 from locret_kit.evals import runner
 from locret_kit.evals.rows import KEY, Row, Shard, read_kept, read_rows
@@ -28,8 +28,14 @@ from locret_kit.evals.tasks import texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 
 ROOT = Path(__file__).resolve().parents[1]
-COSTS = {"prefill_s", "decode_s", "peak_bytes", "date", "rank"}
+COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}
 """What differs between two runs of the same examples."""
+
+
+@pytest.fixture(autouse=True)
+def no_drawing(monkeypatch):
+    """Figures and page take longer than these runs."""
+    monkeypatch.setattr("locret_kit.evals.page.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +101,8 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     table = (finished / "summary.md").read_text()
     assert "**R.PassKey, haystack: pydoc** (match;" in table and "| full | " in table and "(n=3)" in table
     assert (finished / "summary.csv").read_text().count("\n") == 1 + 2 * 5
+    assert table.startswith("**All tasks**") and table.count("| 240 | 32 | locret (heads) |") == 1
+    assert (finished / "report.html").stat().st_size > 10_000 and list((finished / "figures").glob("*.svg"))
 
 
 def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, tmp_path, monkeypatch):
@@ -261,6 +269,44 @@ def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
         read_kept(out, next(row for row in rows if row.kept is None))
 
 
+def test_one_table_of_needles_perplexity_and_reconstruction(heads, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(texts, "CONTINUATION", 12)
+    out, tasks = tmp_path / "run", "[passkey,number,perplexity,reconstruction]"
+    more = {
+        "tasks": tasks,
+        "haystacks": "[repeated]",
+        "policies": "[full,locret]",
+        "samples": 2,
+        "lengths": "[900,1000]",
+    }
+    assert main(words(heads, out, **more, budgets="[64]")) == 0
+    assert not any(row.error for row in read_rows(out))
+    table = (out / "summary.md").read_text().split("\n\n")[1].splitlines()
+    assert table[0] == (
+        "| length | budget | policy | R.Number, haystack: repeated (match) | R.PassKey, haystack: repeated (match) | "
+        "perplexity, haystack: pydoc (nll, lower is better) | reconstruction, haystack: pydoc (rougeL) | "
+        "reconstruction, haystack: pydoc (bleu) |"
+    )
+    assert [line.split(" | ")[:3] for line in table[2:]] == [
+        [f"| {length}", budget, policy]
+        for length in (900, 1000)
+        for budget, policy in (("-", "full"), ("64", "locret (heads)"))
+    ]
+    assert all(line.count(" ± ") == line.count("(n=2)") == 5 for line in table[2:])
+    assert "\n".join(table) in capsys.readouterr().out
+
+
+def test_figures_need_matplotlib_and_rows_do_not(heads, tmp_path, monkeypatch, capsys):
+    def without(out):
+        raise ImportError("No module named 'matplotlib': pip install 'locret-kit[eval]'")
+
+    monkeypatch.setattr("locret_kit.evals.page.write_page", without)
+    out = tmp_path / "run"
+    assert main(words(heads, out, tasks="[passkey]", policies="[locret]", samples=1)) == 0
+    assert "no figures and no page: No module named 'matplotlib'" in capsys.readouterr().err
+    assert (out / "summary.md").exists()
+
+
 def test_random_heads_are_seeded(heads, tmp_path):
     outs = [tmp_path / name for name in "ab"]
     for out in outs:
@@ -315,14 +361,6 @@ def test_lists_keep_commas_inside_parentheses():
     ]  # fmt: skip
     config = load_eval_config(["tasks=passkey", "out=x", "budgets=256,512", "ckpt=a", "chunk=null"])
     assert (config.tasks, config.budgets, config.ckpt, config.chunk) == (["passkey"], [256, 512], ["a"], None)
-
-
-def test_every_group_belongs_to_one_process(heads, tmp_path):
-    plan = plan_of(load_eval_config(words(heads, tmp_path / "run", samples=7)))
-    shares = [runner._share(replace(plan, rank=rank, world_size=3)) for rank in range(3)]
-    assert sorted((g.task.name, g.sample) for share in shares for g in share) == sorted(
-        (g.task.name, g.sample) for g in plan.groups()
-    )
 
 
 def test_help_needs_no_model():

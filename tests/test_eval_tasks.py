@@ -179,6 +179,27 @@ def test_reconstruction_carries_the_text_it_asks_for():
     assert made.extra["source"] in made.prompt and made.prompt.index(made.extra["source"]) < 20
 
 
+@pytest.mark.parametrize("chat", ["always", "never"])
+def test_reconstruction_quotes_the_words_in_front_of_the_passage(chat):
+    text, depths = load_text("pydoc"), []
+    for sample in range(6):
+        task, made = example("reconstruction", sample, chat=chat)
+        article = made.prompt.split("Article: ")[1].split("\n\nRepeat the above")[0]
+        at = article.index(made.answer)
+        quote = made.prompt[made.prompt.rindex("Repeat") :].split("\n\n", 1)[1]
+        quote = quote.split("assistant\n")[-1] if chat == "always" else quote.strip()
+        assert article[:at].endswith(quote) and article.count(quote) == 1 and len(quote.split()) == 12
+        assert article in text and made.prompt.count(made.answer) == 1 and made.prompt.endswith(quote)
+        assert abs(count_ids(tiny_tokenizer(), made.answer, False) - task.max_new_tokens) <= 1
+        assert abs(made.depth - spread_depth(sample)) < 0.2
+        depths.append(made.depth)
+        found = get_metric(task.metric)(made.answer, made.answer, {})
+        assert found == pytest.approx({"rougeL": 1, "rouge1": 1, "rouge2": 1, "bleu": 1})
+    assert len(set(depths)) == 6
+    with pytest.raises(ValueError, match="length=200 is too short"):
+        example("reconstruction", length=200)
+
+
 def test_perplexity_continues_the_prompt():
     _, made = example("perplexity")
     assert made.continuation and count_ids(tiny_tokenizer(), made.continuation, False) >= 100
@@ -247,14 +268,21 @@ def test_words_are_distinct_and_enough():
 def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"task='paskey' is unknown. Did you mean 'passkey'"):
         find_tasks(["paskey"])
-    with pytest.raises(ValueError, match="needs real text"):
-        find_tasks(["perplexity"])
     with pytest.raises(FileNotFoundError, match="nowhere.txt"):
         find_tasks(["passkey"], haystacks=["nowhere.txt"])
     with pytest.raises(ValueError, match=r"length=64 must be at least \d+"):
         example("ruler.niah_single", length=64)
     with pytest.raises(ValueError, match="fidelity:perplexity"):
         find_tasks(["fidelity:perplexity"], haystacks=["pydoc"])
+
+
+def test_real_text_is_read_where_none_is_named():
+    tasks = find_tasks(["passkey", "perplexity", "reconstruction"])
+    assert [(task.name, task.haystack) for task in tasks] == [
+        ("R.PassKey", "repeated"), ("perplexity", "pydoc"), ("reconstruction", "pydoc"),
+    ]  # fmt: skip
+    tasks = find_tasks(["passkey", "perplexity"], haystacks=["repeated", "pydoc"])
+    assert [task.haystack for task in tasks] == ["repeated", "pydoc", "pydoc"]
 
 
 def test_every_listed_name_is_a_task():

@@ -29,7 +29,7 @@ def plan_of(config: EvalConfig) -> Run:
     return Run(
         engine=engine, tasks=tasks, variants=variants(config.policies, config.budgets, names), lengths=config.lengths,
         samples=config.samples, out=Path(config.out), keep=config.keep, retry_errors=config.retry == "errors",
-        rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1)),
     )  # fmt: skip
 
 
@@ -118,30 +118,41 @@ def remember(config: EvalConfig) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Evaluate, then write the summary."""
+    """Evaluate, then write the summary; of a finished run also figures and page."""
     from .eval_config import load_eval_config
 
     config = load_eval_config(argv)
     from ..evals.runner import is_complete
     from ..evals.runner import run as answer
-    from ..evals.summary import to_markdown, write_summary
+    from ..evals.summary import write_summary
 
     plan = plan_of(config)
     remember(config)
     errors = answer(plan)
-    cells = write_summary(plan.out)
-    if is_complete(plan):  # the last process to finish shows the table
-        print(to_markdown(cells))
+    tables = write_summary(plan.out)
+    if is_complete(plan):  # the last process to finish shows what all have found
+        print(tables)
+        _draw_all(plan.out)
     if errors:
         print(f"locret-eval: {errors} examples ended with an error; see {plan.out}/rows.*.jsonl", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {plan.out}", file=sys.stderr)
     return 0
 
 
-def _summary(argv: list[str]) -> int:
-    from ..evals.summary import to_markdown, write_summary
+def _draw_all(out: Path) -> None:
+    """Figures and page of a finished run, where there is matplotlib to draw them."""
+    from ..evals.page import write_page
 
-    print(to_markdown(write_summary(_out(argv, "summary"))))
+    try:
+        print(f"locret-eval: the page is {write_page(out)}", file=sys.stderr)
+    except ImportError as error:
+        print(f"locret-eval: no figures and no page: {error}", file=sys.stderr)
+
+
+def _summary(argv: list[str]) -> int:
+    from ..evals.summary import write_summary
+
+    print(write_summary(_out(argv, "summary")))
     return 0
 
 

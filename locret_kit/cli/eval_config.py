@@ -19,10 +19,12 @@ USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
 
   locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
       samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
+  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
   locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
   accelerate launch -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
-A rerun does only what is missing. An unknown key, task or policy is an error that names the nearest.
+A rerun does only what is missing, and what prompts have in common at their beginning is read once.
+An unknown key, task or policy is an error that names the nearest.
 Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies."""
 
 
@@ -35,7 +37,8 @@ class EvalConfig:
     out: str
     """Folder of the rows, the summary and the report."""
     policies: list[str] = field(default_factory=lambda: ["full"])
-    """Names or expressions, as locret-infer takes them; 'random-heads' is locret with untrained heads."""
+    """Names or expressions, as locret-infer takes them; 'random-heads' is locret with untrained heads, 'kvzip' and
+    'kvzip(joint=true)' are the unbounded oracle."""
     budgets: list[int] = field(default_factory=lambda: [1024])
     """Slots kept per key/value head and layer; `full` ignores them."""
     lengths: list[int] = field(default_factory=lambda: [4096])
@@ -43,7 +46,8 @@ class EvalConfig:
     samples: int = 20
     """Examples of each task, at most."""
     haystacks: list[str] = field(default_factory=lambda: ["repeated"])
-    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders."""
+    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text (perplexity,
+    reconstruction, fidelity) leave 'repeated' out, and read 'pydoc' where it is all there is."""
     data: list[str] = field(default_factory=list)
     """Folders with the benchmarks' files; the Hub is asked for what they lack."""
     ckpt: list[str] = field(default_factory=list)
@@ -76,6 +80,8 @@ class EvalConfig:
     """For the first so many examples of each task: store what the cache holds behind the prompt."""
     retry: str = "never"
     """'errors' does examples again that ended with an error."""
+    share_prefix: bool = True
+    """Read what prompts have in common at their beginning once; scores are the same either way, false times each alone."""
     seed: int = 0
     """Seeds prompts, policies that draw, and untrained heads."""
     device: str | None = None
@@ -86,22 +92,12 @@ class EvalConfig:
     def validate(self) -> None:
         """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
         from ..cache.positions import Positions
-        from ..cache.quantised import check_bits
+        from ..evals.settings import check_policies
 
         for name in ("tasks", "policies", "budgets", "lengths", "haystacks"):
             if not getattr(self, name):
                 raise ValueError(f"{name}=[] must name at least one")
-        lowest = {
-            "samples": 1,
-            "keep": 0,
-            "seed": 0,
-            "chunk": 1,
-            "decode_every": 1,
-            "stabilizers": 0,
-            "local_len": 0,
-            "max_new_tokens": 1,
-        }
-        for name, low in lowest.items():
+        for name, low in _LOWEST.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name}={value} must be at least {low}")
@@ -116,7 +112,7 @@ class EvalConfig:
             "retry": ("never", "errors"),
             "dtype": ("auto", "float32", "bfloat16", "float16"),
         }
-        check_bits(self.kv_bits)
+        check_policies(self.policies, self.kv_bits)
         if self.positions is not None:
             Positions.parse(self.positions, 1)
         for name, known in choices.items():
@@ -244,6 +240,8 @@ def _value(key: str, text: str, kind: Any) -> Any:
         return text
     if kind is int:
         return _integer(key, text)
+    if kind is bool:
+        return _yes_or_no(key, text)
     items = split_list(text)
     if kind == list[float]:
         return [_number(key, item) for item in items]
@@ -261,6 +259,12 @@ def _integer(key: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{key}={text} must be an integer") from None
+
+
+def _yes_or_no(key: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{key}={text} must be true or false")
+    return text == "true"
 
 
 def _number(key: str, text: str) -> float:

@@ -308,6 +308,12 @@ def distance(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
     return dict.fromkeys(figures, 1.0) if output == reference else figures
 
 
+def reconstruction(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """How much of the text itself was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
+    bleu = library("sacrebleu").sentence_bleu(output, [str(answer)]).score / 100
+    return {**rouge(output, answer, extra), "bleu": bleu}
+
+
 def meteor(output: str, reference: str) -> Figures:
     """METEOR by nltk; without WordNet's files it matches words and stems alone and is called 'meteor_stem'."""
     score = library("nltk.translate.meteor_score").meteor_score
@@ -363,4 +369,5 @@ METRICS: dict[str, Metric] = {
     "rouge_pltrdy_first_line": first_line(rouge_pltrdy),
     "rouge_jieba": rouge_jieba,
     "distance": distance,
+    "reconstruction": reconstruction,
 }

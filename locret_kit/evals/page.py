@@ -206,8 +206,8 @@ def data(out: Path, rows: Sequence[Row]) -> str:
             name: getattr(row, name)
             for name in (
                 "task", "haystack", "length", "budget", "sample", "score", "metric", "scores", "output", "depth",
-                "tokens", "new_tokens", "cut", "prefill_s", "decode_s", "peak_bytes", "cache_bytes", "prompt_hash",
-                "seed", "date", "error",
+                "tokens", "new_tokens", "cut", "prefix_shared", "prefill_s", "decode_s", "peak_bytes", "cache_bytes",
+                "prompt_hash", "seed", "date", "error",
             )
         }  # fmt: skip
         example |= {

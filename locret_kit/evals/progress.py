@@ -9,32 +9,29 @@ from .rows import Row
 
 
 class Progress:
-    """One line an example. Time left is extrapolated from seconds a token read so far.
+    """One line an example. Time left is extrapolated from seconds a prompt token so far.
 
     Args:
-        groups: prompts to answer.
-        tokens: tokens to read, by all policies together.
+        examples: how many are to be answered.
+        tokens: of their prompts together, shared beginnings in each.
     """
 
-    def __init__(self, groups: int, tokens: int, say: Callable[[str], None]) -> None:
-        self._groups, self._tokens, self._say = groups, tokens, say
-        self._began, self._group, self._read = time.monotonic(), 0, 0
-        say(f"{groups} prompts to answer, {tokens} tokens to read" if groups else "nothing is missing")
+    def __init__(self, examples: int, tokens: int, say: Callable[[str], None]) -> None:
+        self._examples, self._tokens, self._say = examples, tokens, say
+        self._began, self._done, self._read = time.monotonic(), 0, 0
+        say(f"{examples} examples to answer, {tokens} prompt tokens" if examples else "nothing is missing")
 
     def report(self, row: Row) -> None:
         """A finished example."""
+        self._done += 1
         self._read += row.length
         result = f"error: {row.error}" if row.error else f"{row.metric} {row.score:.3f}"
         budget = f" budget {row.budget}" if row.budget else ""
         left = (time.monotonic() - self._began) / self._read * max(0, self._tokens - self._read)
         self._say(
-            f"[{self._group + 1}/{self._groups}] {row.task} {row.haystack} {row.length} #{row.sample} {row.label}{budget}: "
+            f"[{self._done}/{self._examples}] {row.task} {row.haystack} {row.length} #{row.sample} {row.label}{budget}: "
             f"{result} ({row.prefill_s + row.decode_s:.1f} s), {duration(left)} left"
         )
-
-    def finish_group(self) -> None:
-        """All policies have answered a prompt."""
-        self._group += 1
 
 
 def duration(seconds: float) -> str:

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .settings import ORACLES
+
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """What tells examples apart; no two rows of a run have the same."""
 
@@ -61,14 +63,18 @@ class Row:
     """Tokens generated, or tokens whose likelihood was measured."""
     cut: int = 0
     """Tokens removed from the document's middle so that the prompt has at most `length`."""
+    prefix_shared: int = 0
+    """First tokens of the prompt that were read once for several prompts, see `prefix`; whichever were still to be answered."""
     prefill_s: float = 0.0
-    """Wall-clock seconds of the prefill."""
+    """Wall-clock seconds of the prefill. Those of a shared beginning were taken once and count in every row that shares it,
+    the copies not at all; run with share_prefix=false to time every prompt by itself."""
     decode_s: float = 0.0
     """Wall-clock seconds of decoding (or of reading the continuation)."""
     peak_bytes: int = 0
-    """CUDA: peak allocation of this example. CPU: the process's peak resident size so far."""
+    """CUDA: peak allocation of this example, caches of shared beginnings included. CPU: the process's peak resident size so
+    far."""
     cache_bytes: int = 0
-    """Bytes of the cache's buffers."""
+    """Bytes of the cache's buffers; those of `full` have room for the longest prompt that shares a beginning."""
     chunk: int = 0
     """Tokens between evictions."""
     stabilizers: int = 0
@@ -114,7 +120,7 @@ class Row:
     @property
     def label(self) -> str:
         """The policy with its heads, as a table or a legend names it."""
-        return self.policy if self.heads in ("-", "untrained") else f"{self.policy} ({self.heads})"
+        return label_of(self.policy, self.heads)
 
     def to_json(self) -> str:
         """One line, without its end. NaN and infinity are refused: they are no JSON."""
@@ -134,6 +140,13 @@ class Row:
 
 
 _NAMES = frozenset(f.name for f in fields(Row))
+
+
+def label_of(policy: str, heads: str) -> str:
+    """The policy with its heads, or with what it is where it is no bounded one."""
+    if policy in ORACLES:
+        return f"{policy} (unbounded oracle)"
+    return policy if heads in ("-", "untrained") else f"{policy} ({heads})"
 
 
 def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:

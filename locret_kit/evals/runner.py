@@ -1,17 +1,19 @@
 """Do every example of a run that has no row yet, in this process's share of them.
 
-Prompts are dealt to processes by their number, so that any number of processes, and any number of interruptions, give
-the same rows. A row is on the disk before the next example begins; an example that fails is a row with its error.
+Prompts are dealt to processes by their number, those that begin alike in stretches of neighbours, so that any number of
+processes, and any number of interruptions, give the same rows. A row is on the disk before the next example begins; an
+example that fails is a row with its error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,25 @@ from ..checkpoint import write_beside
 from ..runtime.report import Report, peak_memory
 from ..runtime.session import generate
 from ..runtime.tokens import stream_ids
-from . import fidelity
+from . import fidelity, oracle
 from .metrics import get_metric
+from .prefix import Beginnings, Start, Turn, limit, together, turns
 from .progress import Progress
 from .rows import KEY, Row, Shard, read_rows
-from .settings import RANDOM_HEADS, Engine, Group, Run, Variant
+from .settings import RANDOM_HEADS, Engine, Group, Run, Variant, is_oracle
 from .tasks.base import Example, Request
 
 Say = Callable[[str], None]
 FULL = Variant("full", "-", 0)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A group's example and its token ids."""
+
+    group: Group
+    example: Example
+    ids: array
 
 
 def run(plan: Run, say: Say | None = None) -> int:
@@ -47,22 +59,24 @@ def run(plan: Run, say: Say | None = None) -> int:
     errors = 0
     with Shard(plan.out / f"rows.{plan.rank}.jsonl") as shard:
         done = finished(plan)
-        work = [(group, todo) for group in _share(plan) if (todo := _missing(plan, group, done))]
-        progress = Progress(len(work), sum(len(todo) * group.length for group, todo in work), say)
-        for group, todo in work:
-            for row in _answer_group(plan, group, todo, done):
+        work = [(number, batch, share) for number, batch, share in _work(plan, done) if share]
+        progress = Progress(sum(share for *_, share in work), sum(share * b[0].length for _, b, share in work), say)
+        for number, batch, _ in work:
+            for row in _answer_batch(plan, number, batch, done):
                 shard.append(row)
                 done[row.key] = row
                 errors += row.error is not None
                 progress.report(row)
-            progress.finish_group()
     return errors
 
 
 def check(plan: Run) -> None:
     """Build every variant's cache and look up every metric, so that a wrong setting is an error now."""
     for variant in plan.variants:
-        cache_for(plan.engine, variant, min(plan.lengths))
+        if is_oracle(variant.policy):
+            oracle.check(plan.engine, variant, [task.kind for task in plan.tasks])
+        else:
+            cache_for(plan.engine, variant, min(plan.lengths))
     for task in plan.tasks:
         if task.kind in ("answer", "fidelity"):
             get_metric(task.metric)
@@ -87,6 +101,8 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
     Raises:
         ValueError: a setting that the budget cannot meet; names both.
     """
+    if is_oracle(variant.policy):
+        raise ValueError(f"policy={variant.policy} reads a prompt before it chooses: it answers tasks of a run alone")
     settings = engine.settings_for(variant.budget or None)
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
     heads = engine.heads.get(variant.heads)
@@ -96,8 +112,18 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
         raise ValueError(f"policy={variant.policy}, budget={variant.budget}: {error}") from error
 
 
-def _share(plan: Run) -> list[Group]:
-    return [group for i, group in enumerate(plan.groups()) if i % plan.world_size == plan.rank]
+def _work(plan: Run, done: dict[tuple, Row]) -> Iterator[tuple[int, list[Group], int]]:
+    """Every batch with its number and how many rows are missing in this process's share of it, on average."""
+    for number, batch in enumerate(plan.batches()):
+        missing = sum(len(_missing(plan, group, done)) for group in batch)
+        part = _slice(plan, number, len(batch))
+        yield number, batch, math.ceil(missing * (part.stop - part.start) / len(batch))
+
+
+def _slice(plan: Run, number: int, prompts: int) -> slice:
+    """This process's stretch of a batch; one that is left over goes to another process in every batch."""
+    turn = (plan.rank - number - 1) % plan.world_size
+    return slice(turn * prompts // plan.world_size, (turn + 1) * prompts // plan.world_size)
 
 
 def _missing(plan: Run, group: Group, done: dict[tuple, Row]) -> list[Variant]:
@@ -112,60 +138,101 @@ def key_of(group: Group, variant: Variant) -> tuple:
     )  # fmt: skip
 
 
-def _answer_group(plan: Run, group: Group, todo: list[Variant], done: dict[tuple, Row]) -> Iterator[Row]:
-    """Rows of one prompt, as they are answered. Full attention comes first where it is the reference."""
-    engine, task = plan.engine, group.task
+def _answer_batch(plan: Run, number: int, batch: list[Group], done: dict[tuple, Row]) -> Iterator[Row]:
+    """Rows of this process's share of a batch, as they are answered, policy by policy. Full attention comes first where
+    it is the reference."""
+    made = {group: _prompt(plan.engine, group) for group in batch}
+    failed = {group: error for group, error in made.items() if isinstance(error, Exception)}
+    prompts = [prompt for prompt in made.values() if isinstance(prompt, Prompt)]
+    ordered = [prompts[i] for i in together([prompt.ids for prompt in prompts])]
+    mine = [*ordered, *failed][_slice(plan, number, len(batch))]
+    for group in (one for one in mine if isinstance(one, Group)):
+        yield from (_failed(plan, group, variant, failed[group]) for variant in _missing(plan, group, done))
+    prompts = [one for one in mine if isinstance(one, Prompt)]
+    todo = {v: [one for one in prompts if key_of(one.group, v) not in done] for v in plan.variants}
+    references: dict[Group, Row] = {}
+    if batch[0].task.kind == "fidelity":
+        found = {one.group: done.get(key_of(one.group, FULL)) for one in prompts}
+        references = {group: row for group, row in found.items() if row is not None and row.error is None}
+        wanted = [one for one in prompts if one.group not in references and any(one in some for some in todo.values())]
+        for one, row in _answers(plan, FULL, wanted, {}):
+            references[one.group] = row
+            if row.key not in done:
+                yield row
+        todo.pop(FULL, None)
+    for variant, some in todo.items():
+        yield from (row for _, row in _answers(plan, variant, some, references))
+
+
+def _prompt(engine: Engine, group: Group) -> Prompt | Exception:
+    """The group's prompt, or why it cannot be made."""
     try:
-        example = task.make(
+        example = group.task.make(
             Request(engine.tokenizer, group.length, group.sample, engine.seed, engine.chat, engine.ending)
         )
         ids = stream_ids(engine.tokenizer, [example.prompt], special=example.special)
+        return Prompt(group, example, ids) if ids else ValueError("the prompt holds no tokens")
     except Exception as error:
-        yield from (_failed(plan, group, variant, error) for variant in todo)
-        return
-    if task.kind == "fidelity":
-        reference = done.get(key_of(group, FULL))
-        if reference is None or reference.error is not None:
-            reference = _answer(plan, group, FULL, example, ids, None)
-            if key_of(group, FULL) not in done:
-                yield reference
-        todo = [variant for variant in todo if variant != FULL]
-    else:
-        reference = None
-    for variant in todo:
-        yield _answer(plan, group, variant, example, ids, reference)
+        return error
 
 
-def _answer(plan: Run, group: Group, variant: Variant, example: Example, ids: array, reference: Row | None) -> Row:
+def _answers(
+    plan: Run, variant: Variant, prompts: list[Prompt], references: dict[Group, Row]
+) -> Iterator[tuple[Prompt, Row]]:
+    """Prompts with their rows, in the order in which what they have in common is read once."""
+    engine = plan.engine
+    longest = max((len(prompt.ids) for prompt in prompts), default=0)
+    beginnings = Beginnings(engine.model, lambda tokens: cache_for(engine, variant, tokens), longest)
+    for turn in _turns(engine, variant, prompts):
+        prompt = prompts[turn.prompt]
+        yield prompt, _answer(plan, variant, prompt, turn, beginnings, references.get(prompt.group))
+
+
+def _turns(engine: Engine, variant: Variant, prompts: list[Prompt]) -> Iterable[Turn]:
+    """The order of the prompts, each by itself where the policy or the kind of task reads it otherwise."""
+    if len(prompts) < 2 or is_oracle(variant.policy) or prompts[0].group.task.kind == "nll_prefill":
+        return [Turn(i) for i in range(len(prompts))]
+    schedule = cache_for(engine, variant, max(len(prompt.ids) for prompt in prompts)).schedule
+    limits = [limit(schedule, len(prompt.ids)) for prompt in prompts]
+    return turns([prompt.ids for prompt in prompts], schedule.chunk, limits)
+
+
+def _answer(
+    plan: Run, variant: Variant, prompt: Prompt, turn: Turn, beginnings: Beginnings, reference: Row | None
+) -> Row:
     """The row of one example; an exception becomes its error."""
-    if plan.engine.model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(plan.engine.model.device)
+    engine, group, known = plan.engine, prompt.group, _example_fields(prompt)
+    if engine.model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.model.device)
     try:
         if reference is not None and reference.error is not None:
             raise ValueError(f"full attention, the reference, failed: {reference.error}")
+        if is_oracle(variant.policy):
+            start = oracle.start(engine, variant, prompt.ids, chat=not prompt.example.special)
+        else:
+            start = beginnings.start(turn, prompt.ids)
         measured = _likelihood if group.task.kind.startswith("nll") else _written
-        fields = measured(plan, group, variant, example, ids, reference)
-        return _row(plan, group, variant, **{**_example_fields(example, ids), **fields})
+        return _row(plan, group, variant, **{**known, **measured(plan, variant, prompt, start, reference)})
     except Exception as error:
+        beginnings.drop()
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
-        return _failed(plan, group, variant, error, **_example_fields(example, ids))
+            if turn.held:  # by itself it takes less room
+                return _answer(plan, variant, prompt, Turn(turn.prompt), beginnings, reference)
+        return _failed(plan, group, variant, error, **known)
 
 
-def _written(
-    plan: Run, group: Group, variant: Variant, example: Example, ids: array, reference: Row | None
-) -> dict[str, Any]:
+def _written(plan: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> dict[str, Any]:
     """Generate and score."""
-    engine, task, key = plan.engine, group.task, key_of(group, variant)
-    cache = cache_for(engine, variant, len(ids))
+    engine, task, example, ids = plan.engine, prompt.group.task, prompt.example, prompt.ids
     kept: dict[str, str] = {}
 
     def at_end_of_prompt(read: int, total: int) -> None:
-        if read == total and group.sample < plan.keep:
-            kept["kept"] = store_kept(plan.out, key, cache, ids)
+        if read == total and prompt.group.sample < plan.keep:
+            kept["kept"] = store_kept(plan.out, key_of(prompt.group, variant), start.cache, ids)
 
     text, report = generate(
-        engine.model, engine.tokenizer, ids, cache, max_new_tokens=engine.max_new_tokens or task.max_new_tokens,
+        engine.model, engine.tokenizer, ids, start.cache, max_new_tokens=engine.max_new_tokens or task.max_new_tokens,
         seed=engine.seed, progress=at_end_of_prompt,
     )  # fmt: skip
     answer = example.answer
@@ -179,31 +246,29 @@ def _written(
         }
     return {
         "score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer,
-        "new_tokens": report.new_tokens, "prefill_s": report.prefill_s, "decode_s": report.decode_s,
-        "peak_bytes": report.peak_bytes, **_cost(report), **kept,
+        "new_tokens": report.new_tokens, "prefix_shared": start.shared, "prefill_s": start.seconds + report.prefill_s,
+        "decode_s": report.decode_s, "peak_bytes": report.peak_bytes, **_cost(report), **kept,
     }  # fmt: skip
 
 
-def _likelihood(
-    plan: Run, group: Group, variant: Variant, example: Example, ids: array, _: Row | None
-) -> dict[str, Any]:
+def _likelihood(plan: Run, variant: Variant, prompt: Prompt, start: Start, _: Row | None) -> dict[str, Any]:
     """Measure the likelihood of the continuation, or of the prompt's second half."""
-    engine, kind = plan.engine, group.task.kind
-    cache = cache_for(engine, variant, len(ids))
+    engine, kind, ids, cache = plan.engine, prompt.group.task.kind, prompt.ids, start.cache
     if kind == "nll":
-        continuation = stream_ids(engine.tokenizer, [example.continuation])
+        continuation = stream_ids(engine.tokenizer, [prompt.example.continuation])
         nll, prefill_s, decode_s = fidelity.nll_decoding(engine.model, cache, ids, continuation)
         measured = len(continuation)
     else:
         (nll, prefill_s), decode_s = fidelity.nll_reading(engine.model, cache, ids, len(ids) // 2), 0.0
         measured = len(ids) - len(ids) // 2
+    prefill_s += start.seconds
     report = Report.of(
         engine.model, cache, prompt_tokens=len(ids), new_tokens=measured, prefill_s=prefill_s, decode_s=decode_s,
         kept_rows=cache.kept_rows,
     )  # fmt: skip
     return {
-        "score": nll, "metric": kind, "scores": {kind: nll}, "new_tokens": measured, "prefill_s": prefill_s,
-        "decode_s": decode_s, "peak_bytes": peak_memory(engine.model.device), **_cost(report),
+        "score": nll, "metric": kind, "scores": {kind: nll}, "new_tokens": measured, "prefix_shared": start.shared,
+        "prefill_s": prefill_s, "decode_s": decode_s, "peak_bytes": peak_memory(engine.model.device), **_cost(report),
     }  # fmt: skip
 
 
@@ -220,7 +285,8 @@ def _cost(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _example_fields(example: Example, ids: array) -> dict[str, Any]:
+def _example_fields(prompt: Prompt) -> dict[str, Any]:
+    example, ids = prompt.example, prompt.ids
     known = {"answer": example.answer} if example.answer != "" else {}
     if "ending" in example.extra:
         known["ending"] = example.extra["ending"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from .tasks.base import Task
 
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
+ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
+"""Unbounded oracles, see `oracle`: whether heads and layers share the slots among them."""
 
 
 @dataclass
@@ -65,16 +68,50 @@ class Run:
     """Of the first `keep` examples of a task, what the cache holds behind the prompt is stored."""
     retry_errors: bool = False
     """Do examples again that ended with an error."""
+    share_prefix: bool = True
+    """Read what prompts of a task have in common at their beginning once, see `prefix`."""
     rank: int = 0
     world_size: int = 1
 
+    def batches(self) -> list[list[Group]]:
+        """All prompts, in the same order in every process: those of a task that begin alike together, the others one by
+        one, first numbers of every task and length first."""
+        found: dict[Any, list[Group]] = defaultdict(list)
+        for group in self.groups():
+            alike = self.share_prefix and group.task.begins_alike
+            found[group.task.name, group.task.haystack, group.length, -1 if alike else group.sample].append(group)
+        return list(found.values())
+
     def groups(self) -> Iterator[Group]:
-        """All prompts, in the same order in every process: first numbers of every task and length first."""
+        """All prompts: first numbers of every task and length first."""
         for sample in range(self.samples):
             for length in self.lengths:
                 for task in self.tasks:
                     if task.size is None or sample < task.size:
                         yield Group(task, length, sample)
+
+
+def is_oracle(policy: str) -> bool:
+    """Whether a policy is one of `ORACLES`.
+
+    Raises:
+        ValueError: an oracle with other parameters.
+    """
+    if policy not in ORACLES and policy.split("(")[0].strip() == "kvzip":
+        raise ValueError(f"policy={policy} must be one of: {', '.join(ORACLES)}")
+    return policy in ORACLES
+
+
+def check_policies(policies: list[str], kv_bits: int | None) -> None:
+    """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
+    ``kv_bits`` bits."""
+    from ..cache.quantised import check_bits, check_storage
+    from ..policies.registry import parse_policy
+
+    check_bits(kv_bits)
+    for policy in policies:
+        if policy != RANDOM_HEADS and not is_oracle(policy):
+            check_storage(kv_bits, parse_policy(policy))
 
 
 def variants(policies: list[str], budgets: list[int], heads: list[str]) -> list[Variant]:
@@ -89,6 +126,8 @@ def variants(policies: list[str], budgets: list[int], heads: list[str]) -> list[
     for policy in policies:
         if policy == RANDOM_HEADS:
             names = ["untrained"]
+        elif is_oracle(policy):
+            names = ["-"]
         else:
             parsed = parse_policy(policy)
             if parsed.needs_heads and not heads:

@@ -10,11 +10,11 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ..checkpoint import write_beside
-from .rows import Row, read_rows
+from .rows import Row, label_of, read_rows
 
 LIKELIHOOD = ("nll", "nll_prefill")
 
@@ -41,14 +41,14 @@ class Cell:
     tokens: float
     """Mean prompt tokens."""
     prefill_s: float
-    """Mean seconds of prefill."""
+    """Mean seconds of prefill, shared beginnings in every example, see `Row.prefill_s`."""
     peak_bytes: int
     """Largest peak memory."""
 
     @property
     def label(self) -> str:
         """The policy as tables name it."""
-        return self.policy if self.heads in ("-", "untrained") else f"{self.policy} ({self.heads})"
+        return label_of(self.policy, self.heads)
 
 
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
@@ -93,6 +93,46 @@ def to_csv(cells: list[Cell]) -> str:
     return text.getvalue()
 
 
+def overview(rows: Iterable[Row]) -> str:
+    """One table of all tasks, or nothing where there is but one figure: a line a length, budget and policy, a column a task
+    and figure; texts that were compared have both ROUGE-L and BLEU."""
+    by_task: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        by_task[row.task, row.haystack].append(row)
+    columns: dict[str, dict[tuple, Cell]] = {}
+    for (task, haystack), members in by_task.items():
+        for name in next((_figures(row) for row in members if row.score is not None), ["-"]):
+            cells = summarize(_by_figure(row, name) for row in members)
+            head = f"{_over(task, haystack)} ({'nll, lower is better' if name in LIKELIHOOD else name})"
+            columns[head] = {(cell.length, cell.budget, cell.label): cell for cell in cells}
+    if len(columns) < 2:
+        return ""
+    keys = sorted(
+        {key for found in columns.values() for key in found}, key=lambda key: (*key[:2], _policy_order(key[2]))
+    )
+    lines = [f"| length | budget | policy | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
+    for length, budget, label in keys:
+        shown = " | ".join(show(found.get((length, budget, label))) for found in columns.values())
+        lines.append(f"| {size(length)} | {budget or '-'} | {label} | {shown} |")
+    return "\n".join(["**All tasks** (mean ± standard error)", "", *lines]) + "\n"
+
+
+def _figures(row: Row) -> list[str]:
+    """A row's main figure, and the two by which texts are compared where it has them."""
+    return list(dict.fromkeys([row.metric, *(name for name in ("rougeL", "bleu") if name in row.scores)]))
+
+
+def _by_figure(row: Row, name: str) -> Row:
+    """The row with another of its figures as its score."""
+    if row.score is None or name == row.metric:
+        return row
+    return replace(row, score=row.scores.get(name), metric=name)
+
+
+def _over(task: str, haystack: str) -> str:
+    return task if haystack == "-" else f"{task}, haystack: {haystack}"
+
+
 def to_markdown(cells: list[Cell]) -> str:
     """A table for each task and haystack: a line a policy, a column a length and budget."""
     tables: dict[tuple[str, str], list[Cell]] = defaultdict(list)
@@ -109,9 +149,13 @@ def table(task: str, haystack: str, cells: list[Cell]) -> str:
     labels = sorted({cell.label for cell in cells}, key=_policy_order)
     found = {(cell.label, cell.length, cell.budget): cell for cell in cells}
     metric = next((cell.metric for cell in cells if cell.n), "-")
-    over = "" if haystack == "-" else f", haystack: {haystack}"
     head = " | ".join(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)
-    lines = [f"**{task}{over}** ({describe(metric)})", "", f"| policy | {head} |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        f"**{_over(task, haystack)}** ({describe(metric)})",
+        "",
+        f"| policy | {head} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for label in labels:
         figures = [show(found.get((label, n, b)) or found.get((label, n, 0))) for n, b in columns]
         lines.append(f"| {label} | {' | '.join(figures)} |")
@@ -141,14 +185,16 @@ def size(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
-def write_summary(out: Path) -> list[Cell]:
-    """Write ``summary.md`` and ``summary.csv`` from all rows of the folder; one process at a time, so that the last
-    one to finish writes of everything."""
+def write_summary(out: Path) -> str:
+    """Write ``summary.md`` and ``summary.csv`` from all rows of the folder, one process at a time, so that the last one to
+    finish writes of everything; the tables of ``summary.md``."""
     with _locked(out / ".summary.lock"):
-        cells = summarize(read_rows(out))
+        rows = read_rows(out)
+        cells = summarize(rows)
+        text = "\n".join(part for part in (overview(rows), to_markdown(cells)) if part)
         write_beside(out / "summary.csv", lambda path: path.write_text(to_csv(cells), encoding="utf-8"))
-        write_beside(out / "summary.md", lambda path: path.write_text(to_markdown(cells), encoding="utf-8"))
-    return cells
+        write_beside(out / "summary.md", lambda path: path.write_text(text, encoding="utf-8"))
+    return text
 
 
 @contextmanager

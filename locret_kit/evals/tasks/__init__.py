@@ -12,7 +12,7 @@ from .documents import BENCHMARKS, document_task, entries
 from .needles import needle_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
-from .texts import QUESTIONS, fidelity_of, fidelity_task, perplexity_task
+from .texts import QUESTIONS, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
 
 __all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "known_tasks"]
 
@@ -31,8 +31,11 @@ OVER_TEXT: dict[str, OverText] = {
 OVER_REAL_TEXT: dict[str, Callable[[str, str], Task]] = {
     **{name: partial(fidelity_task, name) for name in QUESTIONS},
     **{name: partial(perplexity_task, name) for name in ("perplexity", "perplexity_prefill")},
+    "reconstruction": partial(reconstruction_task, "reconstruction"),
 }
 """Tasks that make no sense over repeated sentences."""
+REAL_TEXT = "pydoc"
+"""What these read where no real text is named: the one that is always there."""
 ALONE: dict[str, Callable[[], Task]] = {
     "R.KV": kv_task,
     "Math.Find": math_find_task,
@@ -92,9 +95,7 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
     if name in OVER_TEXT:
         return [OVER_TEXT[name](h, None if h == "repeated" else _text(h)) for h in haystacks]
     if name in OVER_REAL_TEXT:
-        real = [haystack for haystack in haystacks if haystack != "repeated"]
-        if not real:
-            raise ValueError(f"task={name} needs real text: give haystacks=[pydoc], [jargon] or a file")
+        real = [haystack for haystack in haystacks if haystack != "repeated"] or [REAL_TEXT]
         return [OVER_REAL_TEXT[name](haystack, _text(haystack)) for haystack in real]
     known = [*known_tasks(), *GROUPS]
     raise ValueError(f"task={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}")

@@ -70,6 +70,8 @@ class Task:
     kind: str = "answer"
     size: int | None = None
     """How many examples there are; None for tasks that make as many as are asked for."""
+    begins_alike: bool = False
+    """Whether many of its prompts have a long beginning in common."""
 
 
 def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:

@@ -85,7 +85,10 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
         return _example(entry, examples[request.sample], shots, request)
 
     _rendered(entry, examples[0], shots)  # a missing field shows before the run
-    return Task(entry.name, make, entry.metric, entry.max_new_tokens, kind=entry.kind, size=len(examples))
+    return Task(
+        entry.name, make, entry.metric, entry.max_new_tokens, kind=entry.kind, size=len(examples),
+        begins_alike=bool(entry.each or entry.shots),
+    )  # fmt: skip
 
 
 # ---- records -------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def needle_task(name: str, words: str, haystack: str, text: str | None, *, grid:
         prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
         return Example(prompt, needle.answer, special, depth=depth, extra={"ending": "chat"})
 
-    return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack)
+    return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
 
 
 def _overhead(request: Request, chat: bool) -> int:

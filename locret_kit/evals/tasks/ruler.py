@@ -84,7 +84,11 @@ def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
 
         return synthetic(request, f"{niah.name}:{haystack}", build)
 
-    return Task(niah.name, make, "has_all", max_new_tokens=128, haystack="-" if niah.own_haystack else haystack)
+    own = niah.own_haystack
+    return Task(
+        niah.name, make, "has_all", max_new_tokens=128, haystack="-" if own else haystack,
+        begins_alike=text is None and not own,
+    )  # fmt: skip
 
 
 def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Task:

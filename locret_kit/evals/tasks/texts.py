@@ -1,20 +1,25 @@
-"""Tasks on plain text, with no labels: distance from full attention's output, and likelihood.
+"""Tasks on plain text, with no labels: distance from full attention's output, reconstruction, and likelihood.
 
 Sources: RoCo (section 5.1: summaries, context reconstruction, language modelling; the full cache's output is the
-reference); prompts as in EasyKV where it has them.
+reference, but of a reconstruction it is the text itself); prompts as in EasyKV where it has them.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 from ...samples.chat import encode
-from ...samples.text import next_start, take
-from .base import Example, Request, Task, count_ids, wrap
+from ...samples.text import next_start, starts, take
+from .base import Example, Request, Task, count_ids, spread_depth, wrap
 
 CONTINUATION = 128
 """Tokens whose likelihood 'perplexity' measures behind the prompt."""
+PASSAGE = 128
+"""Tokens that 'reconstruction' asks to repeat."""
+QUOTE = re.compile(r"(?:\S+\s+){11}\S+")
+"""Words that stand in front of them, quoted as the answer's beginning."""
 QUESTIONS = {
     "fidelity.summary": ("\n\nSummarize the above article in 3 sentences.", 96),
     "fidelity.reconstruct": ("\n\nRepeat the above article from its beginning, word for word.", 128),
@@ -45,6 +50,54 @@ def fidelity_task(name: str, haystack: str, text: str) -> Task:
         return Example(prompt, special=special, extra={"source": reference} if reference else {})
 
     return Task(name, make, "distance", new_tokens, haystack, kind="fidelity")
+
+
+def reconstruction_task(name: str, haystack: str, text: str) -> Task:
+    """RoCo's context reconstruction: the text is to be repeated, and what comes is compared with it.
+
+    RoCo has articles of some hundred tokens repeated whole. So that a text of any length costs the same, a passage is asked
+    for here, which begins behind a quotation at an evenly spread depth; over the examples every part of the text counts.
+    """
+
+    def make(request: Request) -> Example:
+        chat = request.wants_chat(True)
+
+        def prompt_of(piece: str, quote: str) -> tuple[str, bool]:
+            asked = "Repeat the above article word for word, beginning where this quotation stands in it."
+            return wrap(request, f"###\nArticle: {piece}\n\n{asked}\n\n", quote, chat=chat)
+
+        room = request.length - count_ids(request.tokenizer, *prompt_of("", ""))
+        for _ in range(8):
+            piece = _piece(request, haystack, text, room)
+            quote, passage, depth = _passage(request, piece)
+            over = count_ids(request.tokenizer, *prompt_of(piece, quote)) - request.length
+            if -0.01 * request.length <= over <= 0:
+                break
+            room -= over
+        prompt, special = prompt_of(piece, quote)
+        return Example(prompt, passage, special, depth=depth)
+
+    return Task(name, make, "reconstruction", PASSAGE, haystack)
+
+
+def _passage(request: Request, piece: str) -> tuple[str, str, float]:
+    """``(quotation, the tokens behind it, its depth)``: words that stand once in the piece, from the start of a line or
+    sentence on, the nearest to the depth of the example.
+
+    Raises:
+        ValueError: the piece is too short for both.
+    """
+    offsets = encode(request.tokenizer, piece)[1]
+    last = offsets[max(0, len(offsets) - 2 * PASSAGE)][0]
+    wanted = spread_depth(request.sample) * last
+    for at in sorted((start for start in starts(piece) if start <= last), key=lambda start: abs(start - wanted)):
+        found = QUOTE.match(piece, at)
+        if found and piece.count(found.group()) == 1:
+            rest = piece[found.end() :]
+            borders = encode(request.tokenizer, rest[: 16 * PASSAGE])[1]
+            if len(borders) >= PASSAGE:
+                return found.group(), rest[: borders[PASSAGE - 1][1]], round(at / max(1, last), 4)
+    raise ValueError(f"length={request.length} is too short for a quotation and {PASSAGE} tokens behind it")
 
 
 def perplexity_task(name: str, haystack: str, text: str) -> Task:

@@ -1,0 +1,89 @@
+"""kvzip as a policy of an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_tokenizer import save_tiny_backbone
+
+from locret_kit.cli.eval import main
+from locret_kit.evals.rows import read_kept, read_rows
+from locret_kit.evals.tasks import texts
+
+BUDGET, TAIL = 48, 8
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory) -> Path:
+    return save_tiny_backbone(tmp_path_factory.mktemp("tiny") / "backbone")
+
+
+@pytest.fixture(autouse=True)
+def no_drawing(monkeypatch):
+    """Figures and page take longer than these runs."""
+    monkeypatch.setattr("locret_kit.evals.page.write_page", lambda out: out / "report.html")
+
+
+def words(backbone: Path, out: Path, **more: object) -> list[str]:
+    given = {
+        "tasks": "[passkey]", "policies": "[full,kvzip,kvzip(joint=true),random]", "budgets": f"[{BUDGET}]",
+        "lengths": "[240]", "samples": 2, "model": backbone, "chunk": 32, "stabilizers": 4, "local_len": TAIL, "keep": 2,
+        "max_new_tokens": 4, "out": out, **more,
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in given.items()]
+
+
+@pytest.mark.parametrize("chat", ["always", "never"])
+def test_kvzip_keeps_its_budget_and_what_follows_the_context(backbone, tmp_path, chat):
+    out = tmp_path / "run"
+    assert main(words(backbone, out, chat=chat)) == 0
+    rows = read_rows(out)
+    assert len(rows) == 4 * 2 and not any(row.error for row in rows)
+    for row in rows:
+        if row.policy.startswith("kvzip"):
+            assert (row.budget, row.local_len, row.stabilizers, row.prefix_shared) == (BUDGET, TAIL, 0, 0)
+        if row.kept and row.policy.startswith("kvzip"):
+            heads = read_kept(out, row)["heads"].astype(int)
+            assert (heads.sum(1) == 2 * BUDGET).all() or row.policy == "kvzip(joint=true)"
+            assert heads.sum() == 3 * 2 * BUDGET
+            assert (heads[:, -TAIL:] == 2).all() and (heads[:, :4] == 2).all()
+    assert "| kvzip (unbounded oracle) |" in (out / "summary.md").read_text()
+
+
+def test_with_room_for_all_it_is_full_attention(backbone, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "CONTINUATION", 12)
+    out = tmp_path / "run"
+    more = {"tasks": "[passkey,perplexity,fidelity.continue]", "positions": "original", "policies": "[full,kvzip]"}
+    assert main(words(backbone, out, budgets="[512]", **more)) == 0
+    by_example: dict[tuple, list] = {}
+    for row in read_rows(out):
+        by_example.setdefault((row.task, row.sample), []).append(row)
+    assert len(by_example) == 6
+    for one, other in by_example.values():
+        assert one.output == other.output and one.score == pytest.approx(other.score, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"policies": "[kvzip(joint=yes)]"}, "policy=kvzip(joint=yes) must be one of: kvzip, kvzip(joint=true)"),
+        ({"budgets": "[12]"}, "policy=kvzip, budget=12: must be above 12: local_len=8 and 4 sinks"),
+        ({"kv_bits": 4}, "policy=kvzip stores what it keeps as it is, in one form: leave kv_bits out"),
+        ({"prefill": "one-shot"}, "leave one_shot out"),
+        ({"tasks": "[perplexity_prefill]"}, "take tasks=[perplexity] instead of perplexity_prefill"),
+        ({"policies": "[kvzipp]"}, "is unknown"),
+    ],
+)
+def test_what_it_cannot_do_is_said_before_anything_is_run(backbone, tmp_path, capsys, more, said):
+    out = tmp_path / "run"
+    assert main(words(backbone, out, **more)) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and not list(out.glob("rows.*"))
+
+
+def test_a_prompt_that_is_all_tail_is_an_error_of_its_row(backbone, tmp_path):
+    out = tmp_path / "run"
+    more = {"tasks": "[perplexity]", "lengths": "[40]", "local_len": 44, "budgets": "[64]", "policies": "[kvzip]"}
+    assert main(words(backbone, out, samples=1, **more)) == 0
+    assert [row.error for row in read_rows(out)] == ["ValueError: the prompt's 40 tokens must be above local_len=44"]

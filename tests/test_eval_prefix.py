@@ -1,0 +1,316 @@
+"""Beginnings that prompts have in common: read once, and nothing of a row changes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import forked
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizer import TEXT, save_tiny_backbone
+
+from locret_kit.backbones.families import spec_of
+from locret_kit.checkpoint import save_heads
+from locret_kit.cli.eval import main, plan_of
+from locret_kit.cli.eval_config import load_eval_config
+from locret_kit.evals import prefix, runner
+from locret_kit.evals.prefix import Beginnings, limit, together, turns
+from locret_kit.evals.rows import KEY, read_kept, read_rows
+from locret_kit.evals.summary import summarize, to_csv
+from locret_kit.evals.tasks import Example, Task
+from locret_kit.heads import HeadsConfig, RetainingHeads
+
+COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "cache_bytes", "date", "rank"}
+CHUNK = 32
+POLICIES = ("full", "locret", "random", "nacl(proxies=6)", "sirllm", "kvcrush(base=ada-snapkv(6,3))", "random-heads")
+"""Every row kept, learned, drawn, sampled, read off the logits, and ragged."""
+
+
+# ---- the plan ---------------------------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """Stands in for a cache: what it has read, and how much all of them have read."""
+
+    total = 0
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self.ids = list(ids)
+
+    def fork(self, prompt_length: int) -> Tokens:
+        return Tokens(self.ids)
+
+    def read(self, ids: Sequence[int]) -> None:
+        assert list(ids[: len(self.ids)]) == self.ids  # a cache only goes on with what it has begun
+        Tokens.total += len(ids) - len(self.ids)
+        self.ids = list(ids)
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens in which two prompts agree from the first on."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+@st.composite
+def prompts_and_limits(draw):
+    """Prompts of two letters, many of which begin alike; some may share less than they have."""
+    chunk = draw(st.integers(1, 3))
+    prompts: list[array] = []
+    for _ in range(draw(st.integers(1, 12))):
+        start: list[int] = []
+        if prompts:
+            base = draw(st.sampled_from(prompts))
+            start = base[: draw(st.integers(0, len(base)))].tolist()
+        prompts.append(array("i", start + draw(st.lists(st.integers(0, 1), min_size=1, max_size=6))))
+    limits = [draw(st.integers(0, (len(one) - 1) // chunk)) * chunk for one in prompts]
+    return chunk, prompts, limits
+
+
+@given(prompts_and_limits())
+@settings(max_examples=200, deadline=None)
+def test_every_beginning_is_read_once(drawn):
+    chunk, prompts, limits = drawn
+    Tokens.total = 0
+    with (
+        mock.patch.object(prefix, "attach", lambda model: nullcontext()),
+        mock.patch.object(prefix, "prefill", lambda model, ids, cache: cache.read(ids)),
+    ):
+        beginnings = Beginnings(None, lambda tokens: Tokens(), max(map(len, prompts)))
+        order = list(turns(prompts, chunk, limits))
+        for turn in order:
+            ids = prompts[turn.prompt]
+            start = beginnings.start(turn, ids)
+            assert start.cache.ids == ids[: turn.shared].tolist() and start.shared == turn.shared
+            assert len(beginnings._held) == len(turn.held) <= 1 + math.log2(len(prompts))
+    assert sorted(turn.prompt for turn in order) == list(range(len(prompts)))
+    pieces = set()
+    for turn in order:
+        i = turn.prompt
+        others = [
+            min(common(prompts[i], prompts[j]), limits[i], limits[j]) // chunk * chunk
+            for j in range(len(prompts))
+            if j != i
+        ]
+        assert turn.shared == max(others, default=0)
+        pieces |= {tuple(prompts[i][: end + chunk]) for end in range(0, turn.shared, chunk)}
+    assert Tokens.total == chunk * len(pieces)  # each piece that two prompts share, once
+
+
+@given(prompts_and_limits())
+def test_neighbours_have_most_in_common(drawn):
+    _, prompts, _ = drawn
+    order = together(prompts)
+    assert sorted(order) == list(range(len(prompts)))
+    for place, i in enumerate(order):
+        beside = [order[j] for j in (place - 1, place + 1) if 0 <= j < len(order)]
+        best = max((common(prompts[i], prompts[j]) for j in range(len(prompts)) if j != i), default=0)
+        assert max((common(prompts[i], prompts[j]) for j in beside), default=0) == best
+
+
+def test_a_shared_beginning_ends_before_the_tail():
+    from locret_kit.cache.schedule import Schedule
+
+    schedule = Schedule(48, 32, stabilizers=4, local_len=8, prompt_length=200)
+    assert [limit(schedule, n) for n in (5, 40, 41, 72, 73, 200)] == [0, 0, 32, 32, 64, 160]
+    assert limit(Schedule.scaled(48, 32, 200, None, None, one_shot=True), 200) == 0
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_drawing(monkeypatch):
+    """Figures and page take longer than these runs."""
+    monkeypatch.setattr("locret_kit.evals.page.write_page", lambda out: out / "report.html")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> Path:
+    """Heads of a tiny random backbone, saved beside it."""
+    from transformers import AutoConfig
+
+    folder = tmp_path_factory.mktemp("tiny")
+    backbone = save_tiny_backbone(folder / "backbone")
+    spec = spec_of(AutoConfig.from_pretrained(backbone))
+    inference = {"budget": 48, "chunk": CHUNK, "stabilizers": 8, "local_len": 8, "positions": "compact"}
+    torch.manual_seed(1)
+    save_heads(RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)), folder / "heads")
+    return folder / "heads"
+
+
+def words(heads: Path, out: Path, **more: object) -> list[str]:
+    given = {
+        "tasks": "[passkey,number]", "policies": f"[{','.join(POLICIES)}]", "budgets": "[48]", "lengths": "[280]",
+        "samples": 4, "ckpt": heads, "max_new_tokens": 3, "keep": 4, "out": out, **more,
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in given.items()]
+
+
+def figures(out: Path) -> dict[tuple, dict]:
+    """Every row without what a run costs, and what its cache held behind the prompt."""
+    found = {}
+    for row in read_rows(out):
+        kept = read_kept(out, row)["heads"].tolist() if row.kept else None
+        found[row.key] = {**{k: v for k, v in vars(row).items() if k not in COSTS}, "kept": kept}
+    return found
+
+
+def scores(out: Path) -> str:
+    return to_csv([replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))])
+
+
+@pytest.fixture(scope="module")
+def alone(heads, tmp_path_factory) -> Path:
+    """A run that shares nothing."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    with mock.patch("locret_kit.evals.page.write_page"):
+        assert main(words(heads, out, share_prefix="false")) == 0
+    rows = read_rows(out)
+    assert {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)
+    assert len(rows) == 2 * 4 * len(POLICIES)
+    return out
+
+
+def test_rows_are_those_of_prompts_read_alone(alone, heads, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(heads, out)) == 0
+    assert figures(out) == figures(alone) and scores(out) == scores(alone)
+    for policy in POLICIES:
+        shared = [row.prefix_shared for row in read_rows(out) if row.policy == policy and row.task == "R.PassKey"]
+        assert max(shared) >= 96 and all(n % CHUNK == 0 for n in shared)
+    assert all(row.prefix_shared < row.tokens and row.prefill_s > 0 for row in read_rows(out))
+
+
+def test_quantised_and_frequent_evictions_are_shared_too(heads, tmp_path):
+    outs = [tmp_path / name for name in ("shared", "alone")]
+    more = {"policies": "[full,h2o,locret]", "kv_bits": 4, "decode_every": 2, "tasks": "[passkey]", "samples": 3}
+    for out, share in zip(outs, ("true", "false"), strict=True):
+        assert main(words(heads, out, share_prefix=share, **more)) == 0
+    assert figures(outs[0]) == figures(outs[1])
+    assert max(row.prefix_shared for row in read_rows(outs[0])) > 0
+
+
+def test_killed_in_the_middle_of_a_shared_group(alone, heads, tmp_path):
+    out = tmp_path / "run"
+    shard = out / "rows.0.jsonl"
+    for wanted in (3, 22):
+        child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
+        while not shard.exists() or shard.read_bytes().count(b"\n") < wanted:
+            time.sleep(0.002)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
+        os.kill(child, signal.SIGKILL)
+        assert forked.status_of(child) == -signal.SIGKILL
+    assert main(words(heads, out)) == 0
+    keys = [tuple(json.loads(line)[name] for name in KEY) for line in shard.read_text().splitlines()]
+    assert len(keys) == len(set(keys)) == 2 * 4 * len(POLICIES)
+    assert figures(out) == figures(alone) and scores(out) == scores(alone)
+
+
+def test_processes_take_stretches_of_neighbours(alone, heads, tmp_path):
+    out = tmp_path / "run"
+    assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
+    assert figures(out) == figures(alone) and scores(out) == scores(alone)
+    rows = [row for row in read_rows(out) if row.task == "R.PassKey"]
+    by_rank = [{row.sample for row in rows if row.rank == rank} for rank in range(2)]
+    assert sorted(by_rank, key=min) == [{0, 2}, {1, 3}]  # depths 1/2 and 3/4 in one, 1/4 and 1/8 in the other
+    assert all(max(row.prefix_shared for row in rows if row.rank == rank) > 0 for rank in range(2))
+
+
+def test_every_prompt_belongs_to_one_process(heads, tmp_path):
+    plan = plan_of(load_eval_config(words(heads, tmp_path / "run", samples=7, haystacks="[repeated,pydoc]")))
+    assert sorted(len(batch) for batch in plan.batches()) == [1] * 14 + [7] * 2
+    for number, batch in enumerate(plan.batches()):
+        for world in (1, 2, 3, 8):
+            parts = [
+                runner._slice(replace(plan, rank=rank, world_size=world), number, len(batch)) for rank in range(world)
+            ]
+            assert sorted(i for part in parts for i in range(part.start, part.stop)) == list(range(len(batch)))
+            assert max(part.stop - part.start for part in parts) <= -(-len(batch) // world)
+
+
+def documents(kind: str) -> Task:
+    """A text with several endings, of which the third is much longer."""
+
+    def make(request) -> Example:
+        tail = f" Question {request.sample}: what is it?" * (20 if request.sample == 2 else 1)
+        return Example(TEXT * 2 + tail, "x", continuation=" Remember it. The boats", extra={})
+
+    return Task("documents", make, "rouge", 4, kind=kind, begins_alike=True)
+
+
+@pytest.mark.parametrize("kind", ["nll", "nll_prefill", "fidelity", "answer"])
+def test_every_kind_of_task_and_length(heads, tmp_path, kind):
+    """Exact figures of the likelihood; a pyramid's budgets depend on the prompt's length, so not all can be shared."""
+    policies = "[full,locret,pyramid-locret,random]"
+    plan = plan_of(load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]")))
+    made = []
+    for share in (True, False):
+        out = tmp_path / str(share)
+        assert runner.run(replace(plan, tasks=[documents(kind)], out=out, share_prefix=share), lambda line: None) == 0
+        made.append((out, figures(out)))
+    assert made[0][1] == made[1][1] and len(made[0][1]) == 16
+    assert (max(row.prefix_shared for row in read_rows(made[0][0])) > 0) == (kind != "nll_prefill")
+
+
+def test_a_fork_that_is_refused_is_a_fresh_run(heads, tmp_path, monkeypatch):
+    refused = []
+
+    def fork(cache, prompt_length=None):
+        refused.append(prompt_length)
+        raise ValueError("a fresh run would have evicted otherwise")
+
+    monkeypatch.setattr(prefix.BoundedCache, "fork", fork)
+    out = tmp_path / "run"
+    assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 0
+    rows = read_rows(out)
+    assert refused and {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)
+
+
+def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):
+    start, dropped = Beginnings.start, []
+
+    def no_room(self, turn, ids):
+        if turn.held:
+            dropped.append(turn)
+            raise torch.OutOfMemoryError("no room")
+        return start(self, turn, ids)
+
+    monkeypatch.setattr(Beginnings, "start", no_room)
+    out = tmp_path / "run"
+    assert main(words(heads, out, policies="[locret,random]", tasks="[passkey]")) == 0
+    wanted = figures(alone)
+    assert dropped and all(wanted[key] == found for key, found in figures(out).items())
+
+
+def test_a_prompt_that_cannot_be_made_does_not_stop_the_others(heads, tmp_path):
+    def make(request) -> Example:
+        if request.sample == 1:
+            raise ValueError("no such text")
+        return documents("answer").make(request)
+
+    plan = plan_of(load_eval_config(words(heads, tmp_path / "run", samples=4, policies="[locret,random]")))
+    task = replace(documents("answer"), make=make)
+    assert runner.run(replace(plan, tasks=[task]), lambda line: None) == 2
+    rows = read_rows(tmp_path / "run")
+    assert len(rows) == 8 and {row.sample for row in rows if row.error} == {1}
+    assert {row.error for row in rows} == {None, "ValueError: no such text"}
+
+
+def test_the_switch_is_true_or_false(heads, tmp_path, capsys):
+    assert main(words(heads, tmp_path / "run", share_prefix="no")) == 1
+    assert "share_prefix=no must be true or false" in capsys.readouterr().err
