@@ -113,7 +113,7 @@ def test_compact_rows(functions, S, K, D):
 def test_unknown_names():
     with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
         backend.function("column_max", "cuda")
-    with pytest.raises(ValueError, match="function='softmax' must be one of: column_stats"):
+    with pytest.raises(ValueError, match="function='softmax' must be one of: attend, column_stats"):
         backend.function("softmax", "reference")
 
 
@@ -129,6 +129,21 @@ def test_a_backend_that_is_not_installed():
         "backend.function('column_max', 'triton')"
     )
     assert "BackendUnavailable: backend='triton' needs the package triton" in fails(code)
+
+
+def test_the_rule_of_the_device():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert backend.choose(None, cpu, 80) == "reference" == backend.choose("reference", cuda, 80)
+    assert backend.choose(None, cuda, 96) == "triton" == backend.choose("triton", cpu, 64), "interpreted here"
+    with pytest.raises(ValueError, match="head size 80 must be one of: 64, 96, 128, 256"):
+        backend.choose(None, cuda, 80)
+    with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
+        backend.choose("cuda", cuda, 64)
+
+
+def test_a_device_that_triton_does_not_take():
+    code = "import torch; from locret_kernels import backend;backend.choose('triton', torch.device('cpu'), 64)"
+    assert "ValueError: backend='triton' takes CUDA devices, not cpu" in fails(code)
 
 
 def test_a_tensor_that_is_not_on_a_gpu():

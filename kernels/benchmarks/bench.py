@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import triton
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels import backend
+from locret_kernels.ragged_decode import PackedRows
 
 SHAPES = {"phi3-mini": (32, 32, 96, 6000, 3072), "llama3.1-8b": (32, 8, 128, 16384, 1024)}
 """Recipe -> query heads, key/value heads, head size, budget, chunk (Locret, table 6)."""
@@ -111,6 +113,10 @@ def cases(name: str) -> Iterator[Case]:
 
     q, k, v = x(1, Q, T, D), x(1, H, S, D), x(1, H, S, D)
     seen = T * (S - T) + T * (T + 1) / 2  # pairs of a query and a slot it sees
+    runs = both("attend", q, k, v, scaling)
+    mask = causal_lower_right(T, S)
+    runs["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=Q > H)
+    yield Case("attend", f"{shape} T={T} S={S}", runs, 4 * Q * D * seen)
     lse = backend.function("log_sum_exp", "reference")(q, k, scaling).float()
     for want in (frozenset({"sum"}), frozenset({"sum", "square"})):
         runs = both("column_stats", q, k, scaling, lse, want=want)
@@ -161,8 +167,31 @@ def cases(name: str) -> Iterator[Case]:
     for tables in ({}, {"cos_SD": table, "sin_SD": table}):
         runs = both("ragged_decode", one, flat_k, flat_v, starts, lengths, scaling, longest=S, **tables)
         runs["sdpa"] = lambda: F.scaled_dot_product_attention(one[:, :, None], k, v, scale=scaling, enable_gqa=Q > H)
-        name_of = "ragged_decode, keys rotated" if tables else "ragged_decode"
-        yield Case(name_of, f"{shape} S={S}", runs, nbytes=2 * H * S * D * 2)
+        rotated = ", keys rotated" if tables else ""
+        yield Case(f"ragged_decode{rotated}", f"{shape} S={S}", runs, nbytes=2 * H * S * D * 2)
+        for bits in (4, 2):
+            rows = packed_rows(H, S, D, bits)
+            runs = both("packed_decode", one, rows, starts, lengths, scaling, longest=S, **tables)
+            yield Case(
+                f"packed_decode {bits} bits{rotated}", f"{shape} S={S}", runs, nbytes=sum(t.nbytes for t in rows)
+            )
+
+
+def packed_rows(H: int, S: int, D: int, bits: int) -> PackedRows:
+    """Random codes and levels as the cache keeps them: 63 newest rows in full, half as many key groups again as full ones."""
+    M, tail, half = S * 3 // 64, 63, dict(dtype=torch.float16, device="cuda")
+
+    def codes() -> torch.Tensor:
+        return torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device="cuda")
+
+    def newest() -> torch.Tensor:
+        return torch.randn(H, tail, D, dtype=torch.bfloat16, device="cuda")
+
+    group = torch.randint(0, M, (H * S,), dtype=torch.int16, device="cuda")
+    levels = (torch.rand(H, M, D, **half) / 2**bits, torch.randn(H, M, D, **half))
+    by_row = (torch.rand(H * S, D // 32, **half) / 2**bits, torch.randn(H * S, D // 32, **half))
+    tails = torch.full((1, H), tail, dtype=torch.int32, device="cuda")
+    return PackedRows(codes(), codes(), group, *levels, *by_row, newest(), newest(), tails)
 
 
 def agree(mine: Any, theirs: Any, what: str) -> None:

@@ -26,12 +26,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from locret_kernels import backend, tiles
+from locret_kernels.ragged_decode import PackedRows
 
 LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 """Shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of capabilities)."""
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -71,6 +72,8 @@ def calls(D: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     yield lambda: f["log_sum_exp"](q, k, 0.1, q_pos_T=pos)
     yield lambda: f["column_max"](q, k, pos, 0.1)
     yield lambda: f["column_max"](q, k, pos, 0.1, log_prob=True)
+    yield lambda: f["attend"](q, k, k, 0.1)
+    yield lambda: f["attend"](q[:, :, :16], k, k, 0.1)
     kv = x(B, H, T, D)
     yield lambda: f["score_head"](q, kv, kv, x(1024, (Q + 2 * H) * D), x(H, 1024))
     yield lambda: f["score_head"](q, kv, kv, x(1024, (Q + 2 * H) * D), x(H, 1024), activation="gelu_pytorch_tanh")
@@ -81,6 +84,15 @@ def calls(D: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     yield lambda: f["ragged_decode"](
         x(B, Q, D), flat, flat, heads, heads, 0.1, longest=S, cos_SD=table, sin_SD=table
     )  # fmt: skip
+    for bits in (4, 2):
+        codes, half, M = x(H * S, D * bits // 8, dtype=torch.uint8), dict(dtype=torch.float16), S * 3 // 64
+        group, levels, by_row = x(H * S, dtype=torch.int16), x(H, M, D, **half), x(H * S, D // 32, **half)
+        tail, tails = x(H, 63, D), x(B, H, dtype=torch.int32)
+        packed = PackedRows(codes, codes, group, levels, levels, by_row, by_row, tail, tail, tails)
+        for tables in ({}, dict(cos_SD=table, sin_SD=table)):
+            yield lambda packed=packed, tables=tables: f["packed_decode"](
+                x(B, Q, D), packed, heads, heads, 0.1, longest=S, **tables
+            )
 
 
 def compile_launch(

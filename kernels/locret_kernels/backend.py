@@ -1,14 +1,18 @@
-"""The one place that chooses between an operation's reference and its Triton kernel: by name, never by itself."""
+"""The one place that chooses between an operation's reference and its Triton kernel: by name, or by the device's rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 BACKENDS = ("reference", "triton")
 FUNCTIONS = {
+    "attend": "attend",
     "column_stats": "column_stats",
     "window_attention": "column_stats",
     "log_sum_exp": "column_stats",
@@ -17,6 +21,7 @@ FUNCTIONS = {
     "select_rows": "select_compact",
     "compact_rows": "select_compact",
     "ragged_decode": "ragged_decode",
+    "packed_decode": "ragged_decode",
 }
 """Function -> the folder that holds it."""
 
@@ -44,3 +49,22 @@ def function(name: str, backend: str) -> Callable[..., Any]:
             raise
         raise BackendUnavailable(f"backend={backend!r} needs the package triton, which is not installed") from error
     return getattr(module, name)
+
+
+def choose(backend: str | None, device: torch.device, head_size: int) -> str:
+    """The backend for heads of this size on a device: the one that is named, or ``triton`` on CUDA and ``reference``
+    elsewhere. What cannot run is an error here, before anything is allocated, never another backend.
+
+    Raises:
+        ValueError: an unknown backend, or a device or head size that it does not take.
+        BackendUnavailable: Triton is due and not installed.
+    """
+    backend = backend or ("triton" if device.type == "cuda" else "reference")
+    function("attend", backend)
+    if backend == "triton":
+        from . import tiles
+
+        tiles.head_blocks(head_size)
+        if device.type != "cuda" and not tiles.INTERPRETED:
+            raise ValueError(f"backend='triton' takes CUDA devices, not {device}")
+    return backend

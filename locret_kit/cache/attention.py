@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels.column_stats import log_sum_exp
+from locret_kernels.backend import function
 
 
 @lru_cache(maxsize=2)
@@ -39,10 +39,12 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
 
-def attend_rows_lse(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def attend_rows_lse(
+    q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str = "reference"
+) -> tuple[Tensor, Tensor]:
     """The same without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
-    if q_BQTD.device.type != "cpu":
-        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling), log_sum_exp(q_BQTD, k_BHSD, scaling)
+    if backend != "reference" or q_BQTD.device.type != "cpu":
+        return function("attend", backend)(q_BQTD, k_BHSD, v_BHSD, scaling)
     T, S = q_BQTD.shape[2], k_BHSD.shape[2]
     mask = causal_lower_right(T, S, None, q_BQTD.dtype, q_BQTD.device) if T > 1 else None
     # What scaled_dot_product_attention itself calls on a CPU; it keeps the log-sum-exp to itself.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from locret_kernels.column_stats import column_stats
+from locret_kernels.backend import choose, function
 
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
 from ..backbones.intercept import active_handler
@@ -72,6 +72,8 @@ class BoundedCache(Cache):
             the chunk, and nothing is held back. The buffers then hold ``budget + prompt_length`` rows.
         kv_bits: 4 or 2 bits for a number of keys and values, but for the newest rows (see ``quantised``); by default the
             model's dtype. Layers with a window keep theirs as they come.
+        backend: of ``locret_kernels``, for the statistics of attention and for moving rows: "reference" or "triton"; by
+            default triton on CUDA and the reference elsewhere.
 
     Raises:
         ValueError: a setting out of range; names the setting, its value and the bound.
@@ -92,6 +94,7 @@ class BoundedCache(Cache):
         decode_every: int | None = None,
         one_shot: bool = False,
         kv_bits: int | None = None,
+        backend: str | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy
@@ -106,6 +109,7 @@ class BoundedCache(Cache):
         self.places = Positions(None)
         self.seed = seed
         self.kv_bits = kv_bits
+        self.backend = backend
         self.scratch = Scratch()
         self.counters = CacheCounters()
         self.spec: BackboneSpec | None = None
@@ -138,6 +142,7 @@ class BoundedCache(Cache):
             require_adapter(config)
         if self.heads is not None:
             self.heads.check_backbone(spec)
+        self.backend = choose(self.backend, model.device, spec.head_dim)
         self.budgets = self._layer_budgets(spec.windows)
         recent = self.policy.score.recent(self.schedule.chunk)
         for window, budget in zip(spec.windows, self.budgets, strict=True):
@@ -147,6 +152,8 @@ class BoundedCache(Cache):
                 self.layers.append(self._layer(self.schedule.prompt_length or 0, spare=0.0))
             else:
                 self.layers.append(self._layer(budget + self.schedule.chunk, len(self.statistics), recent))
+        for rows in self.bounded:
+            rows.backend = self.backend
         if self.wants_unrotated:
             self.ropes = ropes_of(model, self._span(spec))
         self.model = model
@@ -221,9 +228,10 @@ class BoundedCache(Cache):
             keys, q = rotate(keys, cos, sin), rotate(q, *newest)
         if not len(part.stats):
             return attend_rows(q, keys, part.values, scaling, rows.window)
-        out, lse = attend_rows_lse(q, keys, part.values, scaling)
+        assert self.backend is not None
+        out, lse = attend_rows_lse(q, keys, part.values, scaling, self.backend)
         began = time.perf_counter()
-        made = column_stats(q, keys, scaling, lse, want=frozenset(self.statistics))
+        made = function("column_stats", self.backend)(q, keys, scaling, lse, want=frozenset(self.statistics))
         for stat, name in zip(part.stats, self.statistics, strict=True):
             stat += getattr(made, name)
         self.counters.score_s += time.perf_counter() - began

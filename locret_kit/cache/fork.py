@@ -26,6 +26,7 @@ def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
         seed=cache.seed,
         decode_every=s.decode_every if prompt_length is not None else None,
         kv_bits=cache.kv_bits,
+        backend=cache.backend,
     )
     if cache.spec is None:
         return new

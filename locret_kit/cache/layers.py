@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
+from locret_kernels.backend import function
+
 from ..policies.base import rows_of
 
 PER_ROW = ("keys", "values", "positions", "scores")
@@ -40,6 +42,8 @@ class BoundedLayer(CacheLayerMixin):
 
     is_sliding = False
     ragged = False
+    backend = "reference"
+    """Of ``locret_kernels``, which moves the rows."""
     per_row: tuple[str, ...] = PER_ROW
     """Buffers ``[B, H, capacity, ...]`` that move with the rows."""
     keys: Tensor  # type: ignore[assignment]
@@ -182,10 +186,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
-        index_BHK = rows_of(stay_BHS, mean)
-        for rows in self._moving():
-            index = index_BHK.view(*index_BHK.shape, *(1,) * (rows.dim() - 3)).expand(-1, -1, -1, *rows.shape[3:])
-            rows[:, :, :mean] = rows[:, :, : self.rows].gather(2, index)
+        function("compact_rows", self.backend)(self._moving(), rows_of(stay_BHS, mean))
         self.rows = mean
         self.fresh = 0
 

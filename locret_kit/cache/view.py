@@ -45,6 +45,7 @@ def slots_of(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> Sl
         rope=cache.ropes[layer] if cache.ropes is not None else None,
         next_position=cache.places.next_place(valid.sum(-1), rows.seen),
         memory=rows.memory,
+        backend=rows.backend,
     )
 
 

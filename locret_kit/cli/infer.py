@@ -46,6 +46,12 @@ def parser() -> argparse.ArgumentParser:
     run = p.add_argument_group("machine")
     run.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
     run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    run.add_argument("--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA)")
+    run.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="take no more of a CUDA device than this (24GiB), and plan the chunk for it",
+    )
     run.add_argument("--report", type=Path, metavar="FILE.json", help="write every figure of the run")
     run.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
     return p
@@ -66,10 +72,12 @@ def scaled_settings(defaults: dict[str, Any], args: argparse.Namespace) -> dict[
 
 def run(args: argparse.Namespace) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
+    from ..cache.quantised import check_storage
     from ..cache.schedule import Schedule
     from ..policies.registry import parse_policy
 
     policy = parse_policy(args.policy or ("locret" if args.ckpt else "streaming"))
+    check_storage(args.kv_bits, policy)
     if policy.needs_heads and not args.ckpt:
         raise ValueError(f"policy={policy.name!r} needs retaining heads: give --ckpt")
     if not args.ckpt and not args.model:
@@ -87,8 +95,11 @@ def run(args: argparse.Namespace) -> int:
     from ..backbones.load import choose_adapter, load_backbone
     from ..cache.bounded import BoundedCache
     from ..heads import RetainingHeads
+    from ..runtime.memory import hold
     from ..runtime.session import Sampling, generate
+    from ..runtime.tokens import load_tokenizer
 
+    cap = hold(args.gpu_memory, args.device) if args.gpu_memory else None
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
     config = heads.config if heads else None
@@ -96,6 +107,10 @@ def run(args: argparse.Namespace) -> int:
     Schedule.scaled(settings["budget"], settings["chunk"], None, settings["stabilizers"], settings["local_len"])
     name = args.model or (config.backbone if config else "")
     say(f"backbone: {name}")
+    ids = read_prompt(args, load_tokenizer(name))
+    say(f"prompt: {len(ids)} tokens")
+    if cap is not None:
+        settings["chunk"] = plan_chunk(args, name, policy, config, settings, len(ids), cap, say)
     adapter, warning = choose_adapter(config.adapter if config else None, args.adapter)
     if warning:
         print(warning, file=sys.stderr)
@@ -105,12 +120,10 @@ def run(args: argparse.Namespace) -> int:
 
         heads.check_backbone(spec_of(text_config(model)))
         heads.to(model.device, model.dtype)
-    ids = read_prompt(args, tokenizer)
     cache = BoundedCache(
         policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, decode_every=args.decode_every,
-        one_shot=args.one_shot, kv_bits=args.kv_bits, **settings,
+        one_shot=args.one_shot, kv_bits=args.kv_bits, backend=args.backend, **settings,
     )  # fmt: skip
-    say(f"prompt: {len(ids)} tokens")
     text, report = generate(
         model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
         progress=None if args.quiet else _progress(), on_text=_to_stdout,
@@ -124,6 +137,37 @@ def run(args: argparse.Namespace) -> int:
         body = json.dumps({**report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
         write_beside(args.report, lambda path: path.write_text(body))
     return 0
+
+
+def plan_chunk(
+    args: argparse.Namespace,
+    name: str,
+    policy: Any,
+    heads: Any,
+    settings: dict[str, Any],
+    tokens: int,
+    cap: int,
+    say: Any,
+) -> int:
+    """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
+    chunk is made larger: results would change with the card."""
+    from transformers import AutoConfig
+
+    from ..backbones.load import pick_device, pick_dtype, resolve_model
+    from ..runtime.memory import PLANNED_CHUNK, planned
+    from ..runtime.plan import Setting
+    from ..runtime.sizes import show
+
+    named = args.chunk is not None or "chunk" in (heads.inference if heads else {})
+    setting = Setting(
+        tokens, settings["budget"], settings["chunk"] if named else PLANNED_CHUNK,
+        str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."), heads.d_hidden if heads else 0,
+        policy, args.kv_bits, settings["stabilizers"], settings["local_len"], args.one_shot,
+    )  # fmt: skip
+    config = AutoConfig.from_pretrained(resolve_model(name)).get_text_config(decoder=True)
+    setting, plan = planned(config, setting, cap, chunk_is_fixed=args.chunk is not None)
+    say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
+    return setting.chunk
 
 
 def read_prompt(args: argparse.Namespace, tokenizer: Any) -> Any:

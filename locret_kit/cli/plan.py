@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT, RESERVE = 131072, "1GiB"
+D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     p.add_argument("--policy", default="locret", help="a policy's name or an expression (default locret)")
     p.add_argument("--d-hidden", type=int, help="width of the retaining heads, for policies that need them")
+    p.add_argument("--kv-bits", type=int, choices=(4, 2), help="bits of a stored key or value (default: the dtype's)")
     p.add_argument("--train", type=int, metavar="TOKENS", help="plan a training step of so many tokens instead")
     return p
 
@@ -79,43 +81,60 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
     from ..policies.registry import parse_policy
+    from ..runtime import fit
     from ..runtime import plan as p
+    from ..runtime.sizes import parse_bytes, show
 
-    cap = p.parse_bytes(args.gpu_memory) - p.parse_bytes(args.reserve)
+    cap = parse_bytes(args.gpu_memory) - parse_bytes(args.reserve)
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
     config, recipe = resolve(args.model)
     backbone = p.Backbone.of(config)
-    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", 1024)
+    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN)
     say = [
-        f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}; cap {p.show(cap)} "
+        f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
     ]
     if args.train is not None:
+        if args.kv_bits is not None:
+            raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
         step = p.TrainSetting(args.train, dtype=args.dtype, d_hidden=d_hidden)
         plan = p.plan_training(backbone, step)
-        longest = p.largest_sample(backbone, step, cap)
+        longest = fit.largest_sample(backbone, step, cap)
         print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
         if plan.peak > cap:
-            raise p.DoesNotFit(f"{step} needs {p.show(plan.peak)}, above the cap; at most {longest} tokens fit")
+            raise fit.DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
         return 0
-    setting = p.Setting.for_policy(
-        parse_policy(args.policy),
+    setting = p.Setting(
         args.context,
-        _given(args.budget, recipe, "infer.budget", 16384),
-        _given(args.chunk, recipe, "infer.chunk", 1024),
+        recipe.get("infer.budget", BUDGET if args.budget is None else args.budget),
+        _given(args.chunk, recipe, "infer.chunk", CHUNK),
         dtype=args.dtype,
         d_hidden=d_hidden,
+        policy=parse_policy(args.policy),
+        kv_bits=args.kv_bits,
+        stabilizers=recipe.get("infer.stabilizers"),
+        local_len=recipe.get("infer.local_len"),
     )
-    plan = p.require_fit(backbone, setting, cap)
+    if args.budget is not None:
+        setting = fit.resized(setting, args.budget)
+    plan = fit.require_fit(backbone, setting, cap)
     full = p.full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [
         f"policy {args.policy}, context {args.context}, {setting}",
         *plan.lines(),
-        f"full attention's cache would take {p.show(full)}, {full / plan.cache:.1f} times as much",
-        f"at chunk {setting.chunk} the largest budget that fits is {p.largest_budget(backbone, setting, cap)}; "
-        f"at budget {setting.budget} the largest chunk is {p.largest_chunk(backbone, setting, cap)}",
+        f"full attention's cache would take {show(full)}, {full / plan.cache:.1f} times as much",
     ]
+    if not setting.policy.keeps_everything:
+        say.append(
+            f"at chunk {setting.chunk} the largest budget that fits is {fit.largest_budget(backbone, setting, cap)}; "
+            f"at budget {setting.budget} the largest chunk is {fit.largest_chunk(backbone, setting, cap)}"
+        )
+    if setting.width:
+        step = p.TrainSetting(p.TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden)
+        say.append(
+            f"training these heads: the longest sample that fits is {fit.largest_sample(backbone, step, cap)} tokens"
+        )
     print("\n".join(say))
     return 0
 

@@ -89,6 +89,8 @@ class Slots:
     """Position ``[B, H]`` (int64) by which the next token would be rotated."""
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """What the score keeps of this layer between calls."""
+    backend: str = "reference"
+    """Of ``locret_kernels``."""
 
     def newest(self, n: int) -> Tensor:
         """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""

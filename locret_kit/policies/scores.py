@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels.column_stats import window_attention
+from locret_kernels.backend import function
 
 from .base import Entry, ScorePart, Slots, amount
 
@@ -20,6 +20,7 @@ from .base import Entry, ScorePart, Slots, amount
 def recent_attention(slots: Slots, newest: int) -> Tensor:
     """``sum of a`` ``[B, H, S]`` over the ``newest`` queries, each over the slots up to its own; zero at padding."""
     q_BQWD, k_BHSD = slots.queries(), slots.keys()
+    window_attention = function("window_attention", slots.backend)
     B, H, S = slots.positions.shape
     if not slots.ragged:
         W = min(newest, q_BQWD.shape[2], S)

@@ -1,33 +1,32 @@
 """Memory of a run, predicted from a transformers configuration alone: integers in, bytes out, no tensor allocated.
 
-The terms follow what the code keeps alive, storage by storage; ``tests/test_plan.py`` counts the same on PyTorch's meta
-device for the ``locret`` policy. A fused attention kernel is assumed: where PyTorch needs an explicit mask (on a CPU),
-``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of selecting stays below that of
-rotating the keys and is not a phase here. Library workspaces and the CUDA context are the caller's ``reserve``.
+Weights, heads and cache are exact. The phases follow what the code keeps alive, storage by storage; ``tests/test_plan.py``
+counts the same on PyTorch's meta device for the ``locret`` policy. A fused attention kernel is assumed: where PyTorch needs
+an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
+selecting stays below that of rotating the keys and is not a phase here; what a score remembers beside its queries
+(``expected-attention``, ``compactor``) is not counted. Library workspaces and the CUDA context are the caller's ``reserve``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..backbones.families import BackboneSpec, require_adapter, spec_of
-from ..cache.schedule import Schedule
+from ..cache.quantised import GROUP, RESIDUAL, SPARE, VALUE_GROUP, check_storage
+from ..cache.schedule import PIECE, Schedule
 from ..policies.base import Policy
+from ..policies.registry import parse_policy
+from .sizes import show
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 INT32_MAX = 2**31 - 1
-STEP = 64
-"""Budgets and chunks that are proposed are multiples of this."""
 ROTATION_COPIES = 4
 """Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
-
-
-class DoesNotFit(ValueError):
-    """A plan above its cap; the message names settings that would fit."""
+UNPACK_BYTES, QUANTISE_BYTES = 17, 20
+"""Of a key's or value's number while codes are read (codes, both float16 levels, three float32), and while keys are written
+(the key, its levels, three float32)."""
+LOCRET = parse_policy("locret")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def parameters_of(config: Any) -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run inference, batch 1."""
+    """One way to run inference, batch 1: what ``BoundedCache`` is given, and the types."""
 
     context: int
     """Prompt tokens."""
@@ -82,41 +81,49 @@ class Setting:
     dtype: str = "bfloat16"
     """Of weights, heads, keys and values."""
     d_hidden: int = 1024
-    """Width of the retaining heads; 0 for a policy that needs none."""
-    statistics: int = 0
-    """Running statistics (float32) that the policy keeps for each slot."""
-    recent: int = 0
-    """Newest queries that the policy keeps at hand in each layer."""
-    ragged: bool = False
-    """Whether heads differ in rows; the rows are as many, each head has its own start and length."""
-
-    @classmethod
-    def for_policy(cls, policy: Policy, context: int, budget: int, chunk: int, *, dtype: str, d_hidden: int) -> Setting:
-        """What a policy keeps beside keys and values; heads only where it needs them."""
-        return cls(
-            context, budget, chunk, dtype, d_hidden if policy.needs_heads else 0,
-            statistics=len(policy.statistics - {"count"}), recent=policy.score.recent(chunk), ragged=policy.ragged,
-        )  # fmt: skip
+    """Width of the retaining heads, for a policy that needs them."""
+    policy: Policy = LOCRET
+    kv_bits: int | None = None
+    """Bits of a stored key or value; None is ``dtype``."""
+    stabilizers: int | None = None
+    local_len: int | None = None
+    one_shot: bool = False
 
     def __post_init__(self) -> None:
-        Schedule(self.budget, self.chunk, prompt_length=self.context)  # names the field that is out of bounds
+        capacity = self.schedule.capacity  # the schedule names the field that is out of bounds
+        check_storage(self.kv_bits, self.policy)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
-        for name in ("d_hidden", "statistics", "recent"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-        if max(self.context, self.capacity) > INT32_MAX:
+        if self.d_hidden < 0:
+            raise ValueError(f"d_hidden={self.d_hidden} must be at least 0")
+        if max(self.context, capacity) > INT32_MAX:
             raise ValueError(
-                f"context={self.context} and budget+chunk={self.capacity} must be at most {INT32_MAX} (32-bit positions)"
+                f"context={self.context} and budget+chunk={capacity} must be at most {INT32_MAX} (32-bit positions)"
             )
 
     @property
-    def capacity(self) -> int:
-        """Rows of a key/value head."""
-        return Schedule(self.budget, self.chunk).capacity
+    def schedule(self) -> Schedule:
+        """The integers of the prefill."""
+        return Schedule.scaled(
+            self.budget, self.chunk, self.context, self.stabilizers, self.local_len, one_shot=self.one_shot
+        )
+
+    @property
+    def width(self) -> int:
+        """Width of the retaining heads; 0 where the policy needs none."""
+        return self.d_hidden if self.policy.needs_heads else 0
+
+    def capacities(self, layers: int) -> list[int]:
+        """Rows of a key/value head of each full-attention layer."""
+        s = self.schedule
+        if self.policy.keeps_everything:
+            return [self.context] * layers
+        shares = self.policy.layer_budgets(s.budget, layers, s.chunk, s.stabilizers, s.tail, self.context)
+        return [share + s.chunk for share in shares]
 
     def __str__(self) -> str:
-        return f"budget {self.budget}, chunk {self.chunk}"
+        bits = f", {self.kv_bits}-bit keys and values" if self.kv_bits else ""
+        return f"budget {self.budget}, chunk {self.schedule.chunk}, {self.dtype}{bits}"
 
 
 @dataclass(frozen=True)
@@ -148,14 +155,36 @@ class Plan:
 
 def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     """Bytes of the bounded cache's buffers: keys, values, position, score and statistics of every row, and the newest
-    queries of every layer. Layers with a window keep neither statistics nor queries."""
-    item, row = ITEM_BYTES[setting.dtype], 2 * spec.head_dim * ITEM_BYTES[setting.dtype] + 4 + 4
-    full = setting.capacity * (row + 4 * setting.statistics) + (2 * 8 if setting.ragged else 0)
-    queries = spec.n_heads * setting.recent * spec.head_dim * item
-    return sum(
-        spec.n_kv_heads * full + queries if window is None else spec.n_kv_heads * row * (window - 1 + setting.chunk)
-        for window in spec.windows
-    )
+    queries of every layer. Layers with a window keep neither statistics nor queries, nor fewer bits; all layers of few bits
+    share one scratch in full."""
+    item, policy, H = ITEM_BYTES[setting.dtype], setting.policy, spec.n_kv_heads
+    row, numbers = 2 * spec.head_dim * item, 4 + 4
+    windowed = sum(window - 1 + setting.schedule.chunk for window in spec.windows if window is not None)
+    capacities = setting.capacities(sum(window is None for window in spec.windows))
+    statistics = 0 if policy.keeps_everything else 4 * len(policy.statistics - {"count"})
+    recent = 0 if policy.keeps_everything else policy.score.recent(setting.schedule.chunk)
+    queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
+    if setting.kv_bits is None:
+        stored, scratch = row * sum(capacities), 0
+    else:
+        spare = 0.0 if policy.keeps_everything else SPARE
+        stored = sum(quantised_bytes(spec.head_dim, item, rows, setting.kv_bits, spare) for rows in capacities)
+        scratch = row * max(capacities, default=0)
+    absorbed = 0 if policy.merge is None else 4
+    full = stored + scratch + (numbers + statistics + absorbed) * sum(capacities)
+    return H * (full + (row + numbers) * windowed) + queries * len(capacities)
+
+
+def quantised_bytes(head_dim: int, item: int, rows: int, bits: int, spare: float) -> int:
+    """Bytes of the keys and values of one head in few bits: codes, steps and zero points, group numbers, and the newest
+    rows in full. See ``cache.quantised``."""
+    if head_dim * bits % 8:
+        raise ValueError(f"kv_bits={bits} needs a head size that is a multiple of {8 // bits}, not {head_dim}")
+    groups = -(-int(rows * (1 + spare)) // GROUP)
+    value_group = max(n for n in range(1, VALUE_GROUP + 1) if head_dim % n == 0)
+    levels = 2 * 2  # a step and a zero point, two bytes each
+    a_row = 2 * head_dim * bits // 8 + levels * head_dim // value_group + (2 if groups < 2**15 else 4)
+    return rows * a_row + levels * groups * head_dim + 2 * (RESIDUAL + GROUP - 1) * head_dim * item
 
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
@@ -171,26 +200,38 @@ def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
 
 def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     """Memory of reading ``setting.context`` tokens chunk by chunk (compact positions), and decoding after it."""
-    spec, item = backbone.spec, ITEM_BYTES[setting.dtype]
-    T, S = min(setting.chunk, setting.context), min(setting.capacity, setting.context)
+    spec, item, policy = backbone.spec, ITEM_BYTES[setting.dtype], setting.policy
+    T = min(PIECE if setting.one_shot else setting.chunk, setting.context)
+    S = min(max(setting.capacities(sum(window is None for window in spec.windows)), default=0), setting.context)
     q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
     rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
     # cos and sin: of the rows, of a chunk in windowed layers, and the ones and zeros that the backbone rotates by
     always = _stream(backbone, T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T) + backbone.vocab
     held = always + (q + 2 * k) + (q + k if backbone.fused else 0)  # a fused projection outlives the rotated q and k
     phases = {
-        "score": held + 2 * (q + 2 * k) + 2 * T * setting.d_hidden if setting.d_hidden else 0,
+        "score": held + 2 * (q + 2 * k) + 2 * T * setting.width if setting.width else 0,
         "rotate keys": held + ROTATION_COPIES * rows,
         "attend": held + rows + ROTATION_COPIES * q,
         "evict": held + rows + 3 * q,
         "mlp": always + _mlp(backbone, T),
         "logits": always + 3 * backbone.vocab,
     }
+    cache = cache_bytes(spec, setting)
+    transient = {name: elements * item for name, elements in phases.items()}
+    if setting.kv_bits is not None:
+        kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
+        transient["unpack"] = held * item + UNPACK_BYTES * kept
+        transient["quantise"] = (held + q) * item + QUANTISE_BYTES * kept
+        transient["quantise while decoding"] = (
+            2 * spec.head_dim * S + 4 * backbone.vocab
+        ) * item + QUANTISE_BYTES * rows
+    if policy.keeps_everything:  # decoding doubles the room, a layer at a time
+        transient["grow"] = always * item + cache + cache // spec.n_layers
     return Plan(
         weights=backbone.parameters * item,
-        heads=head_parameters(spec, setting.d_hidden) * item,
-        cache=cache_bytes(spec, setting),
-        phases={name: elements * item for name, elements in phases.items()},
+        heads=head_parameters(spec, setting.width) * item,
+        cache=cache,
+        phases=transient,
     )
 
 
@@ -249,98 +290,3 @@ def plan_training(backbone: Backbone, setting: TrainSetting) -> Plan:
         cache=0,
         phases={name: _stream(backbone, T) * item + size for name, size in phases.items()} | {"optimiser": 4 * heads},
     )
-
-
-# ---- what fits ----------------------------------------------------------------------------------------------------
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest value in ``1..most`` for which a predicate that never turns true again holds; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def largest_budget(backbone: Backbone, setting: Setting, cap: int) -> int:
-    """The largest budget (a multiple of ``STEP``, at most the context) that fits ``cap`` bytes at the setting's chunk;
-    0 if none does."""
-    return _largest_setting(backbone, cap, setting.context, lambda n: replace(setting, budget=n))
-
-
-def largest_chunk(backbone: Backbone, setting: Setting, cap: int) -> int:
-    """The largest chunk (likewise) that fits ``cap`` bytes at the setting's budget; 0 if none does."""
-    return _largest_setting(backbone, cap, setting.context, lambda n: replace(setting, chunk=n))
-
-
-def _largest_setting(backbone: Backbone, cap: int, most: int, at: Callable[[int], Setting]) -> int:
-    return STEP * largest(lambda n: plan_inference(backbone, at(STEP * n)).peak <= cap, most // STEP)
-
-
-def largest_sample(backbone: Backbone, setting: TrainSetting, cap: int, most: int = 2**20) -> int:
-    """The longest training sample (tokens, at most ``most``) that fits ``cap`` bytes; 0 if none does."""
-    low = setting.answer + 1
-    found = largest(lambda n: plan_training(backbone, replace(setting, tokens=low + n)).peak <= cap, most - low)
-    return low + found if found else 0
-
-
-def nearest_fitting(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
-    """Up to three settings below ``cap``, each the largest of its kind: a smaller chunk alone, a smaller budget alone,
-    both in the same proportion, then smaller budgets at a half, a quarter, ... of the chunk."""
-    found: list[Setting] = []
-    if chunk := min(largest_chunk(backbone, setting, cap), setting.chunk):
-        found.append(replace(setting, chunk=chunk))
-
-    def scaled(n: int) -> Setting:
-        budget, chunk = (max(1, x * n // setting.capacity) for x in (setting.budget, setting.chunk))
-        return replace(setting, budget=budget, chunk=chunk)
-
-    halves = [replace(setting, chunk=setting.chunk >> n) for n in range(setting.chunk.bit_length())]
-    smaller = [(s, min(largest_budget(backbone, s, cap), s.budget)) for s in halves]
-    found += [replace(s, budget=budget) for s, budget in smaller[:1] if budget]
-    if rows := _largest_setting(backbone, cap, setting.capacity, scaled):
-        found.append(scaled(rows))
-    found += [replace(s, budget=budget) for s, budget in smaller[1:] if budget]
-    return list(dict.fromkeys(found))[:3]
-
-
-def require_fit(backbone: Backbone, setting: Setting, cap: int) -> Plan:
-    """The plan, if it fits ``cap`` bytes.
-
-    Raises:
-        DoesNotFit: with the three nearest settings that would, or the bytes that no setting can go below.
-    """
-    plan = plan_inference(backbone, setting)
-    if plan.peak <= cap:
-        return plan
-    said = f"{setting} at context {setting.context} needs {show(plan.peak)}, above the cap of {show(cap)}"
-    if near := nearest_fitting(backbone, setting, cap):
-        fitting = "; ".join(f"{s} ({show(plan_inference(backbone, s).peak)})" for s in near)
-        raise DoesNotFit(f"{said}. These fit: {fitting}")
-    least = plan_inference(backbone, replace(setting, budget=1, chunk=1))
-    raise DoesNotFit(f"{said}. No setting fits: weights and heads alone take {show(least.weights + least.heads)}")
-
-
-def parse_bytes(text: str) -> int:
-    """``24GiB``, ``24GB`` (decimal) or plain bytes, as an integer.
-
-    Raises:
-        ValueError: not a positive number with a known unit.
-    """
-    number = text.strip().rstrip("KMGTiB")
-    unit = text.strip()[len(number) :]
-    try:
-        size = float(number) * UNITS[unit]
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"{text!r} is not a size such as 24GiB or 24GB; units: {', '.join(filter(None, UNITS))}"
-        ) from None
-    if not 0 < size < float("inf"):
-        raise ValueError(f"{text!r} must be above 0")
-    return int(size)
-
-
-def show(size: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
+from .memory import explained
 from .report import Report
 
 
@@ -134,8 +135,12 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> tuple[str, Report]:
-    """Prefill and decode; ``(text, report)``. ``on_text`` gets each piece of text that is final."""
-    with attach(model):
+    """Prefill and decode; ``(text, report)``. ``on_text`` gets each piece of text that is final.
+
+    Raises:
+        OutOfMemory: says what was asked, what was free and which settings fit.
+    """
+    with attach(model), explained(model, cache, len(ids)):
         began = time.perf_counter()
         logits = prefill(model, ids, cache, progress)
         prefilled = time.perf_counter()

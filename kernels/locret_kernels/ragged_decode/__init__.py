@@ -1,1 +1,5 @@
-"""Attention of one new token over heads that hold different numbers of rows."""
+"""Attention of one new token over heads that hold different numbers of rows, in full or in few bits."""
+
+from .reference import PackedRows, packed_decode, ragged_decode
+
+__all__ = ["PackedRows", "packed_decode", "ragged_decode"]

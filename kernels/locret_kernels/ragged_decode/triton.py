@@ -1,7 +1,8 @@
-"""Decoding attention over flat rows as a Triton kernel; ``reference.py`` defines it.
+"""Decoding attention over flat rows, in full or in few bits, as Triton kernels; ``reference.py`` defines them.
 
 The rows of a head are split over programs, so that one token fills the card; each program returns its part of the output
 with its log-sum-exp, and the parts are joined in a fixed order. The queries of a group share every row that is read.
+Codes are turned into numbers in registers: of a row in few bits only its bytes are read, and the levels of its group.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .. import tiles
 from ..tiles import cdiv, check, dot_rows, head_blocks, load_rows
+from .reference import PackedRows
 
 
 @triton.jit
@@ -23,11 +25,17 @@ def _rotated(x, base, rows, ranks, keep, stride, cos, sin, FIRST: tl.constexpr, 
     low = columns < D // 2
     partner = tl.where(low, columns + D // 2, columns - D // 2)
     other = tl.load(base + rows[:, None] * stride + partner[None, :], mask=keep[:, None], other=0.0).to(tl.float32)
-    at = ranks[:, None] * D + columns[None, :]
+    other = tl.where(low[None, :], -other, other)
+    return _turn(x.to(tl.float32), other, cos, sin, ranks, keep, FIRST, N, D).to(x.dtype)
+
+
+@triton.jit
+def _turn(x, other, cos, sin, ranks, keep, FIRST: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    """Columns ``x`` and their signed partners ``other`` turned by the angles of their ranks (float32)."""
+    at = ranks[:, None] * D + FIRST + tl.arange(0, N)[None, :]
     c = tl.load(cos + at, mask=keep[:, None], other=0.0).to(tl.float32)
     s = tl.load(sin + at, mask=keep[:, None], other=0.0).to(tl.float32)
-    turned = x.to(tl.float32) * c + tl.where(low[None, :], -other, other) * s
-    return turned.to(x.dtype)
+    return x * c + other * s
 
 
 @triton.jit
@@ -65,22 +73,144 @@ def _ragged_decode(
                 k1 = _rotated(k1, keys, rows, rows, there, stride_k, cos, sin, D0, D1, D)
         x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2)
         x = tl.where(there[None, :], x, float("-inf"))
-        new = tl.maximum(top, tl.max(x, 1))
-        weight = tl.exp2(x - new[:, None])
-        fade = tl.exp2(top - new)
-        total = total * fade + tl.sum(weight, 1)
         v0, v1 = load_rows(values, rows, there, stride_v, D0, D1, UPCAST)
-        y0 = tl.dot(weight.to(v0.dtype), v0, y0 * fade[:, None], input_precision="ieee")
-        if D1 > 0:
-            y1 = tl.dot(weight.to(v1.dtype), v1, y1 * fade[:, None], input_precision="ieee")
-        top = new
-    empty = total == 0.0
-    share = 1.0 / tl.where(empty, 1.0, total)
+        top, total, y0, y1 = _absorb(x, v0, v1, top, total, y0, y1, D1)
     at = (split.to(tl.int64) * tl.num_programs(0) + head) * G + members
-    tl.store(norm + at, tl.where(empty, float("-inf"), top / LOG2 + tl.log(tl.where(empty, 1.0, total))), mask=alive)
+    _store_part(out, norm, at, alive, top, total, y0, y1, D0, D1)
+
+
+@triton.jit
+def _absorb(x, v0, v1, top, total, y0, y1, D1: tl.constexpr):
+    """Running maximum, sum and output of a softmax after one more block: logits ``x`` (times log2(e)) and values."""
+    new = tl.maximum(top, tl.max(x, 1))
+    weight = tl.exp2(x - new[:, None])
+    fade = tl.exp2(top - new)
+    y0 = tl.dot(weight.to(v0.dtype), v0, y0 * fade[:, None], input_precision="ieee")
+    if D1 > 0:
+        y1 = tl.dot(weight.to(v1.dtype), v1, y1 * fade[:, None], input_precision="ieee")
+    return new, total * fade + tl.sum(weight, 1), y0, y1
+
+
+@triton.jit
+def _store_part(out, norm, at, alive, top, total, y0, y1, D0: tl.constexpr, D1: tl.constexpr):
+    """A part of the output with its log-sum-exp; a part without rows weighs nothing."""
+    D: tl.constexpr = D0 + D1
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    share = 1.0 / total
+    tl.store(norm + at, tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453), mask=alive)
     tl.store(out + at[:, None] * D + tl.arange(0, D0)[None, :], y0 * share[:, None], mask=alive[:, None])
     if D1 > 0:
         tl.store(out + at[:, None] * D + D0 + tl.arange(0, D1)[None, :], y1 * share[:, None], mask=alive[:, None])
+
+
+@triton.jit
+def _numbers(codes, rows, columns, keep, step, zero, BITS: tl.constexpr, D: tl.constexpr):
+    """``[rows, columns]`` (float32) of rows of codes; ``step`` and ``zero`` are pointers of that shape."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    mask = keep[:, None]
+    at = codes + rows[:, None] * (D // PER_BYTE) + (columns // PER_BYTE)[None, :]
+    shift = (columns % PER_BYTE) * BITS
+    code = (tl.load(at, mask=mask, other=0).to(tl.int32) >> shift[None, :]) & (2**BITS - 1)
+    low = tl.load(zero, mask=mask, other=0.0).to(tl.float32)
+    return low + code.to(tl.float32) * tl.load(step, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _keys(codes, group, step, zero, tail, rows, first_of_tail, packed, newest, FIRST: tl.constexpr, N: tl.constexpr,
+          TURN: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Columns ``FIRST .. FIRST + N`` of keys, from their codes or from the tail (float32); of the half that rotation pairs
+    them with where ``TURN``, its sign included."""
+    columns = FIRST + tl.arange(0, N)
+    low = columns < D // 2
+    if TURN:
+        columns = tl.where(low, columns + D // 2, columns - D // 2)
+    level = group[:, None] * D + columns[None, :]
+    x = _numbers(codes, rows, columns, packed, step + level, zero + level, BITS, D)
+    held = tl.load(tail + (rows - first_of_tail)[:, None] * D + columns[None, :], mask=newest[:, None], other=0.0)
+    x = tl.where(packed[:, None], x, held.to(tl.float32))
+    if TURN:
+        x = tl.where(low[None, :], -x, x)
+    return x
+
+
+@triton.jit
+def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST: tl.constexpr, N: tl.constexpr,
+            GROUPS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Columns ``FIRST .. FIRST + N`` of values, from their codes or from the tail (float32)."""
+    columns = FIRST + tl.arange(0, N)
+    level = rows[:, None] * GROUPS + (columns // (D // GROUPS))[None, :]
+    x = _numbers(codes, rows, columns, packed, step + level, zero + level, BITS, D)
+    held = tl.load(tail + (rows - first_of_tail)[:, None] * D + columns[None, :], mask=newest[:, None], other=0.0)
+    return tl.where(packed[:, None], x, held.to(tl.float32))
+
+
+@triton.jit
+def _packed_decode(
+    q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
+    starts, lengths, cos, sin, out, norm, scale, stride_qb, stride_qh, H, M, R, per_split,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    LOG2: tl.constexpr = 1.4426950408889634  # log2(e)
+    D: tl.constexpr = D0 + D1
+    head, split = tl.program_id(0), tl.program_id(1)
+    b, h = head // H, head % H
+    start = tl.load(starts + head).to(tl.int64)
+    length = tl.load(lengths + head).to(tl.int32)
+    first_of_tail = length - tl.load(tails + head).to(tl.int32)
+    members = tl.arange(0, BLOCK_G)
+    alive = members < G
+    q0, q1 = load_rows(
+        q + b.to(tl.int64) * stride_qb + (h * G).to(tl.int64) * stride_qh, members, alive, stride_qh, D0, D1, UPCAST
+    )
+    key_codes += start * (D * BITS // 8)
+    value_codes += start * (D * BITS // 8)
+    value_step += start * GROUPS
+    value_zero += start * GROUPS
+    groups += start
+    key_step += head.to(tl.int64) * M * D
+    key_zero += head.to(tl.int64) * M * D
+    tail_keys += head.to(tl.int64) * R * D
+    tail_values += head.to(tl.int64) * R * D
+    zero = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    y0 = tl.zeros([BLOCK_G, D0], tl.float32)
+    y1 = tl.zeros([BLOCK_G, D1 if D1 > 0 else 16], tl.float32)
+    begin = split * per_split
+    for s in range(begin, tl.minimum(begin + per_split, length), BLOCK_S):
+        rows = s + tl.arange(0, BLOCK_S)
+        there = (rows < length) & (rows < begin + per_split)
+        packed, newest = there & (rows < first_of_tail), there & (rows >= first_of_tail)
+        group = tl.load(groups + rows, mask=packed, other=0).to(tl.int32)
+        k0 = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
+                   0, D0, False, BITS, D)  # fmt: skip
+        if ROTATE:
+            turned = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
+                           0, D0, True, BITS, D)  # fmt: skip
+            k0 = _turn(k0, turned, cos, sin, rows, there, 0, D0, D)
+        k0 = k0.to(q0.dtype)
+        k1 = k0
+        if D1 > 0:
+            k1 = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
+                       D0, D1, False, BITS, D)  # fmt: skip
+            if ROTATE:
+                turned = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
+                               D0, D1, True, BITS, D)  # fmt: skip
+                k1 = _turn(k1, turned, cos, sin, rows, there, D0, D1, D)
+            k1 = k1.to(q0.dtype)
+        x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2)
+        x = tl.where(there[None, :], x, float("-inf"))
+        v0 = _values(value_codes, value_step, value_zero, tail_values, rows, first_of_tail, packed, newest,
+                     0, D0, GROUPS, BITS, D).to(q0.dtype)  # fmt: skip
+        v1 = v0
+        if D1 > 0:
+            v1 = _values(value_codes, value_step, value_zero, tail_values, rows, first_of_tail, packed, newest,
+                         D0, D1, GROUPS, BITS, D).to(q0.dtype)  # fmt: skip
+        top, total, y0, y1 = _absorb(x, v0, v1, top, total, y0, y1, D1)
+    at = (split.to(tl.int64) * tl.num_programs(0) + head) * G + members
+    _store_part(out, norm, at, alive, top, total, y0, y1, D0, D1)
 
 
 def ragged_decode(
@@ -106,26 +236,78 @@ def ragged_decode(
         )
     if not q_BQD.dtype == keys_ND.dtype == values_ND.dtype:
         raise ValueError("q, keys and values must be of one type")
-    if (cos_SD is None) != (sin_SD is None):
-        raise ValueError("cos and sin are given together or not at all")
-    if cos_SD is not None and sin_SD is not None:
-        check(cos=cos_SD, sin=sin_SD)
-        if cos_SD.shape != sin_SD.shape or cos_SD.shape[1] != D or len(cos_SD) < longest:
-            raise ValueError(f"cos {tuple(cos_SD.shape)} must be [at least {longest}, {D}], and sin alike")
-        cos_SD, sin_SD = cos_SD.contiguous(), sin_SD.contiguous()
+    cos, sin = _tables(cos_SD, sin_SD, longest, q_BQD)
     block_s = (64 if D < 256 else 32) // (1 if cos_SD is None else 2)
-    splits = max(1, min(cdiv(longest, 4 * block_s), cdiv(512, B * H)))
-    per_split = cdiv(cdiv(longest, splits), block_s) * block_s
-    splits = cdiv(longest, per_split)
+    splits, per_split = _splits(longest, block_s, B * H)
     out = torch.empty(splits, B, Q, D, dtype=torch.float32, device=q_BQD.device)
     norm = torch.empty(splits, B, Q, 1, dtype=torch.float32, device=q_BQD.device)
     tiles.launch(
         _ragged_decode, (B * H, splits), q_BQD, keys_ND, values_ND, starts_BH.contiguous(), lengths_BH.contiguous(),
-        q_BQD if cos_SD is None else cos_SD, q_BQD if sin_SD is None else sin_SD, out, norm, scaling,
+        cos, sin, out, norm, scaling,
         *q_BQD.stride()[:2], keys_ND.stride(0), values_ND.stride(0), H, per_split,
         G=Q // H, BLOCK_G=max(16, triton.next_power_of_2(Q // H)), D0=D0, D1=D1, BLOCK_S=block_s,
         ROTATE=cos_SD is not None, UPCAST=tiles.INTERPRETED, num_warps=4, num_stages=2,
     )  # fmt: skip
-    if splits == 1:
-        return out[0].to(q_BQD.dtype)
-    return ((norm - norm.logsumexp(0)).exp() * out).sum(0).to(q_BQD.dtype)
+    return _joined(out, norm).to(q_BQD.dtype)
+
+
+def packed_decode(
+    q_BQD: Tensor,
+    rows: PackedRows,
+    starts_BH: Tensor,
+    lengths_BH: Tensor,
+    scaling: float,
+    *,
+    longest: int,
+    cos_SD: Tensor | None = None,
+    sin_SD: Tensor | None = None,
+) -> Tensor:
+    """See ``reference.packed_decode``."""
+    check(q=q_BQD, **rows._asdict())
+    B, Q, D = q_BQD.shape
+    H, (P, M, _), R = starts_BH.shape[1], rows.key_step_PMD.shape, rows.tail_keys_PRD.shape[1]
+    D0, D1 = head_blocks(D)
+    if Q % H or B * H != P or rows.key_step_PMD.shape[2] != D or rows.key_codes_NX.shape != rows.value_codes_NX.shape:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in rows._asdict().items())
+        raise ValueError(f"q {tuple(q_BQD.shape)} of {H} key/value heads does not belong to {shapes}")
+    if rows.bits not in (4, 2) or rows.key_codes_NX.dtype != torch.uint8:
+        raise ValueError(f"{rows.bits} bits in {rows.key_codes_NX.dtype}: backend='triton' takes 4 or 2 in torch.uint8")
+    if rows.tail_keys_PRD.dtype != q_BQD.dtype or rows.tail_values_PRD.dtype != q_BQD.dtype:
+        raise ValueError(f"q is {q_BQD.dtype} and the tail is {rows.tail_keys_PRD.dtype}: they must be of one type")
+    cos, sin = _tables(cos_SD, sin_SD, longest, q_BQD)
+    block_s = 32 if D < 256 else 16
+    splits, per_split = _splits(longest, block_s, B * H)
+    out = torch.empty(splits, B, Q, D, dtype=torch.float32, device=q_BQD.device)
+    norm = torch.empty(splits, B, Q, 1, dtype=torch.float32, device=q_BQD.device)
+    tiles.launch(
+        _packed_decode, (B * H, splits), q_BQD, *(x.contiguous() for x in rows), starts_BH.contiguous(),
+        lengths_BH.contiguous(), cos, sin, out, norm, scaling, *q_BQD.stride()[:2], H, M, R, per_split,
+        G=Q // H, BLOCK_G=max(16, triton.next_power_of_2(Q // H)), D0=D0, D1=D1, BLOCK_S=block_s, BITS=rows.bits,
+        GROUPS=rows.value_step_NC.shape[1], ROTATE=cos_SD is not None, UPCAST=tiles.INTERPRETED,
+        num_warps=4 if cos_SD is None else 8, num_stages=2,
+    )  # fmt: skip
+    return _joined(out, norm).to(q_BQD.dtype)
+
+
+def _tables(cos_SD: Tensor | None, sin_SD: Tensor | None, longest: int, q_BQD: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables, contiguous and long enough, or a stand-in where keys are not rotated."""
+    if (cos_SD is None) != (sin_SD is None):
+        raise ValueError("cos and sin are given together or not at all")
+    if cos_SD is None or sin_SD is None:
+        return q_BQD, q_BQD
+    check(cos=cos_SD, sin=sin_SD)
+    if cos_SD.shape != sin_SD.shape or cos_SD.shape[1] != q_BQD.shape[2] or len(cos_SD) < longest:
+        raise ValueError(f"cos {tuple(cos_SD.shape)} must be [at least {longest}, {q_BQD.shape[2]}], and sin alike")
+    return cos_SD.contiguous(), sin_SD.contiguous()
+
+
+def _splits(longest: int, block_s: int, heads: int) -> tuple[int, int]:
+    """``(programs for each head, rows of each)``: about 512 programs, none with less than four blocks."""
+    splits = max(1, min(cdiv(longest, 4 * block_s), cdiv(512, heads)))
+    per_split = cdiv(cdiv(longest, splits), block_s) * block_s
+    return cdiv(longest, per_split), per_split
+
+
+def _joined(out: Tensor, norm: Tensor) -> Tensor:
+    """Parts of an output joined by their log-sum-exps."""
+    return out[0] if len(out) == 1 else ((norm - norm.logsumexp(0)).exp() * out).sum(0)

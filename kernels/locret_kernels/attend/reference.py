@@ -1,0 +1,39 @@
+"""Attention forward that hands out the log-sum-exp of every row: the definition, in torch.
+
+``column_stats`` starts from that log-sum-exp; with it from here, no pass over the rows is spent on it alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output ``[B, Q, T, D]`` in the queries' type, and natural log-sum-exp ``[B, Q, T]`` (float32 or wider) of each query's
+    scaled logits over the rows it sees: the last query sees all ``S`` rows and each one before it one row less.
+
+    Raises:
+        ValueError: more queries than rows, so that the first would see none.
+    """
+    check_rows(q_BQTD, k_BHSD)
+    B, Q, T = q_BQTD.shape[:3]
+    H, S = k_BHSD.shape[1:3]
+    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
+    out = torch.empty_like(q_BQTD)
+    lse = torch.empty(B, Q, T, dtype=dtype, device=q_BQTD.device)
+    hidden = torch.ones(T, S, dtype=torch.bool, device=q_BQTD.device).triu_(S - T + 1)
+    for b in range(B):
+        for head in range(Q):
+            k, v = (x[b, head * H // Q].to(dtype) for x in (k_BHSD, v_BHSD))
+            logits = (q_BQTD[b, head].to(dtype) @ k.T * scaling).masked_fill_(hidden, float("-inf"))
+            lse[b, head] = logits.logsumexp(-1)
+            out[b, head] = (logits.sub_(lse[b, head, :, None]).exp_() @ v).to(out.dtype)
+    return out, lse
+
+
+def check_rows(q_BQTD: Tensor, k_BHSD: Tensor) -> None:
+    """Raise ValueError unless there are queries and every one of them has its own row."""
+    T, S = q_BQTD.shape[2], k_BHSD.shape[2]
+    if not 1 <= T <= S:
+        raise ValueError(f"{T} queries must be at least 1 and at most the {S} rows, of which the last are their own")

@@ -1,0 +1,99 @@
+"""Attention forward with its log-sum-exp as a Triton kernel; ``reference.py`` defines it.
+
+A program owns a block of queries of one head and walks over the rows they see, keeping maximum, sum and output. Few
+queries are spread over the card by splitting the rows; the parts are joined afterwards, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import tiles
+from ..tiles import cdiv, check, check_heads, dot_rows, head_blocks, load_rows
+from .reference import check_rows
+
+
+@triton.jit
+def _attend(
+    q, k, v, out, norm, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+    stride_vs, H, T, S, per_split, G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    LOG2: tl.constexpr = 1.4426950408889634  # log2(e)
+    D: tl.constexpr = D0 + D1
+    b, head = tl.program_id(1) // (H * G), tl.program_id(1) % (H * G)
+    queries = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    alive = queries < T
+    q0, q1 = load_rows(
+        q + b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh, queries, alive, stride_qt, D0, D1, UPCAST
+    )
+    k += b.to(tl.int64) * stride_kb + (head // G).to(tl.int64) * stride_kh
+    v += b.to(tl.int64) * stride_vb + (head // G).to(tl.int64) * stride_vh
+    zero = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+    top = tl.full([BLOCK_T], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    y0 = tl.zeros([BLOCK_T, D0], tl.float32)
+    y1 = tl.zeros([BLOCK_T, D1 if D1 > 0 else 16], tl.float32)
+    seen = queries + (S - T + 1)
+    begin = tl.program_id(2) * per_split
+    end = tl.minimum(tl.minimum(begin + per_split, S), tl.program_id(0) * BLOCK_T + BLOCK_T + S - T)
+    for s in range(begin, end, BLOCK_S):
+        rows = s + tl.arange(0, BLOCK_S)
+        there = rows < end
+        k0, k1 = load_rows(k, rows, there, stride_ks, D0, D1, UPCAST)
+        x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2)
+        x = tl.where((rows[None, :] < seen[:, None]) & there[None, :], x, float("-inf"))
+        new = tl.maximum(top, tl.max(x, 1))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        weight = tl.exp2(x - shift[:, None])
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(weight, 1)
+        v0, v1 = load_rows(v, rows, there, stride_vs, D0, D1, UPCAST)
+        y0 = tl.dot(weight.to(v0.dtype), v0, y0 * fade[:, None], input_precision="ieee")
+        if D1 > 0:
+            y1 = tl.dot(weight.to(v1.dtype), v1, y1 * fade[:, None], input_precision="ieee")
+        top = new
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    at = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * T + queries
+    tl.store(norm + at, tl.where(empty, float("-inf"), (top + tl.log2(total)) / LOG2), mask=alive)
+    to = out + at[:, None] * D
+    share = (1.0 / total)[:, None]
+    tl.store(to + tl.arange(0, D0)[None, :], (y0 * share).to(out.dtype.element_ty), mask=alive[:, None])
+    if D1 > 0:
+        tl.store(to + D0 + tl.arange(0, D1)[None, :], (y1 * share).to(out.dtype.element_ty), mask=alive[:, None])
+
+
+def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """See ``reference.attend``."""
+    B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
+    check(v=v_BHSD)
+    check_rows(q_BQTD, k_BHSD)
+    if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:
+        raise ValueError(
+            f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"
+        )
+    D0, D1 = head_blocks(D)
+    block_t = 16 if T <= 16 else 64
+    block_s = 64 if D < 256 else 32
+    programs = cdiv(T, block_t) * B * H * G
+    splits = max(1, min(cdiv(S, 4 * block_s), cdiv(512, programs)))
+    per_split = cdiv(cdiv(S, splits), block_s) * block_s
+    splits = cdiv(S, per_split)
+    out = torch.empty(
+        splits, B, H * G, T, D, dtype=q_BQTD.dtype if splits == 1 else torch.float32, device=q_BQTD.device
+    )
+    norm = torch.empty(splits, B, H * G, T, dtype=torch.float32, device=q_BQTD.device)
+    tiles.launch(
+        _attend, (cdiv(T, block_t), B * H * G, splits), q_BQTD, k_BHSD, v_BHSD, out, norm, scaling,
+        *q_BQTD.stride()[:3], *k_BHSD.stride()[:3], *v_BHSD.stride()[:3], H, T, S, per_split,
+        G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s, UPCAST=tiles.INTERPRETED, num_warps=4 if D < 256 else 8,
+        num_stages=2,
+    )  # fmt: skip
+    if splits == 1:
+        return out[0], norm[0]
+    lse = norm.logsumexp(0)
+    return ((norm - lse).exp()[..., None] * out).sum(0).to(q_BQTD.dtype), lse

@@ -1,0 +1,106 @@
+"""A run within a number of bytes: its plan, the cap on the device, and what to say when memory runs out all the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..backbones.families import has_adapter, text_config
+from ..backbones.load import pick_device
+from ..cache.bounded import BoundedCache
+from .fit import RESERVE, listed, nearest_fitting, require_fit, with_chunk_that_fits
+from .plan import Backbone, Plan, Setting, plan_inference
+from .sizes import UNITS, parse_bytes, show
+
+PLANNED_CHUNK = 4096
+"""Tokens of a chunk that nobody named, where they fit: matrices of so many rows are large for every card."""
+SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+
+
+class OutOfMemory(RuntimeError):
+    """The device ran out of memory; the message says what was asked, what was free, and settings that fit."""
+
+
+def hold(gpu_memory: str, device: str | None) -> int:
+    """Let PyTorch take no more than ``gpu_memory`` of a CUDA device, and return what a plan may take of it in bytes: at
+    most what the device has, less ``RESERVE``. The CUDA context lies outside of the cap and inside of the reserve.
+
+    Raises:
+        ValueError: no size, a size below the reserve, another device, or no CUDA here.
+    """
+    size, where = parse_bytes(gpu_memory), pick_device(device)
+    if where.type != "cuda":
+        reason = "PyTorch sees no CUDA device here" if device in (None, "auto") else f"this runs on device={device}"
+        raise ValueError(f"gpu_memory={gpu_memory} is a cap on a CUDA device, and {reason}: leave it out")
+    total = torch.cuda.get_device_properties(where).total_memory
+    cap = min(size, total)
+    if cap <= RESERVE:
+        raise ValueError(f"gpu_memory={gpu_memory} must be above the {show(RESERVE)} that are kept free")
+    torch.cuda.set_per_process_memory_fraction(cap / total, where)
+    return cap - RESERVE
+
+
+def planned(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
+    """The setting that a run within ``cap`` bytes takes, as it is or with the largest smaller chunk that fits, and its plan.
+
+    Raises:
+        DoesNotFit: with the nearest settings that would, before anything is allocated.
+    """
+    backbone = Backbone.of(config)
+    if not chunk_is_fixed:
+        setting = with_chunk_that_fits(backbone, setting, cap)
+    return setting, require_fit(backbone, setting, cap)
+
+
+@contextmanager
+def explained(model: Any, cache: BoundedCache, tokens: int) -> Iterator[None]:
+    """Turn an out-of-memory error of a run into an ``OutOfMemory`` that says what would fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(_advice(str(error), model, cache, tokens)) from error
+
+
+def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
+    """One line from PyTorch's message and the run's own setting."""
+    figures = allocator_figures(said)
+    config = text_config(model)
+    if figures is None or not has_adapter(config):
+        return said.splitlines()[0]
+    asked, free, held = figures
+    s = cache.schedule
+    setting = Setting(
+        tokens, s.budget, s.chunk, str(model.dtype).removeprefix("torch."),
+        cache.heads.config.d_hidden if cache.heads is not None else 0, cache.policy, cache.kv_bits,
+        None if s.one_shot else s.stabilizers, None if s.one_shot else s.local_len, s.one_shot,
+    )  # fmt: skip
+    backbone = Backbone.of(config)
+    room, expected = held + free, plan_inference(backbone, setting).peak
+    if expected <= room:  # the plan was too low by as much as was asked
+        room = expected - asked
+    near = listed(backbone, nearest_fitting(backbone, setting, room))
+    return (
+        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run, "
+        f"with {setting} at context {tokens}. " + (f"These fit: {near}" if near else "No setting of this policy fits")
+    )
+
+
+def allocator_figures(said: str) -> tuple[int, int, int] | None:
+    """``(asked, free, held)`` in bytes from PyTorch's out-of-memory message; None where it says something else. Free is what
+    the run could still have had: of the device, or below its own cap, with what the allocator had in reserve."""
+
+    def size(pattern: str) -> int | None:
+        found = re.search(pattern, said)
+        return None if found is None else int(float(found[1]) * UNITS[found[2].replace("bytes", "B")])
+
+    asked, free = size(f"Tried to allocate {SIZE}"), size(f"of which {SIZE} is free")
+    held, spare = size(f"{SIZE} is allocated by PyTorch"), size(f"{SIZE} is reserved by PyTorch but unallocated")
+    if asked is None or free is None or held is None or spare is None:
+        return None
+    allowed = size(f"{SIZE} allowed")
+    free += spare
+    return asked, free if allowed is None else min(free, max(0, allowed - held)), held

@@ -1,0 +1,231 @@
+"""Attention with its log-sum-exp, and decoding over few bits: Triton (interpreted) and the references against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import KERNELS, REFERENCES, close, poisoned
+
+from locret_kernels.column_stats import STATISTICS
+from locret_kernels.ragged_decode import PackedRows
+from locret_kit.cache.packing import unpack
+from locret_kit.cache.quantised import QuantisedLayer, Scratch
+
+GROUPS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (3, 1)}
+FEW = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rows_of(Q, H, T, S, D, B=1, dtype=torch.float32):
+    return tuple(random(B, *size, D, seed=i, dtype=dtype) for i, size in enumerate([(Q, T), (H, S), (H, S)]))
+
+
+def attention(q, k, v, scaling):
+    """Output and log-sum-exp in float64, written out."""
+    G, (T, S) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
+    k, v = (x.double().repeat_interleave(G, 1) for x in (k, v))
+    logits = q.double() @ k.transpose(-1, -2) * scaling
+    logits = logits.masked_fill(torch.arange(S) > torch.arange(S - T, S)[:, None], float("-inf"))
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+# ---- attention with its log-sum-exp ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("T", "S", "D"), [(1, 1, 64), (1, 1100, 64), (7, 7, 64), (5, 129, 96), (70, 75, 128), (17, 300, 128), (33, 40, 256)]
+)
+def test_attend(group, T, S, D):
+    Q, H = GROUPS[group]
+    inputs = rows_of(Q, H, T, S, D, B=2 if T == 7 else 1)
+    with poisoned():
+        mine, theirs = KERNELS["attend"](*inputs, 0.2), REFERENCES["attend"](*inputs, 0.2)
+    for a, b, oracle in zip(mine, theirs, attention(*inputs, 0.2), strict=True):
+        close(b, oracle.float())
+        close(a, oracle.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("S", [70, 600])
+def test_attend_in_half_precision(dtype, S):
+    q, k, v = rows_of(4, 2, 9, S, 64, dtype=dtype)
+    out, lse = KERNELS["attend"](q, k, v, 0.1)
+    oracle = attention(q, k, v, 0.1)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    close(out.float(), oracle[0].float(), dtype)
+    close(lse, oracle[1].float(), dtype)
+
+
+def test_attend_reads_a_part_of_a_larger_buffer():
+    q, k, v = rows_of(4, 2, 5, 33, 64)
+    buffers = [torch.full((1, 2, 50, 64), float("nan")) for _ in range(2)]
+    for buffer, x in zip(buffers, (k, v), strict=True):
+        buffer[:, :, :33] = x
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    mine = KERNELS["attend"](turned, *(x[:, :, :33] for x in buffers), 0.2)
+    for a, b in zip(mine, REFERENCES["attend"](q, k, v, 0.2), strict=True):
+        close(a, b)
+
+
+def test_statistics_start_from_the_fused_log_sum_exp():
+    q, k, v = rows_of(4, 2, 6, 40, 64)
+    lse = KERNELS["attend"](q, k, v, 0.2)[1]
+    close(lse, KERNELS["log_sum_exp"](q, k, 0.2))
+    mine = KERNELS["column_stats"](q, k, 0.2, lse, want=STATISTICS)
+    close(mine.sum.sum(-1), torch.full((1, 2), 6.0), torch.bfloat16)
+
+
+@FEW
+@given(T=st.integers(1, 20), older=st.integers(0, 90), D=st.sampled_from([64, 96]), shift=st.floats(-40, 40))
+def test_attend_does_not_depend_on_a_common_shift_of_the_logits(T, older, D, shift):
+    """One key coordinate, the same in every row, adds a constant to a query's logits: the output stays."""
+    q, k, v = rows_of(2, 1, T, T + older, D)
+    q[..., 0], k[..., 0] = 1.0, 0.0
+    out, lse = KERNELS["attend"](q, k, v, 0.1)
+    k[..., 0] = shift
+    moved, moved_lse = KERNELS["attend"](q, k, v, 0.1)
+    torch.testing.assert_close(moved, out, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(moved_lse, lse + 0.1 * shift, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+@pytest.mark.parametrize("T", [0, 10])
+def test_every_query_has_a_row(functions, T):
+    with pytest.raises(ValueError, match=f"{T} queries must be at least 1 and at most the 9 rows"):
+        functions["attend"](*rows_of(2, 1, T, 9, 64), 0.2)
+
+
+def test_keys_and_values_must_be_alike():
+    q, k, v = rows_of(2, 1, 3, 9, 64)
+    with pytest.raises(ValueError, match="must be alike"):
+        KERNELS["attend"](q, k, v.bfloat16(), 0.2)
+
+
+# ---- decoding over few bits ----------------------------------------------------------------------------------------
+
+
+def stored(bits: int, B: int, H: int, D: int, blocks: tuple[int, ...], dtype=torch.float32, capacity: int = 200):
+    """A layer as the cache keeps it after blocks of new rows and an eviction half-way."""
+    layer = QuantisedLayer(capacity, bits=bits, scratch=Scratch())
+    for i, T in enumerate(blocks):
+        k, v = (random(B, H, T, D, seed=10 * i + j, dtype=dtype) for j in range(2))
+        k += torch.linspace(-6, 6, D).to(dtype)
+        layer.update(k, v)
+        layer.append(k, v, torch.zeros(()).expand(B, H, T))
+        layer.settle()
+        if i == len(blocks) // 2 and layer.rows > 8:
+            keep = layer.rows * 2 // 3
+            layer.keep(random(B, H, layer.rows, seed=i).argsort(-1).argsort(-1) < keep, keep)
+    return layer
+
+
+def packed(layer: QuantisedLayer) -> tuple[PackedRows, torch.Tensor, torch.Tensor]:
+    """What the kernel takes, in place: flat views, first rows and lengths."""
+    B, H = layer.positions.shape[:2]
+    flat = [x.flatten(0, 2) for x in (layer.key_codes, layer.value_codes, layer.group)]
+    levels = [x.flatten(0, 1) for x in (layer.key_step, layer.key_zero)]
+    levels += [x.flatten(0, 2) for x in (layer.value_step, layer.value_zero)]
+    tails = [x.flatten(0, 1) for x in (layer.tail_keys, layer.tail_values)]
+    tail = torch.full((B, H), layer.tail, dtype=torch.int32)
+    starts = torch.arange(B * H).view(B, H) * layer.capacity
+    return PackedRows(*flat, *levels, *tails, tail), starts, torch.full((B, H), layer.rows)
+
+
+def dequantised(layer: QuantisedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[B, H, rows, D]`` in float64, from the codes by hand."""
+    n, (B, H) = layer.rows - layer.tail, layer.positions.shape[:2]
+    b, h = torch.arange(B)[:, None, None], torch.arange(H)[None, :, None]
+    group = layer.group[:, :, :n].long()
+    key_levels = (x[b, h, group].double() for x in (layer.key_step, layer.key_zero))
+    value_levels = (
+        x[:, :, :n].double().repeat_interleave(layer.value_group, -1) for x in (layer.value_step, layer.value_zero)
+    )
+    out = []
+    for codes, (step, zero), tail in (
+        (layer.key_codes, key_levels, layer.tail_keys),
+        (layer.value_codes, value_levels, layer.tail_values),
+    ):
+        numbers = zero + unpack(codes[:, :, :n], layer.bits).double() * step
+        out.append(torch.cat((numbers, tail[:, :, : layer.tail].double()), 2))
+    return out[0], out[1]
+
+
+def turned(k: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    D = k.shape[-1]
+    pairs = torch.view_as_complex(torch.stack((k[..., : D // 2], k[..., D // 2 :]), -1).contiguous())
+    pairs = pairs * torch.polar(torch.ones_like(angle[:, : D // 2]), angle[:, : D // 2])
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize(
+    ("group", "D", "blocks"),
+    [("gqa", 64, (90, 40, 1)), ("mha", 96, (70, 31)), ("mqa", 128, (5, 1, 1)), ("gqa", 256, (64, 33, 7))],
+)
+def test_packed_decode(group, D, blocks, rotate, bits):
+    (Q, H), B = GROUPS[group], 2
+    layer = stored(bits, B, H, D, blocks)
+    n = layer.rows
+    rows, starts, lengths = packed(layer)
+    assert rows.bits == bits
+    angle = torch.arange(n)[:, None].double() * (0.3 ** torch.arange(D // 2).double()).repeat(2)
+    tables = dict(cos_SD=angle.cos().float(), sin_SD=angle.sin().float()) if rotate else {}
+    q = random(B, Q, D, seed=99)
+    with poisoned():
+        mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, **tables)
+    theirs = REFERENCES["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, **tables)
+    k, v = dequantised(layer)
+    k = turned(k, angle) if rotate else k
+    oracle = attention(q[:, :, None], k, v, 0.1)[0][:, :, 0]
+    close(theirs, oracle.float())
+    close(mine, oracle.float())
+
+
+def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
+    """Heads that stop earlier, one of them in its tail alone: what lies behind a head's rows is never read."""
+    layer = stored(4, 1, 3, 64, (90, 20))
+    rows, starts, _ = packed(layer)
+    k, v = dequantised(layer)
+    n, tail = layer.rows, layer.tail
+    first = n - tail
+    lengths, tails = torch.tensor([[first, n, 4]]), torch.tensor([[0, tail, 4]])
+    q = random(1, 3, 64, seed=1)
+    for functions in (KERNELS, REFERENCES):
+        mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), starts, lengths, 0.1, longest=n)
+        for h, seen in enumerate((slice(0, first), slice(0, n), slice(first, first + 4))):
+            oracle = attention(q[:, h : h + 1, None], k[:, h : h + 1, seen], v[:, h : h + 1, seen], 0.1)[0]
+            close(mine[:, h], oracle[:, 0, 0].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_decode_in_half_precision(dtype):
+    layer = stored(4, 1, 2, 64, (60, 20), dtype)
+    rows, starts, lengths = packed(layer)
+    q = random(1, 4, 64, seed=1, dtype=dtype)
+    mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=layer.rows)
+    oracle = attention(q[:, :, None], *dequantised(layer), 0.1)[0][:, :, 0]
+    assert mine.dtype == dtype
+    close(mine.float(), oracle.float(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r._replace(tail_keys_PRD=r.tail_keys_PRD.bfloat16()), "the tail is torch.bfloat16"),
+        (lambda r: r._replace(key_codes_NX=r.key_codes_NX.short()), "takes 4 or 2 in torch.uint8"),
+        (lambda r: r._replace(key_step_PMD=r.key_step_PMD[:1]), "does not belong to"),
+    ],
+)
+def test_what_packed_decode_refuses(change, message):
+    layer = stored(4, 1, 2, 64, (40,))
+    rows, starts, lengths = packed(layer)
+    with pytest.raises(ValueError) as caught:
+        KERNELS["packed_decode"](random(1, 4, 64), change(rows), starts, lengths, 0.1, longest=layer.rows)
+    assert message in str(caught.value)

@@ -1,0 +1,176 @@
+"""Which settings fit, how a refusal says it, and the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from locret_kit.cli import plan as cli
+from locret_kit.cli.config import known_recipes
+from locret_kit.policies.registry import parse_policy
+from locret_kit.runtime import fit
+from locret_kit.runtime import plan as p
+from locret_kit.runtime.sizes import parse_bytes
+
+CONFIGS = Path(__file__).resolve().parents[1] / "recipes" / "configs"
+NAMES = sorted(file.stem for file in CONFIGS.glob("*.json"))
+GIB = 2**30
+H2O = parse_policy("h2o")
+
+
+@cache
+def backbone(name: str) -> p.Backbone:
+    return p.Backbone.of(cli.resolve(name)[0])
+
+
+# ---- what fits ---------------------------------------------------------------------------------------------------
+
+SIZES = st.integers(1, 40_000)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(budget=SIZES, chunk=SIZES, more=SIZES, name=st.sampled_from(NAMES))
+def test_more_never_takes_less(budget, chunk, more, name):
+    one = backbone(name)
+    setting = p.Setting(131072, budget, chunk, policy=parse_policy("streaming"))
+    least = p.plan_inference(one, setting).peak
+    assert p.plan_inference(one, replace(setting, budget=budget + more)).peak >= least
+    assert p.plan_inference(one, replace(setting, chunk=chunk + more)).peak >= least
+    assert p.plan_inference(one, replace(setting, policy=H2O)).peak > least
+    assert p.plan_inference(one, replace(setting, dtype="float32")).peak > least
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(budget=st.integers(64, 60_000), chunk=st.integers(64, 20_000), cap=st.integers(10 * GIB, 24 * GIB))
+def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
+    one, setting = backbone("phi3-mini"), p.Setting(131072, budget, chunk)
+
+    def fits(**change: int) -> bool:
+        return p.plan_inference(one, replace(setting, **change)).peak <= cap
+
+    most = fit.largest_budget(one, setting, cap)
+    assert most % fit.STEP == 0 and (not most or fits(budget=most))
+    assert most + fit.STEP > setting.context or not fits(budget=most + fit.STEP)
+    most = fit.largest_chunk(one, setting, cap)
+    assert most % fit.STEP == 0 and (not most or fits(chunk=most))
+    assert most + fit.STEP > setting.context or not fits(chunk=most + fit.STEP)
+    near = fit.nearest_fitting(one, setting, cap)
+    assert len(near) == len(set(near)) <= 3
+    assert all(p.plan_inference(one, s).peak <= cap and s.budget <= budget and s.chunk <= chunk for s in near)
+
+
+def test_a_refused_plan_names_three_that_fit():
+    one, setting = backbone("llama3.1-8b"), p.Setting(131072, 16384, 1024)
+    cap = 16 * GIB
+    with pytest.raises(fit.DoesNotFit) as caught:
+        fit.require_fit(one, setting, cap)
+    near = fit.nearest_fitting(one, setting, cap)
+    assert len(near) == 3
+    assert "budget 16384, chunk 1024, bfloat16 at context 131072 needs 17.67 GiB, above the cap of 16.00 GiB" in str(
+        caught.value
+    )
+    assert all(str(s) in str(caught.value) for s in near)
+
+
+def test_a_cap_below_the_weights():
+    with pytest.raises(fit.DoesNotFit, match=r"No setting fits: weights and heads alone take 15\.33 GiB"):
+        fit.require_fit(backbone("llama3.1-8b"), p.Setting(131072, 16384, 1024), 15 * GIB)
+
+
+def test_the_promise_of_24_gib():
+    """The paper's two settings at 128K, beside one GiB for everything that is not PyTorch's."""
+    for name, budget, chunk in (("phi3-mini", 6000, 3072), ("llama3.1-8b", 16384, 1024)):
+        assert fit.require_fit(backbone(name), p.Setting(131072, budget, chunk), 23 * GIB).peak < 18 * GIB
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": 0}, "budget=0 must be at least 1"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"context": 0}, "prompt_length=0 must be at least 1"),
+        ({"dtype": "int8"}, "dtype='int8' must be one of: bfloat16, float16, float32"),
+        ({"d_hidden": -1}, "d_hidden=-1 must be at least 0"),
+        ({"kv_bits": 3}, "kv_bits=3 must be 4 or 2"),
+        (
+            {"kv_bits": 4, "policy": parse_policy("ada-locret")},
+            "kv_bits=4 needs heads of equal budgets; policy='ada-locret'",
+        ),
+        ({"budget": 2**31}, "must be at most 2147483647 (32-bit positions)"),
+    ],
+)
+def test_settings_out_of_bounds(change, message):
+    with pytest.raises(ValueError) as caught:
+        replace(p.Setting(131072, 6000, 3072), **change)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("1.5MiB", 3 * 2**19), ("4096", 4096), ("7B", 7)]
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24Gi", "24 gigabytes", "-1GiB", "0", "infGiB", "nanGB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError):
+        parse_bytes(text)
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def test_every_shipped_configuration_is_a_recipes_backbone():
+    shipped = cli.shipped_configs()
+    assert set(shipped) <= set(known_recipes())
+    for name, raw in shipped.items():
+        config, recipe = cli.resolve(name)
+        assert config.num_hidden_layers == raw["num_hidden_layers"]
+        if not recipe["backbone.model"].startswith("checkpoints/"):
+            assert recipe["backbone.model"] == raw["_name_or_path"]
+            assert cli.resolve(raw["_name_or_path"])[0].to_dict() == config.to_dict()
+
+
+def test_the_command_prints_a_plan(capsys):
+    assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "budget 6000, chunk 3072" in out and "7.12 GiB" in out and "48.00 GiB, 14.2 times" in out
+    assert cli.main(["--model", "Qwen/Qwen3-8B", "--gpu-memory", "24GiB", "--train", "10240"]) == 0
+    assert "longest sample that fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "phi3min", "--gpu-memory", "24GiB"], "is no recipe and no folder. Did you mean 'phi3-mini'?"),
+        (["--model", "tiny", "--gpu-memory", "24GiB"], "names no backbone"),
+        (["--model", "phi3-mini", "--gpu-memory", "24Gi"], "'24Gi' is not a size such as 24GiB"),
+        (["--model", "phi3-mini", "--gpu-memory", "1GiB"], "gpu_memory=1GiB must be above reserve=1GiB"),
+        (["--model", "phi3-mini", "--gpu-memory", "24GiB", "--budget", "0"], "budget=0 must be at least 1"),
+        (["--model", "llama3.1-8b", "--gpu-memory", "17GiB"], "These fit: budget"),
+        (["--model", "llama3.1-8b", "--gpu-memory", "17GiB", "--train", "10240"], "at most 0 tokens fit"),
+    ],
+)
+def test_refusals_are_one_line(arguments, message, capsys):
+    assert cli.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_help_is_light():
+    code = (
+        "import sys\nfrom locret_kit.cli.plan import parser\nparser().format_help()\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=CONFIGS.parents[1], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "set()"
