@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from tqdm import tqdm
 
 
 def start(work: Callable[[], int], log: Path, **env: str) -> int:
@@ -22,6 +25,7 @@ def start(work: Callable[[], int], log: Path, **env: str) -> int:
         os.dup2(file, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         os.environ.update(env)
+        tqdm.set_lock(threading.RLock())  # its own is shared among processes, and one that is killed may hold it
         status = work()
     except BaseException:
         traceback.print_exc()

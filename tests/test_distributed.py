@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from forked import ranks, start, status_of
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
+from locret_kit.samples.chat import Sample
 from locret_kit.training import callbacks
 from locret_kit.training.curves import read_curves
 from locret_kit.training.data import Share
@@ -80,7 +84,7 @@ def test_a_run_goes_on_with_another_strategy_and_number_of_processes(backbone, a
 
         def save_and_die(self, trainer, pl_module, *rest, last=step):
             save(self, trainer, pl_module, *rest)
-            if trainer.global_step == last and pl_module.at_step_end:
+            if trainer.global_step == last:
                 trainer.strategy.barrier()
                 os._exit(9)
 
@@ -93,12 +97,21 @@ def test_a_run_goes_on_with_another_strategy_and_number_of_processes(backbone, a
     same(alone, out)
 
 
-def test_shares_of_one_order():
-    numbers = list(range(100))
+@given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**16))
+def test_a_step_takes_the_same_samples_on_any_number_of_processes(start, batch, batches, seed):
+    rng = random.Random(seed)
+    samples = [Sample(tuple([i] * rng.randint(1, 9)), ()) for i in range(200)]
     for world in (1, 2, 3):
-        shares = [iter(Share(numbers, 10, rank, world)) for rank in range(world)]
-        seen = [next(share) for _ in range(6 // world) for share in shares]
-        assert seen == list(range(10, 10 + len(seen)))
+        shares = [iter(Share(samples, start, rank, world, batch * batches, batch)) for rank in range(world)]
+        size = world * batch * batches
+        for step in range(2):
+            taken = [next(share) for share in shares]
+            seen = sorted(sample.ids[0] for share in taken for forward in share for sample in forward)
+            assert seen == list(range(start + step * size, start + (step + 1) * size))
+            for share in taken:
+                lengths = [len(sample.ids) for forward in share for sample in forward]
+                assert [len(forward) for forward in share] == [batch] * batches
+                assert batch == 1 or lengths == sorted(lengths)
 
 
 def test_several_devices_need_a_strategy():

@@ -59,8 +59,15 @@ def load_backbone(
     device: str | None = None,
     adapter: str | None = None,
     revision: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    gpu_memory: str | None = None,
 ) -> tuple[Any, Any]:
-    """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named."""
+    """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
+
+    Args:
+        device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
+            CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -68,15 +75,30 @@ def load_backbone(
     logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
     precision = pick_dtype(dtype, where)
+    spread = {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=precision, revision=revision)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=precision, revision=revision, **spread)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, SafetensorError) as error:  # absent; an unknown architecture; truncated weights
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(f"model={name!r} cannot be loaded: {said}") from error
     if adapter:
+        if any(weight.is_meta for weight in model.parameters()):
+            raise ValueError(
+                f"adapter={adapter!r} cannot be merged into weights that device_map={device_map!r} has put off the GPUs: "
+                "merge it first and name the merged model"
+            )
         model = merge_adapter(model, adapter)
-    return freeze(model.to(where)), tokenizer
+    return freeze(model if spread else model.to(where)), tokenizer
+
+
+def _limits(gpu_memory: str | None) -> dict[int | str, int | str] | None:
+    """accelerate's ``max_memory`` with every GPU limited to ``gpu_memory``; None leaves all to accelerate."""
+    from accelerate.utils import get_max_memory
+
+    if gpu_memory is None:
+        return None
+    return {place: size if place == "cpu" else gpu_memory for place, size in get_max_memory().items()}
 
 
 def merge_adapter(model: Any, adapter: str) -> Any:

@@ -6,6 +6,7 @@ Errors are one-line ValueErrors that name the key, the value and what is allowed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
@@ -38,6 +39,11 @@ class BackboneConfig:
     """PEFT adapter to put on the backbone: Hub id or folder."""
     revision: str | None = None
     """Hub revision of the model: branch, tag or commit."""
+    device_map: str | None = None
+    """For a backbone that no one GPU holds, in one process: 'auto', 'balanced', 'balanced_low_0' or 'sequential' spread
+    its layers over the GPUs, and over the CPU's memory what is left, as accelerate places them. Null: on one device."""
+    gpu_memory: str | None = None
+    """Most of each GPU that a spread backbone's weights may take, such as 18GiB; null leaves accelerate's margin."""
 
 
 @dataclass
@@ -94,6 +100,11 @@ class DataConfig:
     """Samples held out for validation; 0 skips it."""
     split: str = "train"
     """Split of a Hub data set."""
+    batch: int = 1
+    """Samples of one forward, those of like length together, padded to the longest; a divisor of ``optim.accumulate``.
+    It changes speed and memory, not the curve: targets and loss never see the padding."""
+    num_workers: int = 0
+    """Processes that make training samples ahead of each device; 0 makes them in the training process."""
 
 
 @dataclass
@@ -125,7 +136,8 @@ class TrainerConfig:
     devices: int = 1
     """Devices on each node."""
     strategy: str = "auto"
-    """'auto' (one device), 'ddp' (copies on every device) or 'fsdp' (heads and backbone sharded)."""
+    """'auto' (one device), 'ddp' (copies on every device), 'fsdp' (heads and backbone sharded), 'deepspeed_stage_2'
+    (copies, optimiser sharded), 'deepspeed_stage_3' (all sharded) or 'deepspeed_stage_3_offload' (in the CPU's memory)."""
     num_nodes: int = 1
     """Machines."""
     log_every: int = 1
@@ -179,16 +191,30 @@ class TrainConfig:
         """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
         for key, (allowed, bound) in _BOUNDS.items():
             value = _get(self, key)
-            if not allowed(value):
+            if value is not None and not allowed(value):
                 raise ValueError(f"{key}={value} must be {bound}")
         for key, names in _CHOICES.items():
             value = _get(self, key)
-            if value not in names:
+            if value is not None and value not in names:
                 raise ValueError(f"{key}={value} must be one of: {', '.join(names)}.{nearest(value, names)}")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer
         if weights is not None and (len(weights) != len(sources) or not all(0 < w < float("inf") for w in weights)):
             raise ValueError(
                 f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources"
+            )
+        if self.optim.accumulate % self.data.batch:
+            raise ValueError(
+                f"optim.accumulate={self.optim.accumulate} must be a multiple of data.batch={self.data.batch}"
+            )
+        spread, strategy = self.backbone.device_map, self.trainer.strategy
+        if spread and strategy != "auto":
+            raise ValueError(
+                f"backbone.device_map={spread} spreads one process's backbone, trainer.strategy={strategy} runs one process "
+                "a device: choose trainer.strategy=auto, or fsdp or deepspeed_stage_3 without a map, which shard the backbone"
+            )
+        if self.backbone.gpu_memory and not spread:
+            raise ValueError(
+                f"backbone.gpu_memory={self.backbone.gpu_memory} needs a backbone.device_map, such as auto"
             )
         for name in ("stabilizers", "local_len"):
             if getattr(infer, name) >= infer.budget:
@@ -366,6 +392,7 @@ _POSITIVE: Bound = (lambda x: 0 < x < float("inf"), "above 0")
 _NOT_EMPTY: Bound = (lambda x: bool(x) and all(x), "a list of at least one name")
 
 _BOUNDS: dict[str, Bound] = {
+    "backbone.gpu_memory": (lambda x: bool(re.fullmatch(r"\d+(\.\d+)?[KMGT]i?B", x)), "a size such as 18GiB"),
     "heads.d_hidden": _at_least(1),
     "target.floor": (lambda x: float("-inf") < x < 0, "below 0"),
     "target.lead": _at_least(0),
@@ -378,6 +405,8 @@ _BOUNDS: dict[str, Bound] = {
     "data.max_tokens": _at_least(2),
     "data.repetitive": (lambda x: 0 <= x <= 1, "within [0, 1]"),
     "data.val_samples": _at_least(0),
+    "data.batch": _at_least(1),
+    "data.num_workers": _at_least(0),
     "optim.lr": _POSITIVE,
     "optim.betas": (lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "two numbers, each at least 0 and below 1"),
     "optim.weight_decay": _at_least(0),
@@ -403,5 +432,6 @@ _CHOICES = {
     "backbone.dtype": ("auto", "float32", "bfloat16", "float16"),
     "heads.dtype_saved": ("bfloat16", "float32"),
     "target.kind": ("logit", "log_prob"),
-    "trainer.strategy": ("auto", "ddp", "fsdp"),
+    "backbone.device_map": ("auto", "balanced", "balanced_low_0", "sequential"),
+    "trainer.strategy": ("auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"),
 }

@@ -30,15 +30,15 @@ def gather_heads(trainer: L.Trainer) -> RetainingHeads | None:
 
 
 class Bar(TQDMProgressBar):
-    """Progress in samples of this process."""
+    """Progress in optimiser steps."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__()
-        self._samples = samples
+        self._steps = steps
 
     @property
     def total_train_batches(self) -> int:
-        return self._samples
+        return self._steps
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
@@ -54,7 +54,7 @@ class SaveEvery(Callback):
         self.saved = trainer.global_step
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
-        if pl_module.at_step_end and trainer.global_step % self.steps == 0:
+        if trainer.global_step % self.steps == 0:
             self._save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -70,6 +70,18 @@ class SaveEvery(Callback):
             for older in self.folder.glob("step=*.ckpt"):
                 if older.stem != f"step={step}":
                     older.unlink()
+
+
+class LastHeads(Callback):
+    """The trained heads, gathered while they are still where they were trained."""
+
+    def __init__(self) -> None:
+        self.gathered = False
+        self.heads: RetainingHeads | None = None
+        """In the first process only."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.gathered, self.heads = True, gather_heads(trainer)
 
 
 class StopWhole(Callback):
@@ -96,8 +108,7 @@ class StopWhole(Callback):
         print(f"\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr, flush=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
-        if pl_module.at_step_end:
-            self._stop_if_asked(trainer)
+        self._stop_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
         self._stop_if_asked(trainer)

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 import lightning as L
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ..samples.chat import Sample, encode_chat
 from ..samples.records import read_records, to_messages
@@ -39,14 +39,38 @@ class Samples:
         return encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens)
 
 
+Step = list[list[Sample]]
+"""One process's samples of one optimiser step, in batches of one forward each."""
+
+
 class Share(IterableDataset):
-    """Samples ``start + rank, start + rank + world, ...`` without end: one process's share of one common order."""
+    """One process's share of one common order, an optimiser step at a time, without end.
 
-    def __init__(self, samples: Samples, start: int, rank: int = 0, world: int = 1) -> None:
+    A step takes the next ``world * per_step`` samples whatever the number of processes is, so a run goes on with another.
+    Within a share, samples of like length share a batch of ``batch``. Loader workers take whole steps in turn.
+
+    Args:
+        start: index of the first sample. per_step: samples of each process in one step, a multiple of ``batch``.
+    """
+
+    def __init__(
+        self, samples: Samples, start: int, rank: int = 0, world: int = 1, per_step: int = 1, batch: int = 1
+    ) -> None:
         self.samples, self.start, self.rank, self.world = samples, start, rank, world
+        self.per_step, self.batch = per_step, batch
 
-    def __iter__(self) -> Iterator[Sample]:
-        return (self.samples[index] for index in count(self.start + self.rank, self.world))
+    def __iter__(self) -> Iterator[Step]:
+        worker = get_worker_info()
+        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
+        return (self.step(number) for number in count(first, every))
+
+    def step(self, number: int) -> Step:
+        """The share of step ``number``, counted from ``start``."""
+        first = self.start + number * self.world * self.per_step + self.rank
+        taken = [self.samples[first + i * self.world] for i in range(self.per_step)]
+        if self.batch > 1:
+            taken.sort(key=lambda sample: len(sample.ids))
+        return [taken[i : i + self.batch] for i in range(0, self.per_step, self.batch)]
 
 
 class Held(Dataset):
@@ -63,12 +87,16 @@ class Held(Dataset):
 
 
 class SampleModule(L.LightningDataModule):
-    """One sample a batch. ``done`` counts the samples of whole optimiser steps, over all processes and resumed runs:
-    step ``s`` of a given global batch sees the same samples on one process or many."""
+    """An optimiser step an item. ``done`` counts the samples of whole steps, over all processes and resumed runs: step
+    ``s`` of a given global batch sees the same samples on one process or many.
 
-    def __init__(self, data: Any, tokenizer: Any, *, seed: int) -> None:
+    Args:
+        data: the configuration's section. per_step: samples of each process in one step.
+    """
+
+    def __init__(self, data: Any, tokenizer: Any, *, seed: int, per_step: int = 1) -> None:
         super().__init__()
-        self.cfg, self.tokenizer, self.seed = data, tokenizer, seed
+        self.cfg, self.tokenizer, self.seed, self.per_step = data, tokenizer, seed, per_step
         self.done = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -79,8 +107,9 @@ class SampleModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        share = Share(Samples(self.cfg, self.tokenizer, seed=self.seed), self.done, rank, world)
-        return DataLoader(share, batch_size=None)
+        samples = Samples(self.cfg, self.tokenizer, seed=self.seed)
+        share = Share(samples, self.done, rank, world, self.per_step, self.cfg.batch)
+        return DataLoader(share, batch_size=None, num_workers=self.cfg.num_workers)
 
     def val_dataloader(self) -> DataLoader:
         samples = Samples(self.cfg, self.tokenizer, seed=self.seed + 10_000)

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from ..backbones.load import load_backbone, pick_device, pick_dtype
 from ..checkpoint import save_heads, write_beside
-from .callbacks import Bar, KeepBest, SaveEvery, StopWhole, gather_heads
+from .callbacks import Bar, KeepBest, LastHeads, SaveEvery, StopWhole, gather_heads
 from .curves import write_curves
 from .data import SampleModule
 from .module import HeadTraining
@@ -53,8 +53,8 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
         raise FileNotFoundError(f"resume={cfg.resume!r}: no such file")
     backbone, tokenizer = _backbone(cfg, device=None if strategy == "auto" else "cpu")
     module = HeadTraining(backbone, cfg)
-    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed)
-    state = out / "state"
+    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
+    state, last = out / "state", LastHeads()
     again = " ".join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
     dtype = torch.bfloat16 if cfg.heads.dtype_saved == "bfloat16" else torch.float32
     trainer = L.Trainer(
@@ -65,17 +65,19 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
         use_distributed_sampler=False,
         max_steps=cfg.optim.steps,
         max_epochs=-1,
-        val_check_interval=cfg.trainer.val_every * cfg.optim.accumulate,
+        val_check_interval=cfg.trainer.val_every,
         limit_val_batches=cfg.data.val_samples,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
+        inference_mode=False,  # weights that are gathered for validation must still be good for training
         logger=TensorBoardLogger(str(out), name="", version="tensorboard"),
         plugins=[AtomicCheckpointIO()],
         callbacks=[
-            Bar(cfg.optim.steps * cfg.optim.accumulate),
+            Bar(cfg.optim.steps),
             KeepBest(out / "best", cfg.trainer.keep_best, dtype),
             SaveEvery(state, cfg.trainer.save_every),
             StopWhole(state / "interrupted.ckpt", again),
+            last,
         ],
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -89,7 +91,7 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
         if trainer.interrupted:
             raise KeyboardInterrupt from stop
         raise
-    heads = gather_heads(trainer)
+    heads = last.heads if last.gathered else gather_heads(trainer)  # not gathered: the run had ended before
     if heads is None:
         return None
     export(heads, cfg, out, dtype)
@@ -111,5 +113,5 @@ def _backbone(cfg: Any, device: str | None) -> tuple[Any, Any]:
     precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where))).removeprefix("torch.")
     return load_backbone(
         cfg.backbone.model, dtype=precision, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
-        device=device or where,
+        device=device or where, device_map=cfg.backbone.device_map, gpu_memory=cfg.backbone.gpu_memory,
     )  # fmt: skip

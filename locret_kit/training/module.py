@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -15,8 +15,9 @@ from ..backbones.intercept import attach
 from ..heads import HeadsConfig, RetainingHeads
 from ..samples.chat import Sample
 from .board import cis_image, flat, marked_text, most_kept, peak_mib
-from .observer import Observer
-from .strategy import average_gradients, clip_values, shard
+from .data import Step
+from .observer import Observer, PaddedBatch
+from .strategy import finish_gradients, shard
 
 INFERENCE = ("budget", "chunk", "stabilizers", "local_len", "positions")
 
@@ -35,6 +36,10 @@ class HeadTraining(L.LightningModule):
         config = text_config(backbone)
         require_adapter(config)
         self.spec = spec_of(config)
+        if None not in self.spec.windows:
+            raise ValueError(
+                f"every layer of {cfg.backbone.model} has a window, and is never evicted from: nothing to train"
+            )
         self.heads = RetainingHeads(
             HeadsConfig.for_backbone(
                 self.spec,
@@ -47,8 +52,6 @@ class HeadTraining(L.LightningModule):
         )
         self.cfg = cfg
         self._backbone = [backbone]
-        self._seen: list[Tensor] = []
-        self._seconds = 0.0
         self._validation: list[Tensor] = []
         self.validated: dict[str, float] = {}
         """Means of the last validation, by tag."""
@@ -57,18 +60,14 @@ class HeadTraining(L.LightningModule):
     def backbone(self) -> Any:
         return self._backbone[0]
 
-    @property
-    def at_step_end(self) -> bool:
-        """Whether no sample waits for an optimiser step."""
-        return not self._seen
-
     def configure_model(self) -> None:
         if self.cfg.trainer.strategy == "fsdp":
             assert self.device_mesh is not None
             shard(self.heads, self.backbone, self.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
-        self.backbone.to(self.device)
+        if not hasattr(self.backbone, "hf_device_map"):
+            decoder_of(self.backbone).to(self.device)  # the language model's head is not used
         self._attachment = attach(self.backbone)
         if self.trainer.is_global_zero:
             from torch.utils.tensorboard.summary import hparams
@@ -86,63 +85,66 @@ class HeadTraining(L.LightningModule):
             self.logger.experiment.flush()  # type: ignore[union-attr]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning places validations by counting samples of one process: count them as this run's processes would."""
-        batches = checkpoint["global_step"] * self.cfg.optim.accumulate
+        """Lightning places validations by its count of items, which are steps here: set it to the steps that are done."""
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
-            progress[scope] = dict.fromkeys(progress[scope], batches)
+            progress[scope] = dict.fromkeys(progress[scope], checkpoint["global_step"])
 
-    def transfer_batch_to_device(self, batch: Sample, device: torch.device, dataloader_idx: int) -> Sample:
-        """A sample is integers; ``observe`` makes the tensor where it is needed."""
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Samples are integers; ``observe`` makes the tensor where it is needed."""
         return batch
 
     def observe(
         self,
-        sample: Sample,
+        batch: Sequence[Sample],
         backward: Callable[[Tensor], None] | None = None,
         watch: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> Observer:
-        """One forward of the backbone over a sample, its figures and (with ``backward``) the gradients of every head."""
+    ) -> list[Observer]:
+        """One forward of the backbone over samples, the figures of each and (with ``backward``) every head's gradients."""
         loss = {name: getattr(self.cfg.loss, name) for name in ("smoothing", "top_fraction", "top_weight", "beta")}
         target = self.cfg.target
-        observer = Observer(
-            self.heads, ropes_of(self.backbone, len(sample.ids)), self.spec.windows, sample.answers,
-            kind=target.kind, floor=target.floor, lead=target.lead, loss=loss, backward=backward, watch=watch,
-        )  # fmt: skip
-        ids = torch.tensor([sample.ids], device=self.device)
-        with torch.no_grad(), self._attachment.handled_by(observer):
-            decoder_of(self.backbone)(input_ids=ids, use_cache=False)
-        return observer
+        observers = [
+            Observer(
+                self.heads, ropes_of(self.backbone, len(sample.ids)), self.spec.windows, sample.answers,
+                kind=target.kind, floor=target.floor, lead=target.lead, loss=loss, backward=backward, watch=watch,
+            )
+            for sample in batch
+        ]  # fmt: skip
+        lengths = [len(sample.ids) for sample in batch]
+        ids = torch.zeros(len(batch), max(lengths), dtype=torch.long)
+        for row, sample in zip(ids, batch, strict=True):
+            row[: len(sample.ids)] = torch.tensor(sample.ids)
+        handler = observers[0] if len(batch) == 1 else PaddedBatch(observers, lengths)
+        with torch.no_grad(), self._attachment.handled_by(handler):
+            decoder_of(self.backbone)(input_ids=ids.to(self.device), use_cache=False)
+        return observers
 
-    def training_step(self, sample: Sample, index: int) -> None:
+    def training_step(self, step: Step, index: int) -> None:
         began = time.perf_counter()
         share = 1.0 / self.cfg.optim.accumulate
-        means = self.observe(sample, lambda loss: self.manual_backward(loss * share)).figures.means()
-        tokens = means["recall"].new_tensor(len(sample.ids))
-        self._seen.append(torch.stack([means["regression"], means["smooth"], means["recall"], tokens]))
-        if len(self._seen) == self.cfg.optim.accumulate:
-            rate = self._update()
-            self._seconds += time.perf_counter() - began
-            self._log_step(torch.stack(self._seen), rate)
-            self._seen, self._seconds = [], 0.0
-        else:
-            self._seconds += time.perf_counter() - began
+        seen = []
+        for batch in step:
+            observers = self.observe(batch, lambda loss: self.manual_backward(loss * share))
+            for sample, observer in zip(batch, observers, strict=True):
+                means = observer.figures.means()
+                tokens = means["recall"].new_tensor(len(sample.ids))
+                seen.append(torch.stack([means["regression"], means["smooth"], means["recall"], tokens]))
+        rate = self._update()
+        self._log_step(torch.stack(seen), rate, time.perf_counter() - began)
 
     def _update(self) -> float:
         """One optimiser step with the gradients of every process; the learning rate it was made with."""
         optimiser: Any = self.optimizers()
         schedule: Any = self.lr_schedulers()
         rate = schedule.get_last_lr()[0]
-        average_gradients(self.heads.parameters())
-        if self.cfg.optim.clip_value:
-            clip_values(self.heads.parameters(), self.cfg.optim.clip_value)
+        finish_gradients(self.trainer.strategy, list(self.heads.parameters()), self.cfg.optim.clip_value)
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
         self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
         return rate
 
-    def _log_step(self, seen: Tensor, rate: float) -> None:
+    def _log_step(self, seen: Tensor, rate: float, seconds: float) -> None:
         """``seen [samples, 4]``: regression, smoothing, recall and tokens of this process's samples."""
         means = self.trainer.strategy.reduce(seen.mean(0), reduce_op="mean").tolist()  # type: ignore[union-attr]
         regression, smooth, recall, tokens = means
@@ -152,7 +154,7 @@ class HeadTraining(L.LightningModule):
             "train/smoothing": smooth,
             "recall": recall,
             "train/lr": rate,
-            "tok/s": tokens * len(seen) * self.trainer.world_size / self._seconds,
+            "tok/s": tokens * len(seen) * self.trainer.world_size / seconds,
             "memory/peak_MiB": peak_mib(self.device),
         }
         for name in ("loss", "recall", "tok/s"):
@@ -167,7 +169,7 @@ class HeadTraining(L.LightningModule):
         """Every process validates every sample, so nothing is to be exchanged; the first one is the fixed prompt."""
         seen: list[tuple[Tensor, Tensor]] = []
         watch = (lambda *pair: seen.append(pair)) if index == 0 and self.trainer.is_global_zero else None
-        figures = self.observe(sample, watch=watch).figures
+        figures = self.observe([sample], watch=watch)[0].figures
         self._validation.append(
             torch.stack([torch.stack(f) for f in (figures.regression, figures.smooth, figures.recall)])
         )

@@ -5,7 +5,7 @@ No gradient reaches the backbone, so a layer's graph holds one head and is freed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,23 +68,25 @@ class Observer:
         self.figures = LayerFigures()
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
-        T, window = q_BQTD.shape[2], self.windows[layer]
-        cos, sin = self.ropes[layer].tables(torch.arange(T, device=q_BQTD.device), q_BQTD.dtype)
-        q_rot, k_rot = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
-        if window is None:
-            self._score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, scaling)
-            gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
-            return F.scaled_dot_product_attention(q_rot, k_rot, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
-        return attend_rows(q_rot, k_rot, v_BHTD, scaling, window)
+        q_rot, k_rot = self.rotated(layer, q_BQTD, k_BHTD)
+        self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, scaling)
+        return attention(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
 
-    def _score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float) -> None:
+    def rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after RoPE, from position 0 on."""
+        cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
+        return rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
+
+    def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float) -> None:
+        """Target, loss and gradients of one layer, from its q, k, v before and its q, k after RoPE."""
+        if self.windows[layer] is not None:
+            return
         at = torch.tensor(self.queries, device=q.device)
-        target_BHS = cis_target(q_rot[:, :, at], k_rot, at, scaling, kind=self.kind, floor=self.floor)[
-            ..., : self.slots
-        ]
-        prompt = slice(0, self.slots)
+        target_BHS = cis_target(q_rot[:, :, at], k_rot, at, scaling, kind=self.kind, floor=self.floor)
+        prompt, home = slice(0, self.slots), self.heads[layer].fc1.weight.device  # a spread backbone is on many devices
+        target_BHS = target_BHS[..., prompt].to(home)
         with torch.set_grad_enabled(self.backward is not None):
-            predicted_BHS = self.heads[layer](q[:, :, prompt], k[:, :, prompt], v[:, :, prompt])
+            predicted_BHS = self.heads[layer](*(x[:, :, prompt].to(home) for x in (q, k, v)))
             regression, smooth = cis_loss(predicted_BHS, target_BHS, **self.loss)
             if self.backward is not None:
                 self.backward((regression + smooth) / self.scored_layers)
@@ -93,3 +95,34 @@ class Observer:
         self.figures.regression.append(regression.detach())
         self.figures.smooth.append(smooth.detach())
         self.figures.recall.append(top_recall(predicted_BHS.detach(), target_BHS))
+
+
+class PaddedBatch:
+    """Samples of different length in one forward, each padded on its right; each is scored by its own observer.
+
+    Attention is causal, so no token sees the padding behind it, and an observer is handed its own tokens alone.
+    """
+
+    wants_unrotated = True
+
+    def __init__(self, observers: Sequence[Observer], lengths: Sequence[int]) -> None:
+        self.observers, self.lengths = observers, lengths
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        rotated = []
+        for b, (observer, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
+            q, k, v = (x[b : b + 1] for x in (q_BQTD, k_BHTD, v_BHTD))
+            q_rot, k_rot = observer.rotated(layer, q, k)
+            rotated.append((q_rot, k_rot))
+            q, k, v, q_own, k_own = (x[:, :, :length] for x in (q, k, v, q_rot, k_rot))
+            observer.score(layer, q, k, v, q_own, k_own, scaling)
+        q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
+        return attention(q_rot, k_rot, v_BHTD, scaling, self.observers[0].windows[layer])
+
+
+def attention(q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Causal attention ``[B, Q, T, D]`` of a whole text; q and k are after RoPE."""
+    if window is not None:
+        return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, window)
+    gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
+    return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)

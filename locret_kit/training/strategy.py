@@ -7,31 +7,32 @@ key                        heads, with their optimiser                 frozen ba
 ``ddp``                    on every device; gradients averaged once    on every device
                            a step
 ``fsdp``                   sharded, layer by layer (FSDP2)             sharded, layer by layer
+``deepspeed_stage_2``      on every device; optimiser sharded (ZeRO)   on every device
+``deepspeed_stage_3``      sharded, weight by weight (ZeRO)            sharded, weight by weight
+``deepspeed_stage_3_       the same; weights and optimiser wait in     the same; weights wait in the CPU's
+offload``                  the CPU's memory                            memory
 =========================  ==========================================  ==================================
 
 Every layer's loss is back-propagated inside the forward, so ``ddp`` wraps no module: it averages the finished gradients,
-which is exact, and cheap since heads are small.
+which is exact, and cheap since heads are small. All strategies write one kind of state file, so a run goes on with another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 
 from ..backbones.families import decoder_of
+from .replicated import ReplicatedStrategy
+from .zero import ZeroStrategy
 
-
-class ReplicatedStrategy(DDPStrategy):
-    """Processes with whole copies and no wrapper around the forward; see ``average_gradients``."""
-
-    def configure_ddp(self) -> None:
-        assert self.model is not None
-        for weight in self.model.parameters():
-            dist.broadcast(weight.data, src=0)
+ZERO = {"deepspeed_stage_2": (2, False), "deepspeed_stage_3": (3, False), "deepspeed_stage_3_offload": (3, True)}
+"""Stage, and whether weights and optimiser wait in the CPU's memory."""
 
 
 def make_strategy(name: str, devices: int, num_nodes: int) -> Strategy | str:
@@ -39,16 +40,21 @@ def make_strategy(name: str, devices: int, num_nodes: int) -> Strategy | str:
 
     Raises:
         ValueError: more than one process without a strategy that joins them.
+        ImportError: DeepSpeed is asked for and not installed.
     """
     world = devices * num_nodes
     if name == "ddp":
         return ReplicatedStrategy()
+    if name in ZERO:
+        if find_spec("deepspeed") is None:
+            raise ImportError(f"trainer.strategy={name} needs DeepSpeed: pip install 'locret-kit[deepspeed]'")
+        return ZeroStrategy(*ZERO[name])
     if name == "fsdp":
         return ModelParallelStrategy(world, 1, save_distributed_checkpoint=False)
     if world > 1:
         raise ValueError(
             f"trainer.strategy={name} runs one process, not trainer.devices={devices} on "
-            f"trainer.num_nodes={num_nodes}: choose ddp or fsdp"
+            f"trainer.num_nodes={num_nodes}: choose ddp, fsdp or deepspeed_stage_2"
         )
     return "auto"
 
@@ -68,6 +74,19 @@ def shard(heads: Any, backbone: Any, mesh: Any) -> None:
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other as it is. Shares memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def finish_gradients(strategy: Strategy, parameters: list[nn.Parameter], bound: float) -> None:
+    """Make the gradients of one optimiser step: the mean over processes, each element within ``[-bound, bound]``.
+
+    A bound of 0 does not clip.
+    """
+    if isinstance(strategy, ZeroStrategy):
+        strategy.finish_gradients(parameters, bound)
+        return
+    average_gradients(parameters)
+    if bound:
+        clip_values(parameters, bound)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:

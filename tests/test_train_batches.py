@@ -1,0 +1,123 @@
+"""Padded batches, loader workers, accumulation and precisions: none of them changes what a step learns."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from tiny_tokenizer import save_tiny_backbone
+from torch.utils.data import DataLoader
+
+from locret_kit.backbones.intercept import attach
+from locret_kit.cli.config import load_config
+from locret_kit.cli.train import main
+from locret_kit.samples.chat import Sample
+from locret_kit.training.curves import read_curves
+from locret_kit.training.data import Share
+from locret_kit.training.module import HeadTraining
+
+LENGTHS = (90, 41, 57)  # LongRoPE's long factors start at 64
+SETTINGS = [
+    "recipe=tiny",
+    "data.max_tokens=384",
+    "data.val_samples=1",
+    "trainer.accelerator=cpu",
+]
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory) -> Path:
+    return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+def train(backbone: Path, out: Path, *more: str) -> dict[str, dict[int, float]]:
+    assert main([*SETTINGS, f"backbone.model={backbone}", f"out={out}", *more]) == 0
+    return read_curves(out)
+
+
+def samples(lengths: tuple[int, ...]) -> list[Sample]:
+    rng = random.Random(1)
+    return [
+        Sample(tuple(rng.randrange(97) for _ in range(n)), ((n // 2, n // 2 + 4), (n - 7, n - rng.randint(0, 2))))
+        for n in lengths
+    ]
+
+
+def observed(module: HeadTraining, batches: list[list[Sample]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """``[samples, 3]`` figures, and the gradient of every weight of the heads that are trained."""
+    module.heads.zero_grad(set_to_none=True)
+    figures = []
+    for batch in batches:
+        for observer in module.observe(batch, lambda loss: loss.backward()):
+            figures.append(torch.stack(list(observer.figures.means().values())))
+    return torch.stack(figures), [weight.grad for weight in module.heads.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["logit", "log_prob"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral-window"])
+def test_a_padded_batch_is_its_samples_one_by_one(family, kind):
+    model = tiny_model(family)
+    more = [f"target.kind={kind}", "target.lead=2", "loss.smoothing=0.05"]
+    torch.manual_seed(3)
+    module = HeadTraining(model, load_config(["recipe=tiny", "backbone.model=some/model", *more]))
+    batch = samples(LENGTHS)
+    with attach(model) as module._attachment:
+        figures, gradients = observed(module, [batch])
+        wanted, slow = observed(module, [[sample] for sample in batch])
+    assert torch.allclose(figures, wanted, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(gradients, slow, strict=True):
+        assert (mine - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    assert len(slow) == 2 * sum(window is None for window in module.spec.windows) and all(grad.any() for grad in slow)
+
+
+def test_a_backbone_of_windows_alone_has_nothing_to_train():
+    with pytest.raises(ValueError, match="every layer of some/model has a window, and is never evicted from"):
+        HeadTraining(tiny_model("mistral-window"), load_config(["recipe=tiny", "backbone.model=some/model"]))
+
+
+def test_batches_and_workers_make_the_same_curve(backbone, tmp_path):
+    more = ["optim.steps=3", "optim.accumulate=4", "heads.dtype_saved=float32"]
+    plain = train(backbone, tmp_path / "plain", *more)
+    quick = train(backbone, tmp_path / "quick", *more, "data.batch=2", "data.num_workers=2")
+    for tag in ("loss", "recall", "val/loss"):
+        assert plain[tag].keys() == quick[tag].keys()
+        assert list(plain[tag].values()) == pytest.approx(list(quick[tag].values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_take_steps_in_turn(workers):
+    pool = samples(tuple(range(30, 90)))
+    share = Share(pool, start=3, rank=1, world=2, per_step=4, batch=2)
+    got = list(islice(DataLoader(share, batch_size=None, num_workers=workers), 5))
+    assert got == list(islice(share, 5))
+
+
+def test_accumulated_samples_count_as_their_mean(backbone, tmp_path):
+    """AdamW's first moment after one step is a tenth of the step's gradient."""
+    more = ["optim.lr=1e-20", "optim.clip_value=0", "trainer.save_every=1"]
+    states, losses = {}, {}
+    for name, accumulate, steps in (("first", 1, 1), ("two", 1, 2), ("mean", 2, 1)):
+        settings = [*more, f"optim.accumulate={accumulate}", f"optim.steps={steps}"]
+        losses[name] = list(train(backbone, tmp_path / name, *settings)["loss"].values())
+        (file,) = (tmp_path / name / "state").iterdir()
+        states[name] = torch.load(file, weights_only=True)["optimizer_states"][0]["state"]
+    assert losses["mean"] == pytest.approx([sum(losses["two"]) / 2], rel=1e-5)
+    for i, state in states["mean"].items():
+        first = states["first"][i]["exp_avg"] / 0.1
+        second = states["two"][i]["exp_avg"] / 0.1 - 0.9 * first
+        mean = state["exp_avg"] / 0.1
+        assert mean.any() and torch.allclose(mean, (first + second) / 2, rtol=1e-3, atol=1e-5 * float(mean.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("float16", 0.005)])
+def test_a_backbone_of_half_precision_follows_the_curve(backbone, tmp_path, dtype, tolerance):
+    """The heads stay in float32, so nothing has to be scaled against underflow."""
+    exact = train(backbone, tmp_path / "exact", "optim.steps=4", "backbone.dtype=float32")
+    half = train(backbone, tmp_path / "half", "optim.steps=4", f"backbone.dtype={dtype}")
+    assert exact["loss"] != half["loss"]
+    for tag in ("loss", "val/loss"):
+        assert list(half[tag].values()) == pytest.approx(list(exact[tag].values()), rel=tolerance)
