@@ -58,14 +58,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def scaled_settings(defaults: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The run's settings: flags first, then the checkpoint's, its lengths scaled to the budget asked for."""
+    """The run's settings: flags first, then the checkpoint's. Its stabilizers keep their share of the budget; the tail that
+    is held back gets shorter with it, never longer."""
     budget = args.budget if args.budget is not None else defaults.get("budget", 1024)
     factor = budget / defaults["budget"] if defaults.get("budget") else 1.0
     settings: dict[str, Any] = {"budget": budget}
     settings["chunk"] = args.chunk if args.chunk is not None else defaults.get("chunk", 512)
-    for name in ("stabilizers", "local_len"):
+    for name, scale in (("stabilizers", factor), ("local_len", min(1.0, factor))):
         given, default = getattr(args, name), defaults.get(name)
-        settings[name] = given if given is not None or default is None else int(default * min(1.0, factor))
+        settings[name] = given if given is not None or default is None else int(default * scale)
     settings["positions"] = args.positions or defaults.get("positions")
     return settings
 
