@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_kit.cli import plan as cli
-from locret_kit.cli.config import known_recipes
+from locret_kit.cli.recipes import known_recipes
 from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime import fit
 from locret_kit.runtime import plan as p
@@ -157,6 +157,14 @@ def test_the_command_prints_a_plan(capsys):
         (["--model", "phi3-mini", "--gpu-memory", "24GiB", "--budget", "0"], "budget=0 must be at least 1"),
         (["--model", "llama3.1-8b", "--gpu-memory", "17GiB"], "These fit: budget"),
         (["--model", "llama3.1-8b", "--gpu-memory", "17GiB", "--train", "10240"], "at most 0 tokens fit"),
+        (
+            ["--model", "phi3-mini", "--gpu-memory", "24GiB", "--train", "10240", "--batch", "0"],
+            "batch=0 must be at least 1",
+        ),
+        (
+            ["--model", "phi3-mini", "--gpu-memory", "24GiB", "--batch", "2"],
+            "batch=2 is for a training step: give --train",
+        ),
     ],
 )
 def test_refusals_are_one_line(arguments, message, capsys):

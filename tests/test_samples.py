@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_kit.samples import facts, needles, synthetic, text
+from locret_kit.samples import facts, needles, synthetic, text, wording
 from locret_kit.samples.chat import Sample, encode_chat, render_prompt
 from locret_kit.samples.records import read_records, to_messages
 
@@ -34,7 +34,7 @@ PARAGRAPH = (
 # a text with many different lines
 HAYSTACK = "\n".join(
     f"Line {i} tells of {n} and the {w}. They met at {p}, and it rained."
-    for i, (n, w, p) in enumerate(list(itertools.product(facts.NAMES, facts.THINGS, facts.PLACES))[:9000:13])
+    for i, (n, w, p) in enumerate(list(itertools.product(wording.NAMES, wording.THINGS, wording.PLACES))[:9000:13])
 )
 
 
@@ -382,8 +382,8 @@ def test_synthetic_answers_are_in_the_text():
         fact = facts.make_fact(rng)
         assert fact.value in fact.statement and "{" not in fact.statement + fact.question + fact.prefix
         seen.add(fact.statement[:8])
-    assert len(facts.FACTS) >= 40 and len(facts.PROMPTS) >= 20 and len(seen) > 60
-    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in facts.PROMPTS)
+    assert len(facts.FACTS) >= 40 and len(wording.PROMPTS) >= 20 and len(seen) > 60
+    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in wording.PROMPTS)
 
 
 def test_copy_question_over_real_text():

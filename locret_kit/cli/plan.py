@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .command import command
+
 CONTEXT, RESERVE = 131072, "1GiB"
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 
@@ -29,6 +31,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--d-hidden", type=int, help="width of the retaining heads, for policies that need them")
     p.add_argument("--kv-bits", type=int, choices=(4, 2), help="bits of a stored key or value (default: the dtype's)")
     p.add_argument("--train", type=int, metavar="TOKENS", help="plan a training step of so many tokens instead")
+    p.add_argument(
+        "--batch", type=int, help="samples of one forward in training (default: the recipe's data.batch, or 1)"
+    )
     return p
 
 
@@ -44,7 +49,7 @@ def resolve(name: str) -> tuple[Any, dict[str, Any]]:
 
     from ..backbones.load import resolve_model
     from ..naming import nearest
-    from .config import known_recipes, read_recipe
+    from .recipes import known_recipes, read_recipe
 
     recipe: dict[str, Any] = {}
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
@@ -72,9 +77,9 @@ def resolve(name: str) -> tuple[Any, dict[str, Any]]:
 
 def shipped_configs() -> dict[str, dict[str, Any]]:
     """The configurations in ``recipes/configs``, by recipe; ``_name_or_path`` is the Hub id."""
-    from .config import _recipes
+    from .recipes import recipes_folder
 
-    files = sorted((_recipes() / "configs").glob("*.json"))
+    files = sorted((recipes_folder() / "configs").glob("*.json"))
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
@@ -98,13 +103,16 @@ def run(args: argparse.Namespace) -> int:
     if args.train is not None:
         if args.kv_bits is not None:
             raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
-        step = p.TrainSetting(args.train, dtype=args.dtype, d_hidden=d_hidden)
+        batch = _given(args.batch, recipe, "data.batch", 1)
+        step = p.TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden)
         plan = p.plan_training(backbone, step)
         longest = fit.largest_sample(backbone, step, cap)
         print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
         if plan.peak > cap:
             raise fit.DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
         return 0
+    if args.batch is not None:
+        raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
     setting = p.Setting(
         args.context,
         recipe.get("infer.budget", BUDGET if args.budget is None else args.budget),
@@ -143,14 +151,10 @@ def _given(value: int | None, recipe: dict[str, Any], key: str, default: int) ->
     return recipe.get(key, default) if value is None else value
 
 
+@command("locret-plan")
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 where nothing fits or an argument is wrong, said in one line."""
-    args = parser().parse_args(argv)
-    try:
-        return run(args)
-    except (ValueError, OSError) as error:
-        print(f"locret-plan: {(str(error).strip() or type(error).__name__).splitlines()[0]}", file=sys.stderr)
-        return 1
+    """Exit status 1 also where nothing fits."""
+    return run(parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from locret_kit.samples.chat import Sample, encode, encode_chat, token_span
-from locret_kit.samples.facts import PROMPTS, SENTENCES, Fact, make_fact
+from locret_kit.samples.facts import Fact, make_fact
 from locret_kit.samples.text import cut, starts, take
+from locret_kit.samples.wording import PROMPTS, SENTENCES
 
 COPY = 0.1
 """Share of copy tasks among the samples over real text."""

@@ -69,10 +69,10 @@ def take(text: str, start: int, tokenizer, n_tokens: int) -> str:
     """
     if n_tokens < 1:
         raise ValueError(f"n_tokens={n_tokens} must be at least 1")
-    probe = _ring(text, start, min(_SAMPLE_CHARS, 8 * n_tokens))
+    probe = ring(text, start, min(_SAMPLE_CHARS, 8 * n_tokens))
     size = int(n_tokens * len(probe) / max(1, count(tokenizer, probe)) * 1.1) + 32
     while True:
-        piece = _ring(text, start, size)
+        piece = ring(text, start, size)
         offsets = encode(tokenizer, piece)[1]
         if len(offsets) > n_tokens:
             break
@@ -103,7 +103,7 @@ def next_start(text: str, at: int) -> int:
     return found.start() if found else 0
 
 
-def _ring(text: str, start: int, size: int) -> str:
+def ring(text: str, start: int, size: int) -> str:
     """`size` characters from `start` on; the text goes on at its beginning, on a line of its own."""
     parts, have = [text[start : start + size]], min(size, len(text) - start)
     while have < size:
