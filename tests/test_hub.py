@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from hub_client import ROOT, client
 from hub_server import HubServer
 from safetensors.torch import load_file
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import HeadsConfig, RetainingHeads
 from locret_kit.backbones.families import BackboneSpec
-from locret_kit.card import make_card, read_results, split_card, summarise, write_release
+from locret_kit.card import make_card, own_cells, read_results, split_card, write_release
 from locret_kit.checkpoint import save_heads, state_of
+from locret_kit.evals.rows import Row
 
-ROOT = Path(__file__).resolve().parents[1]
 SPEC = BackboneSpec("llama", 3, 4, 2, 8, "silu", (None,) * 3)
 INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
 CONFIG = HeadsConfig.for_backbone(SPEC, "lab/tiny", 16, target="log_prob", inference=INFERENCE)
@@ -88,13 +86,13 @@ def test_metadata_of_the_card(tmp_path):
     assert results.keys() == {"jargon, 4096 tokens", "repeated, 4096 tokens"}, "and no other heads, no other policy"
     assert results["jargon, 4096 tokens"]["value"] == 0.5
     assert results["jargon, 4096 tokens"]["args"] == {"budget": 512, "samples": 2}
-    assert "| R.PassKey | jargon | 4096 | 512 | match | 0.500 (n=2) |" in text
+    assert "| R.PassKey | jargon | 4096 | 512 | match | 0.50 ± 0.50 (n=2) |" in text
 
 
 def test_the_clients_own_reader_takes_the_card_back():
     from huggingface_hub import ModelCard
 
-    card = ModelCard(make_card(CONFIG, "me/heads", "# Heads", ROWS[:3]))
+    card = ModelCard(make_card(CONFIG, "me/heads", "# Heads", [Row.from_dict(row) for row in ROWS[:3]]))
     assert [(r.dataset_config, r.metric_value) for r in card.data.eval_results] == [
         ("jargon, 4096 tokens", 0.5),
         ("repeated, 4096 tokens", 1.0),
@@ -153,49 +151,15 @@ def test_what_others_could_not_load_is_refused(tmp_path):
 
 def test_results_are_means_of_what_was_scored(tmp_path):
     file = tmp_path / "rows.jsonl"
-    row = '{"task": "t", "policy": "locret", "score": '
-    file.write_text(f'{row}null}}\n[1]\n{row}1}}\n\n{row}0.5}}\n{{"ta')
-    assert [(k["task"], v, n) for k, v, n in summarise(list(read_results(file)))] == [("t", 0.75, 2)]
+    rows = [{**ROWS[0], "task": "t", "sample": i, "score": score} for i, score in enumerate((None, 1, 0.5))]
+    lines = [*map(json.dumps, rows), "[1]", "", '{"task": "t", "score": 1}', '{"ta']
+    file.write_text("\n".join(lines))
+    assert [(cell.task, cell.mean, cell.stderr, cell.n) for cell in own_cells(list(read_results(file)))] == [
+        ("t", 0.75, 0.25, 2)
+    ]
 
 
 # ---- the real client against a local server -----------------------------------------------------------------------
-
-PRELUDE = """
-import io, json, os, sys
-from contextlib import redirect_stderr, redirect_stdout
-def cli(name, *argv, stdin=""):
-    from importlib import import_module
-    out, err = io.StringIO(), io.StringIO()
-    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
-    with redirect_stdout(out), redirect_stderr(err):
-        status = import_module("locret_kit.cli." + name).main(list(argv))
-    return status, out.getvalue(), err.getvalue()
-def report(**values):
-    print("REPORT", json.dumps(values))
-def load(name, **more):
-    from locret_kit import RetainingHeads
-    try:
-        return RetainingHeads.from_pretrained(name, **more).config.backbone
-    except (OSError, ValueError) as error:
-        return str(error)
-"""
-
-
-def client(hub_url: str, cache: Path, code: str, *argv: str, **env: str) -> dict:
-    """Run ``code`` in a fresh process whose Hub is ``hub_url``; what it reports."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    settings = {
-        "HF_ENDPOINT": hub_url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-    }  # fmt: skip
-    run = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code, *argv], env={**keep, **settings, **env}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
-    assert run.returncode == 0 and lines, run.stdout[-2000:] + run.stderr[-3000:]
-    return {k: v for line in lines for k, v in json.loads(line[7:]).items()}
-
 
 ROUND_TRIP = """
 import importlib.util, re

@@ -159,6 +159,8 @@ BAD = [
     (b"text", ["--report", "{place}/nowhere/report.json"], "its folder is missing"),
     (b"text", ["--positions", "clipt"], "Did you mean 'clipped'?"),
     (b"text", ["--decode-every", "0"], "decode_every=0 must be from 1 to chunk=32"),
+    (b"text", ["--one-shot", "--chunk", "7"], "--chunk 7 has no effect with --one-shot"),
+    (b"text", ["--top-k", "5"], "--top-k 5 has no effect at temperature 0"),
 ]
 
 
@@ -185,6 +187,34 @@ def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
 def test_a_device_that_is_not_there(place, monkeypatch, capsys):
     status, _, err = infer(monkeypatch, capsys, "text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
     assert (status, err) == (1, "locret-infer: device='cuda': PyTorch sees no CUDA device here\n")
+
+
+def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_path, monkeypatch, capsys):
+    from transformers import AutoTokenizer
+
+    from locret_kit import BoundedCache, attach
+
+    report = tmp_path / "report.json"
+    flags = ("--ckpt", str(place / "heads"), "--budget", "40", "--max-new-tokens", "8", "--dtype", "float32")
+    status, out, _ = infer(monkeypatch, capsys, TEXT * 4, *flags, "--report", str(report))
+    heads = RetainingHeads.from_pretrained(str(place / "heads"))
+    model = AutoModelForCausalLM.from_pretrained(place / "backbone", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(place / "backbone")
+    ids = tokenizer(TEXT * 4, return_tensors="pt").input_ids
+    cache = BoundedCache(40, heads=heads, prompt_length=ids.shape[1])
+    with attach(model):
+        made = model.generate(ids, past_key_values=cache, prefill_chunk_size=50, max_new_tokens=8, do_sample=False)
+    s, said = cache.schedule, json.loads(report.read_text())
+    assert status == 0 and ids.shape[1] == said["prompt_tokens"]
+    assert (s.chunk, s.stabilizers, s.local_len, cache.positions) == (32, 16, 0, "compact")
+    assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == out.rstrip("\n")
+
+
+@pytest.mark.parametrize("flags", ["--list-policies", "--help"])
+def test_a_reader_that_leaves_sees_no_traceback(flags):
+    line = f"{sys.executable} -m locret_kit.cli.infer {flags} | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=HERE)
+    assert done.stdout and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_closed_pipe_is_an_error_without_a_traceback(place):

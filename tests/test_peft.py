@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import PrefixTuningConfig, get_peft_model
+from tiny_lora import make_lora
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import RetainingHeads
@@ -26,21 +27,6 @@ TEXT = "The harbour was quiet when the boats came in. The pass key is 12345. " *
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory) -> Path:
     return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
-
-
-def make_lora(
-    backbone: Path, to: Path, seed: int = 0, targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-) -> Path:
-    """A LoRA whose B is not zero: it changes the model."""
-    torch.manual_seed(seed)
-    model, _ = load_backbone(str(backbone), dtype="float32", device="cpu")
-    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, weight in wrapped.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.3)
-    wrapped.save_pretrained(to)
-    return to
 
 
 @pytest.fixture(scope="module")

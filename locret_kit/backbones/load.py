@@ -112,6 +112,7 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
+            warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
             wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
     except FileNotFoundError:
         raise

@@ -7,8 +7,9 @@ prompt is one chunk without a tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 PIECE = 512
 """Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""
@@ -147,3 +148,30 @@ class Schedule:
                 rows = keep
                 events.append((done, keep, self.is_last(done)))
         return events
+
+
+def run_settings(
+    published: Mapping[str, Any],
+    *,
+    budget: int | None = None,
+    chunk: int | None = None,
+    stabilizers: int | None = None,
+    local_len: int | None = None,
+    positions: str | None = None,
+) -> dict[str, Any]:
+    """A run's settings: what is given, then what the heads were ``published`` with, then 1,024 slots and chunks of 512
+    tokens; the rest stays None, for `Schedule.scaled` and the backbone. Published stabilizers keep their share of the
+    budget; the tail that is held back gets shorter with it, never longer."""
+    chosen = budget if budget is not None else published.get("budget", 1024)
+    factor = chosen / published["budget"] if published.get("budget") else 1.0
+
+    def scaled(name: str, given: int | None, scale: float) -> int | None:
+        return given if given is not None or published.get(name) is None else int(published[name] * scale)
+
+    return {
+        "budget": chosen,
+        "chunk": chunk if chunk is not None else published.get("chunk", 512),
+        "stabilizers": scaled("stabilizers", stabilizers, factor),
+        "local_len": scaled("local_len", local_len, min(1.0, factor)),
+        "positions": positions or published.get("positions"),
+    }

@@ -11,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from .command import command
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags; defaults of None come from the checkpoint, scaled to the budget."""
@@ -57,24 +59,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def scaled_settings(defaults: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The run's settings: flags first, then the checkpoint's. Its stabilizers keep their share of the budget; the tail that
-    is held back gets shorter with it, never longer."""
-    budget = args.budget if args.budget is not None else defaults.get("budget", 1024)
-    factor = budget / defaults["budget"] if defaults.get("budget") else 1.0
-    settings: dict[str, Any] = {"budget": budget}
-    settings["chunk"] = args.chunk if args.chunk is not None else defaults.get("chunk", 512)
-    for name, scale in (("stabilizers", factor), ("local_len", min(1.0, factor))):
-        given, default = getattr(args, name), defaults.get(name)
-        settings[name] = given if given is not None or default is None else int(default * scale)
-    settings["positions"] = args.positions or defaults.get("positions")
-    return settings
-
-
 def run(args: argparse.Namespace) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
     from ..cache.quantised import check_storage
-    from ..cache.schedule import Schedule
+    from ..cache.schedule import run_settings
     from ..policies.registry import parse_policy
 
     policy = parse_policy(args.policy or ("locret" if args.ckpt else "streaming"))
@@ -104,8 +92,11 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
     config = heads.config if heads else None
-    settings = scaled_settings(config.inference if config else {}, args)
-    Schedule.scaled(settings["budget"], settings["chunk"], None, settings["stabilizers"], settings["local_len"])
+    settings = run_settings(
+        config.inference if config else {}, budget=args.budget, chunk=args.chunk, stabilizers=args.stabilizers,
+        local_len=args.local_len, positions=args.positions,
+    )  # fmt: skip
+    check_settings(args, settings)
     name = args.model or (config.backbone if config else "")
     say(f"backbone: {name}")
     ids = read_prompt(args, load_tokenizer(name))
@@ -138,6 +129,28 @@ def run(args: argparse.Namespace) -> int:
         body = json.dumps({**report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
         write_beside(args.report, lambda path: path.write_text(body))
     return 0
+
+
+def check_settings(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Raise ValueError for what is out of bounds, and for flags that could not act, before anything big is loaded."""
+    from ..cache.positions import Positions
+    from ..cache.schedule import Schedule
+
+    def useless(flags: tuple[str, ...], why: str, idle: Any = None) -> None:
+        for flag in flags:
+            value = getattr(args, flag)
+            if value != idle:
+                raise ValueError(f"--{flag.replace('_', '-')} {value} has no effect {why}")
+
+    if args.one_shot:
+        useless(("chunk", "stabilizers", "local_len"), "with --one-shot, which evicts once, behind the whole prompt")
+    if args.temperature == 0:
+        useless(("top_k",), "at temperature 0, which is greedy", idle=0)
+        useless(("top_p",), "at temperature 0, which is greedy", idle=1.0)
+    if settings["positions"] is not None:
+        Positions.parse(settings["positions"], 1)
+    integers = {name: settings[name] for name in ("budget", "chunk", "stabilizers", "local_len")}
+    Schedule.scaled(**integers, prompt_length=None if args.decode_every is None else 1, decode_every=args.decode_every)
 
 
 def plan_chunk(
@@ -232,6 +245,7 @@ def _progress() -> Any:
     return show
 
 
+@command("locret-infer", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line; 130 after Ctrl-C."""
     args = parser().parse_args(argv)
@@ -240,18 +254,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print("\n".join(describe_policies()))
         return 0
-    try:
-        return run(args)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("locret-infer: stdout was closed before the answer ended", file=sys.stderr)
-        return 1
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"locret-infer: {(str(error).strip() or type(error).__name__).splitlines()[0]}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nlocret-infer: stopped", file=sys.stderr)
-        return 130
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .command import command
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags; what they leave open comes from the checkpoint and from what lies beside it."""
@@ -49,17 +51,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@command("locret-publish", stopped="stopped; nothing was published")
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line; 130 after Ctrl-C."""
-    args = parser().parse_args(argv)
-    try:
-        return run(args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"locret-publish: {(str(error).strip() or type(error).__name__).splitlines()[0]}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nlocret-publish: stopped; nothing was published", file=sys.stderr)
-        return 130
+    """Publish, or with ``--dry-run`` show what would be."""
+    return run(parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""What every command does at its edges: one line for an error, an exit status, Ctrl-C, a reader that has left."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+P = ParamSpec("P")
+
+
+def command(
+    name: str, *, stopped: str = "stopped", also: tuple[type[Exception], ...] = ()
+) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorate a ``main`` that raises what its user can mend: ValueError, OSError, ImportError and ``also``.
+
+    Its status is then its own, 1 after an error or a closed stdout, 130 after Ctrl-C, each said in one line on stderr that
+    begins with ``name``; ``stopped`` is what Ctrl-C says, '' to say nothing. Any other exception is a bug and shows its
+    traceback.
+    """
+    mendable: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *also)
+
+    def say(words: object) -> None:
+        print(f"{name}: {words}", file=sys.stderr)
+
+    def decorate(main: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(main)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                status = main(*args, **kwargs)
+                sys.stdout.flush()  # here, since a pipe that is closed at exit prints a traceback
+                return status
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                say("stdout was closed before the output ended")
+                return 1
+            except mendable as error:
+                say((str(error).strip() or type(error).__name__).splitlines()[0])
+                return 1
+            except KeyboardInterrupt:
+                if stopped:
+                    print(f"\n{name}: {stopped}", file=sys.stderr)
+                return 130
+
+        return guarded
+
+    return decorate

@@ -1,0 +1,104 @@
+"""What commands do at their edges: one line and a status, whatever ends them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from locret_kit.cli import eval, infer, plan, publish, train
+from locret_kit.cli.command import command
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+
+
+def ended(capsys, error: BaseException, **settings) -> tuple[int, str]:
+    @command("locret-x", **settings)
+    def main(argv: list[str] | None = None) -> int:
+        raise error
+
+    return main(), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("budget=0 must be at least 1\nand more"), "budget=0 must be at least 1"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (ImportError("pip install it"), "pip install it"),
+        (ValueError("  "), "ValueError"),
+        (FileNotFoundError(), "FileNotFoundError"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(capsys, error, said):
+    assert ended(capsys, error) == (1, f"locret-x: {said}\n")
+
+
+def test_a_bug_keeps_its_traceback_unless_the_command_names_its_kind(capsys):
+    with pytest.raises(RuntimeError, match="a shape"):
+        ended(capsys, RuntimeError("a shape"))
+    assert ended(capsys, RuntimeError("out of memory"), also=(RuntimeError,)) == (1, "locret-x: out of memory\n")
+    with pytest.raises(SystemExit):
+        ended(capsys, SystemExit(2))
+
+
+def test_ctrl_c_says_what_there_is_to_say(capsys):
+    assert ended(capsys, KeyboardInterrupt()) == (130, "\nlocret-x: stopped\n")
+    assert ended(capsys, KeyboardInterrupt(), stopped="stopped; again goes on") == (
+        130,
+        "\nlocret-x: stopped; again goes on\n",
+    )
+    assert ended(capsys, KeyboardInterrupt(), stopped="") == (130, "")
+
+
+def test_status_and_signature_are_those_of_the_command():
+    @command("locret-x")
+    def main(argv: list[str] | None = None, *, status: int = 3) -> int:
+        """Its words."""
+        return status
+
+    assert (main(), main([], status=0)) == (3, 0)
+    assert main.__doc__ == "Its words." and list(inspect.signature(main).parameters) == ["argv", "status"]
+
+
+@pytest.mark.parametrize("length", [1, 10**6])
+def test_a_reader_that_left_is_one_line(length):
+    """A short output is written when the command ends, a long one while it runs."""
+    code = f"""
+import sys
+from locret_kit.cli.command import command
+@command("locret-x")
+def main():
+    sys.stdin.read()
+    print("x" * {length})
+    return 0
+sys.exit(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=HERE
+    ) as run:
+        run.stdout.close()
+        run.stdin.close()
+        err = run.stderr.read().decode()
+    assert (run.returncode, err) == (1, "locret-x: stdout was closed before the output ended\n")
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "argv"),
+    [
+        (train.main, "locret-train", ["recipe=nowhere"]),
+        (plan.main, "locret-plan", ["--model", "nowhere", "--gpu-memory", "24GiB"]),
+        (infer.main, "locret-infer", ["--ckpt", "nowhere.pt", "--quiet"]),
+        (eval.main, "locret-eval", ["task=[passkey]"]),
+        (publish.main, "locret-publish", ["--ckpt", "nowhere", "--repo", "me/x"]),
+    ],
+)
+def test_the_commands_say_who_they_are(capsys, main, name, argv):
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"{name}: ") and err.count("\n") == 1

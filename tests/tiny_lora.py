@@ -1,0 +1,25 @@
+"""A LoRA for a tiny backbone, as peft saves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from locret_kit.backbones.load import load_backbone
+
+
+def make_lora(
+    backbone: Path, to: Path, seed: int = 0, targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+) -> Path:
+    """A LoRA whose B is not zero: it changes the model."""
+    torch.manual_seed(seed)
+    model, _ = load_backbone(str(backbone), dtype="float32", device="cpu")
+    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    wrapped.save_pretrained(to)
+    return to
