@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from locret_kit.cli import config as schema
-from locret_kit.cli.config import known_recipes, load_config
+from locret_kit.cli.recipes import known_recipes, leaves, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["recipe=tiny", "backbone.model=some/model"]
@@ -144,7 +144,7 @@ def test_bounds(argument, message):
 
 
 def test_every_number_has_a_bound():
-    numbers = {key for key, kind in schema._leaves(schema.TrainConfig) if kind in (int, float)}
+    numbers = {key for key, kind in leaves(schema.TrainConfig) if kind in (int, float)}
     assert numbers == numbers & set(schema._BOUNDS)
 
 
@@ -157,7 +157,7 @@ def test_choices_are_those_of_the_parts():
 
 
 def test_import_is_light():
-    code = "import sys; import locret_kit.cli.config; print({'torch', 'lightning', 'transformers'} & set(sys.modules))"
+    code = "import sys; import locret_kit.cli.recipes; print({'torch', 'lightning', 'transformers'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
 

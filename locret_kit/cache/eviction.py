@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backbones.rope import rotate
+from ..policies.base import Slots
 from .layers import BoundedLayer
 from .view import slots_of, turned_back
 
@@ -53,31 +54,36 @@ def evict(cache: BoundedCache, layer: int, rows: BoundedLayer, keep: int, *, dec
     counters.evictions = max(counters.evictions, rows.evictions)
     counters.evicted_rows += (rows.rows - keep) * stay_BHS.shape[0] * stay_BHS.shape[1]
     if policy.merge is not None:
-        merge(cache, layer, rows, scores_BHS, stay_BHS)
+        merge(cache, layer, rows, slots, scores_BHS, stay_BHS)
     rows.keep(stay_BHS, keep)
     counters.score_s += t1 - t0
     counters.select_s += t2 - t1
     counters.compact_s += time.perf_counter() - t2
 
 
-def merge(cache: BoundedCache, layer: int, rows: BoundedLayer, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
+def merge(
+    cache: BoundedCache, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
+) -> None:
     """Fold the slots that go into those that stay, in place and one head at a time: beside the buffers there are never more
     than a head's rows in float32."""
     assert cache.ropes is not None
     rope = None if cache.rotates_rows(rows) else cache.ropes[layer]  # None: keys are stored before RoPE
-    own_BHS = cache.policy.merge.log_weight(cache.policy.score, scores_BHS)
+    merger = cache.policy.merge
+    told_BHS = merger.told(cache.policy, slots, scores_BHS, stay_BHS)
     B, H, S = stay_BHS.shape
     for b, h in product(range(B), range(H)):
-        keys, values, positions, absorbed = (
-            rows.head(name, b, h) for name in ("keys", "values", "positions", "absorbed")
-        )
+        keys, values, positions = (rows.head(name, b, h) for name in ("keys", "values", "positions"))
         held = slice(S - len(keys), S)
-        log_weight_S = torch.logaddexp(own_BHS[b, h, held], absorbed)
+        told_S = told_BHS[b, h, held]
+        if merger.remembers:
+            told_S = torch.logaddexp(told_S, rows.head("absorbed", b, h))
         exact = torch.promote_types(keys.dtype, torch.float32)
         raw = keys.to(exact) if rope is None else turned_back(rope, keys.to(exact), positions)
-        new = cache.policy.merge.fold(raw, values.to(exact), log_weight_S, stay_BHS[b, h, held])
+        new = merger.fold(layer, raw, values.to(exact), told_S, stay_BHS[b, h, held])
         at, folded = new.slots_R, new.keys_RD
         if rope is not None:
             folded = rotate(folded, *rope.tables(positions[at], exact))
         keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
-        absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
+        if merger.remembers:
+            absorbed = rows.head("absorbed", b, h)
+            absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)

@@ -1,30 +1,19 @@
-"""The training configuration: its schema, and ``recipe=NAME key=value ...`` read into it.
+"""The training configuration: its schema and its bounds. This module knows no model and imports neither torch nor Lightning.
 
-This module knows OmegaConf and the recipes folder; it knows no model and imports neither torch nor Lightning.
 Errors are one-line ValueErrors that name the key, the value and what is allowed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from importlib import resources
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import MISSING
 
 from ..naming import nearest
-
-USAGE = """usage: locret-train recipe=NAME [key=value ...]
-
-  locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
-  locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
-
-Keys are those of the recipe (see recipes/*.yaml); an unknown key or recipe is an error that names the nearest."""
 
 
 @dataclass
@@ -167,11 +156,30 @@ class InferConfig:
 
 
 @dataclass
+class PoolSection:
+    """LoCoCo's pool, where ``trains`` is 'pool'."""
+
+    slots: int = 64
+    """Merged slots of a head; part of ``infer.budget``."""
+    kernel: int = 21
+    """Slots that a convolution sees at once; odd."""
+    gate: float = 0.5
+    """Part of the convolution in the mixing weights at first; the rest is each merged slot's own token."""
+    policy: str = "h2o"
+    """What chooses the slots that stay: a policy's name or an expression."""
+    heads: str | None = None
+    """Retaining heads (a folder, a file or a Hub id), for policies that score with them."""
+
+
+@dataclass
 class TrainConfig:
     """Everything a training run needs."""
 
     recipe: str = MISSING
     """Name of the recipe, or path of its YAML file."""
+    trains: str = "heads"
+    """'heads' (retaining heads) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``; the sections ``heads``, ``target`` and
+    ``loss``, ``data.batch`` and ``trainer.keep_best`` are not used then)."""
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     heads: HeadsSection = field(default_factory=HeadsSection)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -180,6 +188,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     infer: InferConfig = field(default_factory=InferConfig)
+    pool: PoolSection = field(default_factory=PoolSection)
     out: str = "runs/${recipe}"
     """Folder for checkpoints and logs."""
     seed: int = 0
@@ -216,6 +225,8 @@ class TrainConfig:
             raise ValueError(
                 f"backbone.gpu_memory={self.backbone.gpu_memory} needs a backbone.device_map, such as auto"
             )
+        if self.trains == "pool" and self.pool.slots >= infer.budget:
+            raise ValueError(f"pool.slots={self.pool.slots} must be below infer.budget={infer.budget}")
         for name in ("stabilizers", "local_len"):
             if getattr(infer, name) >= infer.budget:
                 raise ValueError(f"infer.{name}={getattr(infer, name)} must be below infer.budget={infer.budget}")
@@ -223,153 +234,10 @@ class TrainConfig:
             raise ValueError(f"resume={self.resume} must be 'auto', 'never' or the path of a checkpoint")
 
 
-def load_config(argv: list[str]) -> TrainConfig:
-    """The validated configuration of ``recipe=NAME key=value ...``; arguments may come in any order.
-
-    Defaults are the schema's, the recipe overrides them, and the other arguments override the recipe.
-    """
-    given = _split(argv)
-    if not given.get("recipe"):
-        raise ValueError(f"recipe=NAME is missing; known recipes: {', '.join(known_recipes())}")
-    name, values = read_recipe(given.pop("recipe"))
-    schema = dict(_leaves(TrainConfig))
-    config = OmegaConf.structured(TrainConfig)
-    config.recipe = name
-    for key, value in values.items():
-        _assign(config, schema, key, value, where=f" in recipe {name!r}")
-    for key, text in given.items():
-        _assign(config, schema, key, _parse(key, text, schema.get(key)))
-    if OmegaConf.is_missing(config.backbone, "model") or not config.backbone.model:
-        raise ValueError(f"recipe={name} names no model: add backbone.model=NAME (a Hub id or a folder)")
-    try:
-        result = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:  # an interpolation such as ${no.such.key}
-        raise ValueError(_first_line(error)) from error
-    assert isinstance(result, TrainConfig)
-    result.validate()
-    return result
-
-
-def known_recipes() -> list[str]:
-    """Names of the recipes that ship."""
-    return sorted(file.stem for file in _recipes().glob("*.yaml"))
-
-
-def read_recipe(recipe: str) -> tuple[str, dict[str, Any]]:
-    """``(name, {dotted key: value})`` of a recipe that ships, or of the YAML file at a path."""
-    if recipe.endswith((".yaml", ".yml")):
-        path, name = Path(recipe), Path(recipe).stem
-    else:
-        path, name = _recipes() / f"{recipe}.yaml", recipe
-        if recipe not in known_recipes():
-            known = known_recipes()
-            raise ValueError(f"recipe={recipe} is unknown; known: {', '.join(known)}.{nearest(recipe, known)}")
-    try:
-        loaded = OmegaConf.create(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"recipe={recipe} cannot be read: {error.strerror}") from error
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ValueError(f"recipe={recipe} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not OmegaConf.is_dict(loaded):
-        raise ValueError(f"recipe={recipe} must hold sections of key: value")
-    return name, dict(_flatten(OmegaConf.to_container(loaded)))
-
-
-def _recipes() -> Path:
-    try:
-        return Path(str(resources.files("locret_recipes")))
-    except ModuleNotFoundError:  # not installed: run from a checkout
-        return Path(__file__).resolve().parents[2] / "recipes"
-
-
-def _split(argv: list[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or not key:
-            raise ValueError(f"argument {argument!r} must be key=value, such as optim.lr=1e-4")
-        if key in given:
-            raise ValueError(f"{key} is given twice: {key}={given[key]} and {argument}")
-        given[key] = text
-    return given
-
-
-def _parse(key: str, text: str, expected: Any) -> Any:
-    """A string field takes the text as it is (a revision such as 12e4 is no number); others are YAML."""
-    if expected is str or (_is_optional(expected) and str in get_args(expected)):
-        return None if text == "null" and _is_optional(expected) else text
-    try:
-        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[call-overload,index]
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{key}={text} is not a valid value: {_first_line(error)}") from error
-
-
-def _assign(config: Any, schema: dict[str, Any], key: str, value: Any, where: str = "") -> None:
-    if key not in schema:
-        inside = [leaf for leaf in schema if leaf.startswith(f"{key}.")]
-        if inside:
-            raise ValueError(f"{key}{where} is a section; its fields: {', '.join(inside)}")
-        raise ValueError(f"unknown key {key!r}{where}.{_suggest(key, list(schema))}")
-    if key == "recipe":
-        raise ValueError(f"recipe{where} must not be set there: it is the recipe's own name")
-    problem = ValueError(f"{key}={value}{where} must be {_type_name(schema[key])}")
-    if isinstance(value, bool):  # no field is one, and OmegaConf would take true for the number 1
-        raise problem
-    try:
-        OmegaConf.update(config, key, value)
-    except OmegaConfBaseException as error:
-        raise problem from error
-
-
-def _suggest(key: str, known: list[str]) -> str:
-    """The nearest key: one of the same name elsewhere, else one of its section, else any; or the section's fields."""
-    section, _, name = key.rpartition(".")
-    same_name = [leaf for leaf in known if leaf.endswith(f".{name}")]
-    inside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
-    if inside and not same_name and not nearest(name, [leaf.rpartition(".")[2] for leaf in inside]):
-        return f" Fields of {section}: {', '.join(inside)}."
-    return nearest(same_name[0] if same_name else key, inside or known)
-
-
-def _leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``(dotted key, type)`` of every field that is not a section."""
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        if is_dataclass(hints[item.name]):
-            yield from _leaves(hints[item.name], f"{prefix}{item.name}.")
-        else:
-            yield prefix + item.name, hints[item.name]
-
-
-def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _get(config: Any, key: str) -> Any:
     for name in key.split("."):
         config = getattr(config, name)
     return config
-
-
-def _is_optional(expected: Any) -> bool:
-    return type(None) in get_args(expected)
-
-
-def _type_name(expected: Any) -> str:
-    names = {int: "an integer", float: "a number", str: "a string"}
-    if _is_optional(expected):
-        return f"{_type_name(get_args(expected)[0])} or null"
-    if expected in names:
-        return names[expected]
-    return "a list of " + {float: "numbers, such as [1,2]", str: "strings, such as [a,b]"}[get_args(expected)[0]]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 Bound = tuple[Callable[[Any], bool], str]
@@ -420,6 +288,9 @@ _BOUNDS: dict[str, Bound] = {
     "trainer.val_every": _at_least(1),
     "trainer.save_every": _at_least(1),
     "trainer.keep_best": _at_least(0),
+    "pool.slots": _at_least(1),
+    "pool.kernel": (lambda x: x >= 1 and x % 2 == 1, "odd and at least 1"),
+    "pool.gate": (lambda x: 0 < x < 1, "above 0 and below 1"),
     "infer.budget": _at_least(1),
     "infer.chunk": _at_least(1),
     "infer.stabilizers": _at_least(0),
@@ -429,6 +300,7 @@ _BOUNDS: dict[str, Bound] = {
 }
 
 _CHOICES = {
+    "trains": ("heads", "pool"),
     "backbone.dtype": ("auto", "float32", "bfloat16", "float16"),
     "heads.dtype_saved": ("bfloat16", "float32"),
     "target.kind": ("logit", "log_prob"),

@@ -1,31 +1,71 @@
-"""``locret-train recipe=NAME key=value ...``: train retaining heads on a frozen backbone."""
+"""``locret-train recipe=NAME key=value ...``: train retaining heads, or a pool, on a frozen backbone."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+from .command import command
 
 
+@command("locret-train", stopped="")  # the run has said how it goes on
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0, 1 after an error said in one line, 130 after Ctrl-C."""
-    from .config import USAGE, load_config
+    """Train, and print where the result is and how to use it."""
+    from .recipes import USAGE, load_config
 
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 1
-    try:
-        cfg = load_config(argv)
-        from ..training.fit import fit
+    cfg = load_config(argv)
+    import torch
 
-        heads = fit(cfg, argv)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"locret-train: {str(error).strip().splitlines()[0]}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if heads is not None:
-        print(f"heads: {heads}\ntry:   locret-infer --ckpt {heads} --question 'What is ...?' < long.txt")
+    from ..training.fit import fit
+
+    try:
+        folder = fit(cfg, argv)
+    except torch.OutOfMemoryError as error:
+        raise OSError(out_of_memory(str(error), cfg)) from error
+    if folder is not None:
+        flags = pool_flags(cfg, folder) if cfg.trains == "pool" else f"--ckpt {folder}"
+        print(f"{cfg.trains}: {folder}\ntry:   locret-infer {flags} --question 'What is ...?' < long.txt")
     return 0
+
+
+def out_of_memory(said: str, cfg: Any) -> str:
+    """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
+    speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
+    from ..backbones.load import pick_device, pick_dtype
+    from ..runtime.fit import largest_sample
+    from ..runtime.memory import allocator_figures
+    from ..runtime.plan import Backbone, TrainSetting, plan_training
+    from ..runtime.sizes import show
+    from .plan import resolve
+
+    figures = allocator_figures(said)
+    one_device = cfg.trainer.strategy in ("auto", "ddp") and cfg.backbone.device_map is None
+    if figures is None or cfg.trains != "heads" or not one_device:
+        return said.splitlines()[0]
+    asked, free, held = figures
+    dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
+    tokens, room = cfg.data.max_tokens, held + free
+    setting = TrainSetting(tokens, min(TrainSetting.answer, tokens - 1), cfg.data.batch, dtype, cfg.heads.d_hidden)
+    backbone = Backbone.of(resolve(cfg.backbone.model)[0])
+    if (expected := plan_training(backbone, setting).peak) <= room:  # the plan was too low by as much as was asked
+        room = expected - asked
+    longest = largest_sample(backbone, setting, room, most=tokens)
+    advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
+    return (
+        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run, with "
+        f"data.max_tokens={tokens} and data.batch={cfg.data.batch}. By the plan {advice}; resume=auto goes on"
+    )
+
+
+def pool_flags(cfg: Any, folder: Any) -> str:
+    """How a pool is used as it was trained."""
+    heads = f"--ckpt {cfg.pool.heads} " if cfg.pool.heads else ""
+    sizes = f"--budget {cfg.infer.budget} --chunk {cfg.infer.chunk}"
+    return f"{heads}--model {cfg.backbone.model} {sizes} --policy '{cfg.pool.policy} merge=lococo({folder})'"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Named policies and the grammar: ``locret``, ``streaming(sinks=8)``, ``score=cis scope=stabilizers+sinks(4)``."""
+"""Named policies and the grammar: ``locret``, ``streaming(sinks=8)``, ``score=cis scope=stabilizers+sinks(4)``, and
+``h2o merge=nearest``, a named policy with some of its parts changed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..naming import nearest
 from .allocation import Adaptive, Pyramid, PyramidAdaptive, Uniform
 from .base import Policy
 from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
-from .merging import Nearest
+from .merging import Lococo, Nearest
 from .scopes import Deviation, Proxies, Sinks, Stabilizers, Window
 from .scores import Aas, Aqas, Cis, Entropy, Ltas, Mas, ProxyAttention, Random, Recency, WindowAttention
 from .selection import Representatives, Sampled, TopK
@@ -27,7 +28,7 @@ SCOPES: dict[str, type] = {
 }  # fmt: skip
 ALLOCATIONS: dict[str, type] = {"adaptive": Adaptive, "pyramid": Pyramid, "uniform": Uniform}
 SELECTIONS: dict[str, type] = {"representatives": Representatives, "sampled": Sampled, "top-k": TopK}
-MERGES: dict[str, type] = {"nearest": Nearest}
+MERGES: dict[str, type] = {"lococo": Lococo, "nearest": Nearest}
 PARTS = ("score", "scope", "allocation", "selection", "merge")
 
 
@@ -183,35 +184,47 @@ _CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 
 
 def parse_policy(text: str) -> Policy:
-    """A named policy (``roco``, ``streaming(sinks=8)``) or a composition of parts, separated by blanks.
+    """A named policy (``roco``, ``streaming(sinks=8)``), a composition of parts, separated by blanks, or a named policy and
+    the parts in which it is changed.
 
     Raises:
         ValueError: unknown name, part or parameter; the message says what there is and suggests the nearest.
     """
     text = text.strip()
-    if "=" not in text.split("(")[0]:
+    items = split_outside(text, " ")
+    parts = [item for item in items if "=" in item.split("(")[0]]
+    if not parts:
         return replace(_call(text, "policy", NAMED), name=text)
-    parts = {"scope": "", "allocation": "uniform", "selection": "top-k"}
-    for item in _split(text, " "):
+    if parts[0] == items[0]:
+        return _changed(Policy(text, None, (), TopK(), Uniform()), items)
+    base = _call(items[0], "policy", NAMED)
+    if base.keeps_everything:
+        raise ValueError(f"policy={text!r}: {items[0]} evicts nothing, so no part of it can be changed")
+    return _changed(replace(base, name=text), items[1:])
+
+
+def _changed(base: Policy, items: list[str]) -> Policy:
+    """The policy with the parts that ``items`` name in the place of its own."""
+    given: dict[str, str] = {}
+    for item in items:
         key, eq, value = item.partition("=")
         if not eq or key not in PARTS:
             raise ValueError(f"policy part {item!r} is unknown.{nearest(key, PARTS)} Parts: {', '.join(PARTS)}.")
-        parts[key] = value
-    if "score" not in parts:
-        raise ValueError(f"policy={text!r} names no score; known: {', '.join(SCORES)}")
-    return Policy(
-        text,
-        _call(parts["score"], "score", SCORES),
-        tuple(_call(scope, "scope", SCOPES) for scope in _split(parts["scope"], "+")),
-        _call(parts["selection"], "selection", SELECTIONS),
-        _allocation(parts["allocation"]),
-        merge=_call(parts["merge"], "merge", MERGES) if "merge" in parts else None,
-    )
+        given[key] = value
+    if base.score is None and "score" not in given:
+        raise ValueError(f"policy={base.name!r} names no score; known: {', '.join(SCORES)}")
+    tables = {"score": SCORES, "selection": SELECTIONS, "merge": MERGES}
+    made = {part: _call(given[part], part, table) for part, table in tables.items() if part in given}
+    if "scope" in given:
+        made["scopes"] = tuple(_call(scope, "scope", SCOPES) for scope in split_outside(given["scope"], "+"))
+    if "allocation" in given:
+        made["allocation"] = _allocation(given["allocation"])
+    return replace(base, **made)
 
 
 def _allocation(text: str) -> Any:
     """One allocation, or a pyramid over layers and an adaptive one over heads joined by ``+``."""
-    made = [_call(item, "allocation", ALLOCATIONS) for item in _split(text, "+")]
+    made = [_call(item, "allocation", ALLOCATIONS) for item in split_outside(text, "+")]
     if len(made) == 1:
         return made[0]
     by_type = {type(part): part for part in made}
@@ -220,10 +233,10 @@ def _allocation(text: str) -> Any:
     return PyramidAdaptive(by_type[Pyramid], by_type[Adaptive])
 
 
-def _split(text: str, mark: str) -> list[str]:
+def split_outside(text: str, mark: str) -> list[str]:
     """The pieces between marks that stand outside of parentheses; empty ones are left out.
 
-    >>> _split("sinks(n=4)+window(0.5)", "+")
+    >>> split_outside("sinks(n=4)+window(0.5)", "+")
     ['sinks(n=4)', 'window(0.5)']
     """
     pieces, depth = [""], 0
@@ -246,7 +259,7 @@ def _call(text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Any:
         raise ValueError(f"{what}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(sorted(known))}.")
     allowed = inspect.signature(known[name]).parameters
     given: dict[str, Any] = {}
-    for i, item in enumerate(_split(inside or "", ",")):
+    for i, item in enumerate(split_outside(inside or "", ",")):
         key, eq, value = item.partition("=")
         if not eq or "(" in key:
             if i >= len(allowed):
@@ -257,6 +270,8 @@ def _call(text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Any:
             there = ", ".join(allowed) or "none"
             raise ValueError(f"{what}={name}: parameter {key!r} is unknown.{nearest(key, allowed)} There are: {there}.")
         given[key] = _value(value.strip(), allowed[key].annotation, f"{what}={name}: {key}")
+    if missing := [key for key, p in allowed.items() if p.default is p.empty and key not in given]:
+        raise ValueError(f"{what}={name}: parameter {missing[0]!r} is missing: {name}({missing[0]}=...)")
     return known[name](**given)
 
 
@@ -290,19 +305,22 @@ def spell(part: Any) -> str:
     return names[type(part)] + (f"({inside})" if inside else "")
 
 
+def parts_of(policy: Policy) -> dict[str, str]:
+    """The policy's parts in the grammar, in its order; those that it has not are left out."""
+    found = {
+        "score": spell(policy.score), "scope": "+".join(spell(scope) for scope in policy.scopes),
+        "allocation": spell(policy.allocation or Uniform()), "selection": spell(policy.selection),
+        "merge": spell(policy.merge) if policy.merge is not None else "",
+    }  # fmt: skip
+    return {part: text for part, text in found.items() if text}
+
+
 def describe_policies() -> list[str]:
     """One line a named policy: name, its parts in the grammar, its parameters with their defaults, its source."""
     lines = []
     for name, make in NAMED.items():
         policy = make()
         parameters = ", ".join(f"{p.name}={p.default}" for p in inspect.signature(make).parameters.values()) or "-"
-        parts = {"score": spell(policy.score)}
-        if policy.scopes:
-            parts["scope"] = "+".join(spell(scope) for scope in policy.scopes)
-        parts["allocation"] = spell(policy.allocation or Uniform())
-        parts["selection"] = spell(policy.selection)
-        if policy.merge is not None:
-            parts["merge"] = spell(policy.merge)
-        composed = "-" if policy.keeps_everything else " ".join(f"{key}={value}" for key, value in parts.items())
+        composed = "-" if policy.keeps_everything else " ".join(f"{k}={v}" for k, v in parts_of(policy).items())
         lines.append(f"{name:<14} {composed}  parameters: {parameters}  {policy.source}".rstrip())
     return lines

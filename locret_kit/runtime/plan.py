@@ -170,7 +170,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
         spare = 0.0 if policy.keeps_everything else SPARE
         stored = sum(quantised_bytes(spec.head_dim, item, rows, setting.kv_bits, spare) for rows in capacities)
         scratch = row * max(capacities, default=0)
-    absorbed = 0 if policy.merge is None else 4
+    absorbed = 4 if policy.merge is not None and policy.merge.remembers else 0
     full = stored + scratch + (numbers + statistics + absorbed) * sum(capacities)
     return H * (full + (row + numbers) * windowed) + queries * len(capacities)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 import signal
@@ -15,18 +16,15 @@ import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from ..checkpoint import save_heads
-from ..heads import RetainingHeads
 
 
-def gather_heads(trainer: L.Trainer) -> RetainingHeads | None:
-    """The heads as one process has them, on the CPU; None in every process but the first. All processes must call it."""
+def gather(trainer: L.Trainer) -> Any:
+    """What is trained as one process has it, on the CPU; None in every process but the first. All processes must call it."""
     state = trainer.strategy.lightning_module_state_dict()
     if not trainer.is_global_zero:
         return None
     module: Any = trainer.lightning_module
-    heads = RetainingHeads(module.heads.config)
-    heads.load_state_dict({name.removeprefix("heads."): weight.cpu() for name, weight in state.items()})
-    return heads
+    return module.rebuilt({name: weight.cpu() for name, weight in state.items()})
 
 
 class Bar(TQDMProgressBar):
@@ -42,6 +40,19 @@ class Bar(TQDMProgressBar):
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+
+
+class SeedSteps(Callback):
+    """What a step draws at random is a function of the run's seed and the step's number, as its samples are: a run that
+    goes on draws what the uninterrupted one drew, and no generator's state has to be saved."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
+        drawn = random.Random(f"{self.seed}:{trainer.global_step}").getrandbits(63)
+        random.seed(drawn)
+        torch.manual_seed(drawn)
 
 
 class SaveEvery(Callback):
@@ -72,16 +83,16 @@ class SaveEvery(Callback):
                     older.unlink()
 
 
-class LastHeads(Callback):
-    """The trained heads, gathered while they are still where they were trained."""
+class Last(Callback):
+    """What was trained, gathered while it is still where it was trained."""
 
     def __init__(self) -> None:
         self.gathered = False
-        self.heads: RetainingHeads | None = None
+        self.trained: Any = None
         """In the first process only."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.gathered, self.heads = True, gather_heads(trainer)
+        self.gathered, self.trained = True, gather(trainer)
 
 
 class StopWhole(Callback):
@@ -143,7 +154,7 @@ class KeepBest(Callback):
         mine = (f"{recall:.4f}", trainer.global_step)
         best = sorted({*self._kept(), mine}, key=lambda entry: (float(entry[0]), entry[1]))[-self.keep :]
         if mine in trainer.strategy.broadcast(best):
-            heads = gather_heads(trainer)
+            heads = gather(trainer)
             if heads is not None:
                 save_heads(heads, self.folder / f"recall={mine[0]}-step={mine[1]}", self.dtype)
         if trainer.is_global_zero:

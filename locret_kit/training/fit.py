@@ -1,4 +1,4 @@
-"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, exported heads."""
+"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, what is exported."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from ..backbones.load import load_backbone, pick_device, pick_dtype
-from ..checkpoint import save_heads, write_beside
-from .callbacks import Bar, KeepBest, LastHeads, SaveEvery, StopWhole, gather_heads
+from ..checkpoint import write_beside
+from .base import FrozenTraining
+from .callbacks import Bar, Last, SaveEvery, SeedSteps, StopWhole, gather
 from .curves import write_curves
 from .data import SampleModule
 from .module import HeadTraining
+from .pool import PoolTraining
 from .strategy import make_strategy
+
+TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}
+"""By ``trains``, the configuration's key."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -44,7 +49,7 @@ def newest_state(out: Path) -> Path | None:
 
 
 def fit(cfg: Any, argv: list[str]) -> Path | None:
-    """Train, and return the folder of the exported heads (``out/heads``); None in every process but the first."""
+    """Train, and return the folder of what was exported (``out/heads`` or ``out/pool``); None in every process but the first."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
@@ -52,11 +57,10 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
     if resume is not None and not resume.exists():
         raise FileNotFoundError(f"resume={cfg.resume!r}: no such file")
     backbone, tokenizer = _backbone(cfg, device=None if strategy == "auto" else "cpu")
-    module = HeadTraining(backbone, cfg)
+    module = TRAININGS[cfg.trains](backbone, cfg)
     data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
-    state, last = out / "state", LastHeads()
+    state, last = out / "state", Last()
     again = " ".join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
-    dtype = torch.bfloat16 if cfg.heads.dtype_saved == "bfloat16" else torch.float32
     trainer = L.Trainer(
         accelerator=cfg.trainer.accelerator,
         devices=cfg.trainer.devices,
@@ -74,7 +78,7 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
         plugins=[AtomicCheckpointIO()],
         callbacks=[
             Bar(cfg.optim.steps),
-            KeepBest(out / "best", cfg.trainer.keep_best, dtype),
+            SeedSteps(cfg.seed),
             SaveEvery(state, cfg.trainer.save_every),
             StopWhole(state / "interrupted.ckpt", again),
             last,
@@ -91,20 +95,14 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
         if trainer.interrupted:
             raise KeyboardInterrupt from stop
         raise
-    heads = last.heads if last.gathered else gather_heads(trainer)  # not gathered: the run had ended before
-    if heads is None:
+    trained = last.trained if last.gathered else gather(trainer)  # not gathered: the run had ended before
+    if trained is None:
         return None
-    export(heads, cfg, out, dtype)
-    return out / "heads"
-
-
-def export(heads: Any, cfg: Any, out: Path, dtype: torch.dtype) -> None:
-    """``out/heads`` (with the run's configuration and curves, as ``locret-publish`` takes them) and ``out/heads.pt``."""
-    save_heads(heads, out / "heads", dtype)
-    save_heads(heads, out / "heads.pt", dtype)
+    folder = module.export(trained, out)
     settings = json.dumps(asdict(cfg), indent=2) + "\n"
-    write_beside(out / "heads" / "training.json", lambda path: path.write_text(settings))
-    write_curves(out, out / "heads" / "curves.csv")
+    write_beside(folder / "training.json", lambda path: path.write_text(settings))
+    write_curves(out, folder / "curves.csv")
+    return folder
 
 
 def _backbone(cfg: Any, device: str | None) -> tuple[Any, Any]:

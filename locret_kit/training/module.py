@@ -1,38 +1,39 @@
-"""The LightningModule: optimiser, schedule and logging around one observed forward a step."""
+"""Retaining heads in training: one observed forward a step, its figures on the board."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
-from ..backbones.intercept import attach
+from ..checkpoint import save_heads
 from ..heads import HeadsConfig, RetainingHeads
 from ..samples.chat import Sample
-from .board import cis_image, flat, marked_text, most_kept, peak_mib
+from .base import FrozenTraining, inference_settings
+from .board import cis_image, marked_text, most_kept, peak_mib
+from .callbacks import KeepBest
 from .data import Step
 from .observer import Observer, PaddedBatch
-from .strategy import finish_gradients, shard
-
-INFERENCE = ("budget", "chunk", "stabilizers", "local_len", "positions")
+from .strategy import shard
 
 
-class HeadTraining(L.LightningModule):
+class HeadTraining(FrozenTraining):
     """Trains retaining heads on a frozen backbone.
 
-    The backbone is not a submodule: it is in no checkpoint and sees no optimiser. Each layer's loss is back-propagated
-    inside the forward, as its q, k and v appear. Scalars are logged here, at the number of the optimiser step that they
-    belong to, as means over the samples of that step in all processes.
+    Each layer's loss is back-propagated inside the forward, as its q, k and v appear. Scalars are means over the samples of
+    a step in all processes.
     """
 
+    watched = "val/recall"
+
     def __init__(self, backbone: Any, cfg: Any) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+        super().__init__(backbone, cfg)
         config = text_config(backbone)
         require_adapter(config)
         self.spec = spec_of(config)
@@ -47,52 +48,35 @@ class HeadTraining(L.LightningModule):
                 cfg.heads.d_hidden,
                 target=cfg.target.kind,
                 adapter=cfg.backbone.adapter,
-                inference={name: getattr(cfg.infer, name) for name in INFERENCE},
+                inference=inference_settings(cfg),
             )
         )
-        self.cfg = cfg
-        self._backbone = [backbone]
-        self._validation: list[Tensor] = []
-        self.validated: dict[str, float] = {}
-        """Means of the last validation, by tag."""
 
     @property
-    def backbone(self) -> Any:
-        return self._backbone[0]
+    def saved_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.cfg.heads.dtype_saved == "bfloat16" else torch.float32
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [KeepBest(Path(self.cfg.out) / "best", self.cfg.trainer.keep_best, self.saved_dtype)]
+
+    def rebuilt(self, state: dict[str, Tensor]) -> RetainingHeads:
+        heads = RetainingHeads(self.heads.config)
+        heads.load_state_dict({name.removeprefix("heads."): weight for name, weight in state.items()})
+        return heads
+
+    def export(self, trained: Any, out: Path) -> Path:
+        """``out/heads``, as ``locret-publish`` takes it, and ``out/heads.pt``."""
+        for target in (out / "heads", out / "heads.pt"):
+            save_heads(trained, target, self.saved_dtype)
+        return out / "heads"
+
+    def used(self) -> nn.Module:
+        return decoder_of(self.backbone)  # the language model's head is not used
 
     def configure_model(self) -> None:
         if self.cfg.trainer.strategy == "fsdp":
             assert self.device_mesh is not None
             shard(self.heads, self.backbone, self.device_mesh["data_parallel"])
-
-    def on_fit_start(self) -> None:
-        if not hasattr(self.backbone, "hf_device_map"):
-            decoder_of(self.backbone).to(self.device)  # the language model's head is not used
-        self._attachment = attach(self.backbone)
-        if self.trainer.is_global_zero:
-            from torch.utils.tensorboard.summary import hparams
-
-            for summary in hparams(flat(self.cfg), {"val/recall": 0.0}):
-                self.logger.experiment.file_writer.add_summary(summary)  # type: ignore[union-attr]
-
-    def teardown(self, stage: str) -> None:
-        if hasattr(self, "_attachment"):
-            self._attachment.detach()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Scalars of the steps that a checkpoint holds must not be lost after it."""
-        if self.trainer.is_global_zero:
-            self.logger.experiment.flush()  # type: ignore[union-attr]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lightning places validations by its count of items, which are steps here: set it to the steps that are done."""
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for scope in ("total", "current"):
-            progress[scope] = dict.fromkeys(progress[scope], checkpoint["global_step"])
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Samples are integers; ``observe`` makes the tensor where it is needed."""
-        return batch
 
     def observe(
         self,
@@ -132,18 +116,6 @@ class HeadTraining(L.LightningModule):
         rate = self._update()
         self._log_step(torch.stack(seen), rate, time.perf_counter() - began)
 
-    def _update(self) -> float:
-        """One optimiser step with the gradients of every process; the learning rate it was made with."""
-        optimiser: Any = self.optimizers()
-        schedule: Any = self.lr_schedulers()
-        rate = schedule.get_last_lr()[0]
-        finish_gradients(self.trainer.strategy, list(self.heads.parameters()), self.cfg.optim.clip_value)
-        optimiser.step()
-        optimiser.zero_grad()
-        schedule.step()
-        self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
-        return rate
-
     def _log_step(self, seen: Tensor, rate: float, seconds: float) -> None:
         """``seen [samples, 4]``: regression, smoothing, recall and tokens of this process's samples."""
         means = self.trainer.strategy.reduce(seen.mean(0), reduce_op="mean").tolist()  # type: ignore[union-attr]
@@ -161,9 +133,6 @@ class HeadTraining(L.LightningModule):
             self.log(name, scalars[name], prog_bar=True, logger=False)
         if self.global_step % self.cfg.trainer.log_every == 0:
             self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
-
-    def on_validation_epoch_start(self) -> None:
-        self._validation, self.validated = [], {}
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample, so nothing is to be exchanged; the first one is the fixed prompt."""
@@ -192,16 +161,3 @@ class HeadTraining(L.LightningModule):
         kept = most_kept(predicted_RS).tolist()
         writer.add_image("val/predicted above target", cis_image(predicted_RS, target_RS), self.global_step)
         writer.add_text("val/kept tenth", marked_text(tokens, kept), self.global_step)
-
-    def configure_optimizers(self) -> Any:
-        optim = self.cfg.optim
-        adamw = torch.optim.AdamW(
-            self.heads.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay
-        )
-
-        def factor(step: int) -> float:
-            if step < optim.warmup_steps:
-                return (step + 1) / (optim.warmup_steps + 1)
-            return max(0.0, (optim.steps - step) / max(1, optim.steps - optim.warmup_steps))
-
-        return {"optimizer": adamw, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(adamw, factor)}

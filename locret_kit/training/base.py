@@ -1,0 +1,118 @@
+"""What every training on a frozen backbone shares: the optimiser, its schedule, and resuming from a state file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from ..backbones.intercept import attach
+from .board import flat
+from .strategy import finish_gradients
+
+INFERENCE = ("budget", "chunk", "stabilizers", "local_len", "positions")
+
+
+def inference_settings(cfg: Any) -> dict[str, Any]:
+    """The settings that a checkpoint brings to inference."""
+    return {name: getattr(cfg.infer, name) for name in INFERENCE}
+
+
+class FrozenTraining(L.LightningModule):
+    """Trains a module beside a frozen backbone.
+
+    The backbone is not a submodule: it is in no checkpoint and sees no optimiser. Scalars are logged at the number of the
+    optimiser step that they belong to.
+    """
+
+    watched = ""
+    """The figure of a validation that the board compares runs by."""
+
+    def __init__(self, backbone: Any, cfg: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.cfg = cfg
+        self._backbone = [backbone]
+        self._validation: list[Tensor] = []
+        self.validated: dict[str, float] = {}
+        """Means of the last validation, by tag."""
+
+    @property
+    def backbone(self) -> Any:
+        return self._backbone[0]
+
+    # ---- what a training says of its module ------------------------------------------------------------------------------
+
+    def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
+        """The trained module on the CPU, from this module's gathered state."""
+        raise NotImplementedError
+
+    def export(self, trained: Any, out: Path) -> Path:
+        """Write what is ready for inference, and return its folder."""
+        raise NotImplementedError
+
+    def used(self) -> nn.Module:
+        """The part of the backbone that a step runs."""
+        raise NotImplementedError
+
+    # ---- hooks of Lightning ----------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        if not hasattr(self.backbone, "hf_device_map"):
+            self.used().to(self.device)
+        self._attachment = attach(self.backbone)
+        if self.trainer.is_global_zero:
+            from torch.utils.tensorboard.summary import hparams
+
+            for summary in hparams(flat(self.cfg), {self.watched: 0.0}):
+                self.logger.experiment.file_writer.add_summary(summary)  # type: ignore[union-attr]
+
+    def teardown(self, stage: str) -> None:
+        if hasattr(self, "_attachment"):
+            self._attachment.detach()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Scalars of the steps that a checkpoint holds must not be lost after it."""
+        if self.trainer.is_global_zero:
+            self.logger.experiment.flush()  # type: ignore[union-attr]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lightning places validations by its count of items, which are steps here: set it to the steps that are done."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for scope in ("total", "current"):
+            progress[scope] = dict.fromkeys(progress[scope], checkpoint["global_step"])
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Samples are integers; a step makes the tensor where it is needed."""
+        return batch
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation, self.validated = [], {}
+
+    def _update(self) -> float:
+        """One optimiser step with the gradients of every process; the learning rate it was made with."""
+        optimiser: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
+        rate = schedule.get_last_lr()[0]
+        finish_gradients(self.trainer.strategy, list(self.parameters()), self.cfg.optim.clip_value)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
+        return rate
+
+    def configure_optimizers(self) -> Any:
+        optim = self.cfg.optim
+        adamw = torch.optim.AdamW(
+            self.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay
+        )
+
+        def factor(step: int) -> float:
+            if step < optim.warmup_steps:
+                return (step + 1) / (optim.warmup_steps + 1)
+            return max(0.0, (optim.steps - step) / max(1, optim.steps - optim.warmup_steps))
+
+        return {"optimizer": adamw, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(adamw, factor)}

@@ -1,0 +1,224 @@
+"""LoCoCo's pool in training: texts are read in chunks through the bounded cache, and next-token cross-entropy is minimised.
+
+The backbone is frozen: gradients flow through it, and end in the convolutions. Back-propagation is truncated as in the
+published code: a chunk's loss reaches the folds of the eviction before it, whose inputs are constants, and what is folded
+again is a constant too. So no more than one chunk's graph is ever held.
+Source: LoCoCo, arXiv 2406.05317; its 200 steps and kernel of 21: Locret, appendix C.2. There layer norms were trained as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..backbones.families import BackboneSpec, require_adapter, spec_of, text_config
+from ..backbones.rope import rotate
+from ..cache.attention import attend_rows
+from ..cache.bounded import BoundedCache
+from ..heads import RetainingHeads
+from ..policies.base import Policy, Slots
+from ..policies.merging import Folded, fold_convolved, pool_slots
+from ..policies.registry import parse_policy
+from ..pool import ConvPool, PoolConfig, save_pool
+from ..samples.chat import Sample
+from .base import FrozenTraining, inference_settings
+from .board import peak_mib
+from .data import Step
+
+
+class LearningMerge:
+    """Folds like ``Lococo``, by a pool in training, and keeps the graph of each layer's last folds."""
+
+    remembers = False
+
+    def __init__(self, pool: ConvPool) -> None:
+        self.pool = pool
+        self.folds: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
+        """A layer's heads in order: rows after the eviction ``[R]``, keys before RoPE and values ``[R, D]``."""
+        self.grad = False
+
+    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
+        self.pool.check_backbone(spec)
+
+    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+        return pool_slots(policy, slots, scores_BHS, stay_BHS, self.pool.config.slots)
+
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+        with torch.set_grad_enabled(self.grad):
+            new = fold_convolved(self.pool[layer], keys_SD, values_SD, told_S, stay_S)
+        row_S = stay_S.cumsum(0) - 1
+        self.folds[layer].append((row_S[new.slots_R], new.keys_RD, new.values_RD))
+        return new
+
+
+class LearningCache(BoundedCache):
+    """A bounded cache whose attention is differentiable with respect to the pool. It is fed piece by piece (``Schedule.piece``);
+    every layer is full attention, heads hold as many rows, and keys are placed by rank."""
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        rows, merger, T = self.bounded[layer], self.policy.merge, q_BQTD.shape[2]
+        folds = merger.folds.pop(layer, [])
+        keys = torch.cat((_with(rows.slots("keys"), [(at, k) for at, k, _ in folds]), k_BHTD), 2)
+        values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)
+        merger.grad = torch.is_grad_enabled()
+        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)  # without a graph: statistics, rows and evictions
+        assert self.ropes is not None
+        cos, sin = self.table(self.ropes[layer], 0, keys.shape[2], keys)
+        return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, scaling)
+
+
+def _with(rows_BHSD: Tensor, folds: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """A copy of the rows in which each head's folds stand in their place; heads in order, batch first."""
+    rows_NSD = rows_BHSD.flatten(0, 1).clone()
+    if folds:
+        head = torch.cat([at.new_full(at.shape, n) for n, (at, _) in enumerate(folds)])
+        place, new = (torch.cat(parts) for parts in zip(*folds, strict=True))
+        rows_NSD = rows_NSD.index_put((head, place), new.to(rows_NSD.dtype))
+    return rows_NSD.view(rows_BHSD.shape)
+
+
+class PoolTraining(FrozenTraining):
+    """Trains the convolutions of a pool; the policy that chooses what stays is ``pool.policy``, as it is.
+
+    Raises:
+        ValueError: a backbone, policy, strategy or setting with which no pool can be trained.
+    """
+
+    watched = "val/loss"
+
+    def __init__(self, backbone: Any, cfg: Any) -> None:
+        super().__init__(backbone, cfg)
+        config = text_config(backbone)
+        require_adapter(config)
+        spec = spec_of(config)
+        self.policy = parse_policy(cfg.pool.policy)
+        self._heads = [heads_for(self.policy, cfg.pool.heads, spec)]
+        refuse(cfg, spec, self.policy)
+        described = PoolConfig.for_backbone(
+            spec, cfg.backbone.model, cfg.pool.slots, kernel=cfg.pool.kernel, policy=cfg.pool.policy,
+            inference=inference_settings(cfg),
+        )  # fmt: skip
+        self.pool = ConvPool(described, cfg.pool.gate)
+
+    def rebuilt(self, state: dict[str, Tensor]) -> ConvPool:
+        pool = ConvPool(self.pool.config)
+        pool.load_state_dict({name.removeprefix("pool."): weight for name, weight in state.items()})
+        return pool
+
+    def export(self, trained: Any, out: Path) -> Path:
+        save_pool(trained, out / "pool")
+        return out / "pool"
+
+    def used(self) -> nn.Module:
+        return self.backbone
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self._heads[0] is not None:
+            self._heads[0].to(self.device, self.backbone.dtype)
+
+    # ---- reading a text --------------------------------------------------------------------------------------------------
+
+    def new_cache(self, merges: bool = True) -> BoundedCache:
+        """An empty cache; without merges, what the policy alone makes of the same budget."""
+        make = LearningCache if merges else BoundedCache
+        policy = replace(self.policy, merge=LearningMerge(self.pool) if merges else None)
+        return make(policy=policy, heads=self._heads[0], **inference_settings(self.cfg))
+
+    def read(
+        self, ids: Sequence[int], cache: BoundedCache, backward: Callable[[Tensor], None] | None = None
+    ) -> tuple[float, int]:
+        """Cross-entropy (nats, the sum) of what stands behind the first eviction, and of how many tokens it is. ``backward``
+        gets each chunk's part of the mean."""
+        s = cache.schedule
+        first, done, total = s.chunk * (s.budget // s.chunk + 1), 0, 0.0
+        counted = max(0, len(ids) - 1 - first)
+        text = torch.tensor([ids], device=self.device)
+        while counted and done < len(ids) - 1:
+            end = min(done + s.piece(done), len(ids) - 1)
+            out = self.backbone(
+                input_ids=text[:, done:end], past_key_values=cache, use_cache=True,
+                logits_to_keep=0 if done >= first else 1,
+            )  # fmt: skip
+            if done >= first:
+                logits = out.logits[0].to(torch.promote_types(out.logits.dtype, torch.float32))
+                loss = F.cross_entropy(logits, text[0, done + 1 : end + 1], reduction="sum")
+                total += float(loss.detach())
+                if backward is not None:
+                    backward(loss / counted)
+            done = end
+        return total, counted
+
+    def training_step(self, step: Step, index: int) -> None:
+        began, share = time.perf_counter(), 1.0 / self.cfg.optim.accumulate
+        read = []
+        for sample in (sample for batch in step for sample in batch):
+            total, counted = self.read(sample.ids, self.new_cache(), lambda loss: self.manual_backward(loss * share))
+            read.append((total, counted, len(sample.ids)))
+        rate = self._update()
+        self._log_step(torch.tensor(read, device=self.device), rate, time.perf_counter() - began)
+
+    def _log_step(self, read: Tensor, rate: float, seconds: float) -> None:
+        """``read [samples, 3]``: summed loss, its tokens, all tokens of this process's samples."""
+        total, counted, tokens = self.trainer.strategy.reduce(read.sum(0), reduce_op="sum").tolist()  # type: ignore[union-attr]
+        scalars = {
+            "loss": total / max(1, counted),
+            "train/lr": rate,
+            "train/gate": self.pool.mean_gate(),
+            "tok/s": tokens / seconds,
+            "memory/peak_MiB": peak_mib(self.device),
+        }
+        for name in ("loss", "tok/s"):
+            self.log(name, scalars[name], prog_bar=True, logger=False)
+        if self.global_step % self.cfg.trainer.log_every == 0:
+            self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
+
+    def validation_step(self, sample: Sample, index: int) -> None:
+        """Every process validates every sample; the policy without a pool reads it too, to compare with."""
+        both = [self.read(sample.ids, self.new_cache(merges)) for merges in (True, False)]
+        self._validation.append(torch.tensor(both))
+
+    def on_validation_epoch_end(self) -> None:
+        (loss, counted), (plain, _) = torch.stack(self._validation).sum(0).tolist()
+        self.validated = {"val/loss": loss / max(1, counted), "val/loss_without_pool": plain / max(1, counted)}
+        self.log("val/loss", self.validated["val/loss"], prog_bar=True, logger=False)
+        self.logger.log_metrics(self.validated, step=self.global_step)  # type: ignore[union-attr]
+
+
+def heads_for(policy: Policy, source: str | None, spec: BackboneSpec) -> RetainingHeads | None:
+    """The retaining heads that the policy scores with, if it does."""
+    if not policy.needs_heads:
+        return None
+    if source is None:
+        raise ValueError(f"pool.policy={policy.name} scores with retaining heads: name them with pool.heads")
+    heads = RetainingHeads.from_pretrained(source)
+    heads.check_backbone(spec)
+    return heads.requires_grad_(False)
+
+
+def refuse(cfg: Any, spec: BackboneSpec, policy: Policy) -> None:
+    """Raise ValueError where a pool cannot be trained."""
+    if any(window is not None for window in spec.windows):
+        raise ValueError(f"{cfg.backbone.model} has layers with a window: no pool can be trained on it")
+    if policy.keeps_everything or policy.ragged or policy.merge is not None:
+        raise ValueError(
+            f"pool.policy={policy.name} must evict, keep as many slots in every head, and merge nothing itself, such as h2o"
+        )
+    if cfg.infer.positions != "compact":
+        raise ValueError(f"infer.positions={cfg.infer.positions} must be compact where a pool is trained")
+    if cfg.trainer.strategy not in ("auto", "ddp"):
+        raise ValueError(f"trainer.strategy={cfg.trainer.strategy} must be auto or ddp where a pool is trained")
+    first = cfg.infer.chunk * (cfg.infer.budget // cfg.infer.chunk + 1)
+    if cfg.data.max_tokens <= first + 1:
+        raise ValueError(
+            f"data.max_tokens={cfg.data.max_tokens} must be above {first + 1}: infer.budget={cfg.infer.budget} and "
+            f"infer.chunk={cfg.infer.chunk} evict nothing before"
+        )

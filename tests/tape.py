@@ -1,0 +1,58 @@
+"""A CUDA graph as far as a CPU can play one: operators are recorded, then run again on the very same tensors.
+
+Numbers of the host are what they were at the recording, sizes and addresses too; only what is in tensors moves on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from locret_kit.cache.static import StaticDecoder
+
+
+class Tape(TorchDispatchMode):
+    """Records inside its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                    old.copy_(new)
+
+
+class TapedDecoder(StaticDecoder):
+    """Captures tapes on a CPU. A recording runs, which a capture does not: what it wrote is put back."""
+
+    def __init__(self, model, cache) -> None:
+        super().__init__(model, cache)
+        self.captures, self.replays, self.evictions_replayed = True, 0, 0
+
+    def _captured(self, before, after):
+        rows = [x for layer in self.cache.bounded for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+        state = [*rows, self.seen, self.length_L]
+        kept, tape = [x.clone() for x in state], Tape()
+        with tape:
+            logits = self._step(before, after)
+        for x, old in zip(state, kept, strict=True):
+            x.copy_(old)
+        logits.fill_(float("nan"))
+        return tape, logits
+
+    def _run(self, before, after):
+        self.replays += (before, after) in self.graphs
+        self.evictions_replayed += bool(before) and (before, after) in self.graphs
+        return super()._run(before, after)

@@ -1,0 +1,340 @@
+"""LoCoCo's pool: its fold and whole runs against Python loops in float64, its files and its place in the grammar."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from policy_runs import backbone, held, make, run, tokens
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from locret_kit import attach
+from locret_kit.backbones.families import spec_of
+from locret_kit.policies.merging import fold_convolved
+from locret_kit.policies.registry import parse_policy, spell
+from locret_kit.pool import ConvPool, PoolConfig, SlotConvolution, load_pool, save_pool
+from locret_kit.runtime.session import prefill
+
+MANY = settings(max_examples=60, deadline=None, derandomize=True)
+BASES = [
+    "h2o",
+    "locret",
+    "streaming",
+    "ada-snapkv(6,3)",
+    "kvcrush(base=h2o)",
+    "score=cis scope=stabilizers allocation=pyramid(3)",
+]
+
+
+# ---- the definition -----------------------------------------------------------------------------------------------------
+
+
+def mixed(conv: SlotConvolution, xs: list[np.ndarray], pool: list[int]) -> list[list[float]]:
+    """Weights of every merged slot over the slots ``xs``, by loops."""
+    kernel, bias = conv.conv.weight.detach().double().numpy(), conv.conv.bias.detach().double().numpy()
+    share, K = 1 / (1 + math.exp(-float(conv.gate))), kernel.shape[-1]
+    rows = []
+    for m, own in enumerate(pool):
+        logits = []
+        for i in range(len(xs)):
+            total = float(bias[m])
+            for j in range(K):
+                at = i + j - (K - 1) // 2
+                if 0 <= at < len(xs):
+                    total += sum(float(kernel[m, c, j]) * float(xs[at][c]) for c in range(kernel.shape[1]))
+            logits.append(max(0.0, total))
+        whole = sum(math.exp(a) for a in logits)
+        rows.append([(1 - share) * (i == own) + share * math.exp(a) / whole for i, a in enumerate(logits)])
+    return rows
+
+
+def folded(conv: SlotConvolution, keys, values, pool: list[bool], stay: list[bool]) -> dict[int, tuple]:
+    """Key and value of every slot of the pool after the fold."""
+    taking = [s for s in range(len(stay)) if pool[s] or not stay[s]]
+    if all(stay):
+        return {}
+    rows = mixed(
+        conv, [np.concatenate((keys[s], values[s])) for s in taking], [i for i, s in enumerate(taking) if pool[s]]
+    )
+    merged = [s for s in range(len(stay)) if pool[s]]
+    return {
+        s: tuple(sum(w * x[t] for w, t in zip(row, taking, strict=True)) for x in (keys, values))
+        for s, row in zip(merged, rows, strict=True)
+    }
+
+
+def convolution(
+    D: int, slots: int, kernel: int, seed: int = 0, gate: float = 0.5, scale: float = 3.0
+) -> SlotConvolution:
+    torch.manual_seed(seed)
+    made = SlotConvolution(PoolConfig("tiny", "llama", 1, 1, D, slots, kernel), gate).double().requires_grad_(False)
+    made.conv.weight.mul_(scale)
+    return made
+
+
+@st.composite
+def heads_of_slots(draw):
+    """Keys, values, what stays and the pool among it, of one head; and a convolution."""
+    S, D, kernel = draw(st.integers(1, 20)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 21]))
+    seed = draw(st.integers(0, 10_000))
+    rng = np.random.default_rng(seed)
+    keys, values = rng.standard_normal((2, S, D))
+    stay = rng.random(S) < draw(st.sampled_from([0.0, 0.4, 0.8, 1.0]))
+    slots = draw(st.integers(1, 6))
+    pool = np.zeros(S, bool)
+    pool[rng.permutation(np.flatnonzero(stay))[:slots]] = True
+    return keys, values, pool, stay, convolution(D, slots, kernel, seed, draw(st.sampled_from([0.1, 0.5, 0.9])))
+
+
+@given(heads_of_slots())
+@MANY
+def test_one_head_is_the_definition(case):
+    keys, values, pool, stay, conv = case
+    got = fold_convolved(conv, *map(torch.from_numpy, (keys, values, pool, stay)))
+    want = folded(conv, keys, values, pool, stay)
+    assert got.slots_R.tolist() == sorted(want)
+    for i, s in enumerate(sorted(want)):
+        np.testing.assert_allclose(got.keys_RD[i], want[s][0], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(got.values_RD[i], want[s][1], rtol=1e-9, atol=1e-9)
+
+
+@given(heads_of_slots())
+@MANY
+def test_weights_are_convex(case):
+    keys, values, pool, stay, conv = case
+    taking = pool | ~stay
+    if pool.any():
+        x = torch.from_numpy(np.concatenate((keys, values), 1)[taking])
+        weights = conv(x, torch.from_numpy(np.flatnonzero(pool[taking])))
+        assert weights.shape == (pool.sum(), taking.sum()) and (weights >= 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(len(weights), dtype=torch.float64))
+
+
+def test_an_open_gate_without_weights_is_the_mean_and_a_shut_one_changes_nothing():
+    conv, (keys, values) = convolution(3, 2, 5, scale=0.0), torch.randn(2, 9, 3).double()
+    conv.conv.bias.zero_()
+    pool, stay = torch.arange(9) < 2, torch.arange(9) < 4
+    taking = pool | ~stay
+    conv.gate.fill_(math.inf)
+    got = fold_convolved(conv, keys, values, pool, stay)
+    torch.testing.assert_close(got.keys_RD, keys[taking].mean(0).expand(2, -1))
+    conv.gate.fill_(-math.inf)
+    got = fold_convolved(conv, keys, values, pool, stay)
+    assert torch.equal(got.keys_RD, keys[pool]) and torch.equal(got.values_RD, values[pool])
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, gate: float | None = None, slots: int = 5, family: str = "llama") -> str:
+    """A pool with weights that matter, or with its gates shut."""
+    torch.manual_seed(7)
+    pool = ConvPool(PoolConfig.for_backbone(spec_of(tiny_model(family).config), "tiny", slots, kernel=5), gate or 0.5)
+    with torch.no_grad():
+        for layer in pool.layers:
+            layer.conv.weight.mul_(3)
+            if gate == 0:
+                layer.gate.fill_(-math.inf)
+    save_pool(pool, folder, torch.float32)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory) -> str:
+    return saved(tmp_path_factory.mktemp("pool"))
+
+
+class Recorder:
+    """A selection that remembers every eviction."""
+
+    def __init__(self, selection) -> None:
+        self.selection, self.seen = selection, []
+
+    def select(self, scores, protected, valid, budgets, slots):
+        stay = self.selection.select(scores, protected, valid, budgets, slots)
+        self.seen.append([slots.layer, *(x.clone() for x in (scores, protected, slots.positions, valid, stay))])
+        return stay
+
+
+@pytest.mark.parametrize("positions", ["compact", "original", "clipped(20)"])
+@pytest.mark.parametrize("base", BASES)
+def test_a_run_is_the_definition(base, positions, pool):
+    """After chunked prefill and evictions while decoding, every row of every head is what the loops make of the tokens."""
+    parsed, model, weights = parse_policy(f"{base} merge=lococo({pool})"), backbone(), load_pool(pool).double()
+    recorder = Recorder(parsed.selection)
+    cache = make(replace(parsed, selection=recorder), decode_every=3, positions=positions)
+    entered: dict[int, list] = {}
+    attend = cache.attend
+
+    def listening(layer, q, k, v, scaling):
+        entered.setdefault(layer, []).append((k[0].numpy().copy(), v[0].numpy().copy()))
+        return attend(layer, q, k, v, scaling)
+
+    cache.attend = listening
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+        for token in range(4, 9):
+            model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+    merged = 0
+    for layer, pairs in entered.items():
+        keys, values = (np.concatenate(x, 1) for x in zip(*pairs, strict=True))
+        for h in range(keys.shape[0]):
+            slots = {t: (keys[h, t], values[h, t]) for t in range(keys.shape[1])}
+            for at, scores, protected, places, valid, stay in recorder.seen:
+                if at != layer:
+                    continue
+                there = np.flatnonzero(valid[0, h])
+                token, stays = places[0, h, there].tolist(), stay[0, h, there].tolist()
+                free = [i for i, s in enumerate(there) if stays[i] and not protected[0, h, s]]
+                worst = sorted(free, key=lambda i: (float(scores[0, h, there[i]]), i))[:5]
+                chosen = [i in worst for i in range(len(there))]
+                after = folded(
+                    weights[layer], [slots[t][0] for t in token], [slots[t][1] for t in token], chosen, stays
+                )
+                merged += len(after)
+                for i, t in enumerate(token):
+                    if i in after:
+                        slots[t] = after[i]
+                    elif not stays[i]:
+                        del slots[t]
+            rows, slots = cache.bounded[layer], dict(sorted(slots.items()))
+            assert rows.head("positions", 0, h).tolist() == list(slots)
+            got = rows.head("keys", 0, h)
+            if positions == "original":
+                angle = torch.tensor(list(slots))[:, None] * cache.ropes[layer].inv_freq.double()
+                low, high = got.chunk(2, -1)
+                got = torch.cat((low * angle.cos() + high * angle.sin(), high * angle.cos() - low * angle.sin()), -1)
+            np.testing.assert_allclose(got, [k for k, _ in slots.values()], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(rows.head("values", 0, h), [v for _, v in slots.values()], rtol=1e-5, atol=1e-5)
+    assert merged > 40
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_shut_gate_is_plain_eviction(base, tmp_path):
+    model, shut = backbone(), saved(tmp_path, 0)
+    caches = [make(text) for text in (base, f"{base} merge=lococo({shut})")]
+    with attach(model), torch.no_grad():
+        logits = [prefill(model, tokens(), cache) for cache in caches]
+    assert held(caches[0]) == held(caches[1]) and caches[0].counters.evictions > 1
+    torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-6)
+
+
+@given(
+    base=st.sampled_from(BASES), budget=st.integers(12, 30), slots=st.sampled_from([1, 5, 40]),
+    chunk=st.sampled_from([3, 7, 64]),
+)  # fmt: skip
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])  # each takes two runs
+def test_budgets_hold_and_nothing_is_remembered(tmp_path_factory, base, budget, slots, chunk):
+    """Pools larger than the budget too: a pool has no more slots than stay."""
+    folder = tmp_path_factory.getbasetemp() / f"pool-{slots}"
+    if not folder.exists():
+        saved(folder, slots=slots)
+    plain, pooled = (
+        run(text, tokens(60), budget=budget, length=60, chunk=chunk)
+        for text in (base, f"{base} merge=lococo({folder})")
+    )
+    for most, layer in zip(pooled.budgets, held(pooled), strict=True):
+        assert sum(map(len, layer)) <= 2 * (most + 4)
+    assert pooled.kept_rows == plain.kept_rows and pooled.nbytes == plain.nbytes
+
+
+def test_one_shot_and_batches(pool):
+    text = f"h2o merge=lococo({pool})"
+    assert run(text, tokens(50), length=50, one_shot=True).counters.evictions == 1
+    model, ids = backbone(), torch.tensor([tokens(seed=1), tokens(seed=2)])
+    caches = [make(text) for _ in range(3)]
+    with attach(model), torch.no_grad():
+        logits = [
+            model(input_ids=batch, past_key_values=cache).logits[:, -1]
+            for cache, batch in zip(caches, (ids, ids[:1], ids[1:]), strict=True)
+        ]
+    torch.testing.assert_close(logits[0], torch.cat(logits[1:]))
+
+
+# ---- files and the grammar ----------------------------------------------------------------------------------------------
+
+
+def test_a_saved_pool_comes_back(pool, tmp_path):
+    first = load_pool(pool)
+    save_pool(first, tmp_path)
+    second = load_pool(tmp_path)
+    assert first.config == second.config
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b.bfloat16()) and b.dtype == torch.float32 and not b.requires_grad
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def spoil_config(**changes):
+    def spoil(folder: Path) -> None:
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**raw, **changes}))
+
+    return spoil
+
+
+def spoil_weights(change):
+    def spoil(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+
+    return spoil
+
+
+SPOILT = [
+    (lambda f: (f / "model.safetensors").unlink(), "holds no pool: it needs config.json and model.safetensors"),
+    (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), "says format=None, a pool says 'locret_kit.lococo.v1'"),
+    (spoil_config(format="locret_kit.heads.v1"), "says format='locret_kit.heads.v1'"),
+    (spoil_config(stride=2), "unknown fields stride"),
+    (spoil_config(kernel=4), "kernel=4 must be odd"),
+    (spoil_config(slots="many"), "slots='many' must be a whole number"),
+    (spoil_config(slots=6), "does not fit tiny: size mismatch for layers.0.conv.weight"),
+    (spoil_config(n_layers=2), "Unexpected key(s)"),
+    (spoil_weights(lambda state: state.pop("layers.1.gate")), "Missing key(s) in state_dict: \"layers.1.gate\""),
+    (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:900]), "is truncated"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILT, ids=[said for _, said in SPOILT])
+def test_loading_is_strict(spoil, said, tmp_path):
+    saved(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load_pool(tmp_path)
+    assert said in str(caught.value)
+
+
+def test_another_backbone_is_an_error_that_says_what_differs(tmp_path):
+    other = saved(tmp_path, family="llama-mha")
+    with pytest.raises(ValueError, match="this pool is for tiny: n_kv_heads: the pool has 6, the backbone has 2"):
+        make(f"h2o merge=lococo({other})").bind(backbone())
+
+
+def test_the_grammar(pool):
+    composed = parse_policy(f"score=cis scope=stabilizers merge=lococo(pool={pool})")
+    changed = parse_policy(f"locret merge=lococo({pool})")
+    assert changed.merge == composed.merge and spell(changed.merge) == f"lococo(pool={pool})"
+    assert changed == replace(parse_policy("locret"), name=changed.name, merge=changed.merge)
+    assert parse_policy("h2o(window=0.25) allocation=adaptive(0.2)").allocation.alpha == 0.2
+    both = parse_policy("merge(base=h2o) scope=sinks(2)+window(3)")
+    assert len(both.scopes) == 2 and both.merge is not None
+    for text, said in (
+        ("h2o merge=lococo", "merge=lococo: parameter 'pool' is missing"),
+        ("h2o merge=lococo(no/such)", "pool='no/such' holds no pool"),
+        ("h2o merg=nearest", "Did you mean 'merge'?"),
+        ("full merge=nearest", "full evicts nothing, so no part of it can be changed"),
+        ("h2o2 merge=nearest", "policy='h2o2' is unknown. Did you mean 'h2o'?"),
+        ("merge=nearest", "names no score"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            parse_policy(text)
+        assert said in str(caught.value), text
