@@ -8,25 +8,22 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 
 from .checkpoint import CONFIG, FORMAT, save_heads
+from .evals.rows import Row, check_cells
+from .evals.summary import Cell, show, summarize
 from .heads import HeadsConfig, RetainingHeads
 from .hub import REPO, push
 
 CARD, TRAINING = "README.md", "training.json"
 EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", TRAINING)
 """What is published beside the heads where their folder has it: curves, evaluation rows and tables, the run's configuration."""
-
-COLUMNS = {"task": "", "haystack": "-", "length": 0, "budget": 0, "metric": "match"}
-"""What tells results apart, and what older rows without the field mean."""
 
 
 def publish(
@@ -60,7 +57,8 @@ def write_release(
     """Fill ``target`` with everything that is published, and return the names of its files.
 
     Raises:
-        ValueError: ``repo`` is no ``user/name``, or the backbone or adapter is known by a local folder only.
+        ValueError: ``repo`` is no ``user/name``, the backbone or adapter is known by a local folder only, or results that one
+            figure would hold were taken with different settings.
     """
     if not REPO.match(repo):
         raise ValueError(f"repo={repo!r} must be user/name")
@@ -85,7 +83,8 @@ def write_release(
     if training:
         (target / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
     rows = [row for file in sorted(target.glob("*.jsonl")) for row in read_results(file)]
-    mine = [row for row in rows if beside is not None and row.get("heads") == beside.name]
+    mine = [row for row in rows if beside is not None and row.heads == beside.name]
+    check_cells(mine)
     body = prose or describe(config, sum(p.numel() for p in heads.parameters()), training)
     card = make_card(config, repo, body, mine, {**given, **({"license": license} if license else {})}, training)
     (target / CARD).write_text(card, encoding="utf-8")
@@ -96,7 +95,7 @@ def make_card(
     config: HeadsConfig,
     repo: str,
     prose: str,
-    rows: list[dict[str, Any]],
+    rows: Sequence[Row],
     given: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
 ) -> str:
@@ -114,18 +113,19 @@ def make_card(
         "base_model": config.backbone,
         "base_model_relation": "adapter",
     }
+    cells = own_cells(rows)
     results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=key["task"],
-            dataset_name=f"{key['task']}, {key['haystack']}, {key['length']} tokens",
-            dataset_config=f"{key['haystack']}, {key['length']} tokens",  # what tells results apart in the index
-            metric_type=key["metric"],
-            metric_name=f"{key['metric']} at budget {key['budget']}, n={n}",
-            metric_args={"budget": key["budget"], "samples": n},
-            metric_value=round(value, 4),
+            dataset_type=cell.task,
+            dataset_name=f"{cell.task}, {cell.haystack}, {cell.length} tokens",
+            dataset_config=f"{cell.haystack}, {cell.length} tokens",  # what tells results apart in the index
+            metric_type=cell.metric,
+            metric_name=f"{cell.metric} at budget {cell.budget}, n={cell.n}",
+            metric_args={"budget": cell.budget, "samples": cell.n},
+            metric_value=round(cell.mean or 0.0, 4),
         )
-        for key, value, n in summarise(rows)
+        for cell in cells
     ]
     if results:
         facts |= {"eval_results": results, "model_name": repo.split("/")[1]}
@@ -135,7 +135,7 @@ def make_card(
             f"## Use\n\n```bash\nlocret-infer --ckpt {repo} < long.txt\n```\n\n```python\n{snippet(config, repo)}```"
         )
     if results:
-        parts.append("## Measured\n\n" + results_table(rows))
+        parts.append("## Measured\n\n" + results_table(cells))
     return "\n\n".join(parts) + "\n"
 
 
@@ -189,31 +189,26 @@ def describe(config: HeadsConfig, parameters: int, training: dict[str, Any] | No
     return "\n".join(lines)
 
 
-def read_results(file: Path) -> Iterable[dict[str, Any]]:
-    """The evaluation rows of a JSONL file: its objects with a task and a score, a half last line left aside."""
+def read_results(file: Path) -> Iterable[Row]:
+    """The evaluation rows with a score of a JSONL file; other objects and a half last line are left aside."""
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = Row.from_dict(json.loads(line))
+        except (ValueError, TypeError):
             continue
-        if isinstance(row, dict) and "task" in row and isinstance(row.get("score"), (int, float)):
+        if row.score is not None:
             yield row
 
 
-def summarise(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float, int]]:
-    """``(task, haystack, length, budget, metric)``, mean score and number of examples of the policy `locret`."""
-    scores: dict[tuple, list[float]] = defaultdict(list)
-    for row in rows:
-        if row.get("policy") == "locret":
-            scores[tuple(row.get(name, default) for name, default in COLUMNS.items())].append(row["score"])
-    return [(dict(zip(COLUMNS, key, strict=True)), mean(values), len(values)) for key, values in sorted(scores.items())]
+def own_cells(rows: Sequence[Row]) -> list[Cell]:
+    """The results of the policy `locret`, a cell each."""
+    return summarize(row for row in rows if row.policy == "locret")
 
 
-def results_table(rows: list[dict[str, Any]]) -> str:
+def results_table(cells: Sequence[Cell]) -> str:
     """The same as a Markdown table."""
-    lines = ["| task | haystack | tokens | budget | metric | score |", "|---|---|---|---|---|---|"]
-    for key, value, n in summarise(rows):
-        lines.append("| " + " | ".join(str(key[name]) for name in COLUMNS) + f" | {value:.3f} (n={n}) |")
+    lines = ["| task | haystack | tokens | budget | metric | mean ± standard error |", "|---|---|---|---|---|---|"]
+    lines += [f"| {c.task} | {c.haystack} | {c.length} | {c.budget} | {c.metric} | {show(c)} |" for c in cells]
     return "\n".join(lines)
 
 

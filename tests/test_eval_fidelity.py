@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.fidelity import kept_heads, nll_decoding, nll_of, nll_reading
-from locret_kit.evals.harness import LocretLM
+from locret_kit.evals.harness import LocretLM, sampling_of
 from locret_kit.evals.settings import Engine, Variant
+from locret_kit.runtime.session import Sampling
 
 IDS = torch.randint(5, 97, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -120,8 +124,8 @@ def lm():
     model.resize_token_embeddings(400)
     model.generation_config.eos_token_id = None
 
-    def settings_for(budget):
-        return {"budget": budget or 64, "chunk": 32}
+    def settings_for(variant):
+        return {"budget": variant.budget or 64, "chunk": 32}
 
     def build(policy: str, budget: int) -> LocretLM:
         return LocretLM(Engine(model, tiny_tokenizer(), "tiny", settings_for), Variant(policy, "-", budget))
@@ -185,3 +189,88 @@ def test_generation_stops_before_the_mark(lm):
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
     )
     assert one.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True).startswith(whole[:8])
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_marks_cut_as_a_search_of_the_whole_text_does(lm, data):
+    """Marks that span tokens and characters; what was written before the mark is the same text."""
+    one, context = lm("full", 0), PAIRS[0][0]
+    (whole,) = one.generate_until([request(context, {"until": [], "max_gen_toks": 24})], disable_tqdm=True)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    marks = [whole[start : start + data.draw(st.integers(1, 6))], data.draw(st.sampled_from(["", "zzzz", whole[-3:]]))]
+    (cut,) = one.generate_until([request(context, {"until": marks, "max_gen_toks": 24})], disable_tqdm=True)
+    assert cut == whole[: min(whole.index(mark) for mark in marks if mark and mark in whole)]
+
+
+def test_an_answer_is_not_decoded_again_and_again(lm, monkeypatch):
+    """Once where nothing stops it; else the newest tokens, until the mark is there."""
+    one, decoded = lm("full", 0), list[list[int]]()
+    text = LocretLM._text
+    monkeypatch.setattr(LocretLM, "_text", lambda self, tokens: (decoded.append(tokens), text(self, tokens))[1])
+
+    def answer(*until: str) -> list[list[int]]:
+        decoded.clear()
+        one.generate_until([request(PAIRS[0][0], {"until": list(until), "max_gen_toks": 40})], disable_tqdm=True)
+        return list(decoded)
+
+    ((*whole,),) = answer()
+    assert len(whole) == 40
+    *tails, last = answer("zzzz")
+    assert last == whole and len(tails) == 40 and max(map(len, tails)) == 12
+    mark = text(one, whole)[30:34]
+    *_, last = answer(mark)
+    assert last == whole[: len(last)] and mark in text(one, last) and mark not in text(one, last[:-1])
+
+
+def test_sampling_takes_what_it_is_given(lm):
+    assert sampling_of({"do_sample": False, "temperature": 0.0, "until": [], "num_beams": 1}) == Sampling()
+    given = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": None}
+    assert sampling_of(given) == Sampling(0.7, 5, 0.9)
+    for more, said in (
+        ({"do_sample": True}, "do_sample=true needs temperature above 0"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample=true needs temperature above 0"),
+        ({"temperature": 0.5, "top_pp": 0.5}, r"top_pp=0.5 is not supported. Did you mean 'top_p'"),
+        ({"num_beams": 4}, "num_beams=4 is not supported"),
+        ({"temperature": 0.5, "top_p": 0.0}, "top_p=0.0 must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            lm("full", 0).generate_until([request(PAIRS[0][0], {"until": [], "max_gen_toks": 2, **more})])
+
+
+def test_samples_of_one_prompt_differ_and_come_again(lm):
+    one = lm("full", 0)
+    hot = {"until": [], "max_gen_toks": 12, "temperature": 1.0}
+    requests = [request(PAIRS[0][0], hot)] * 3
+    first, again = (one.generate_until(requests, disable_tqdm=True) for _ in range(2))
+    assert first == again and len({*first}) == 3
+    likeliest = {**hot, "temperature": 5.0, "top_k": 1}
+    greedy, kept = ({**hot, "temperature": 0.0}, likeliest)
+    assert one.generate_until([request(PAIRS[0][0], greedy)]) == one.generate_until([request(PAIRS[0][0], kept)])
+
+
+def test_a_bar_is_shown_unless_it_is_not_wanted(lm, capsys):
+    one, asked = lm("full", 0), [request(PAIRS[0][0], {"until": [], "max_gen_toks": 1})]
+    one.generate_until(asked)
+    assert "Running generate_until requests: 100%" in capsys.readouterr().err
+    one.generate_until(asked, disable_tqdm=True)
+    one._rank = 1
+    one.generate_until(asked)
+    assert capsys.readouterr().err == ""
+
+
+def test_processes_share_the_requests(lm, tmp_path):
+    """As the harness's evaluator asks for it: each process its requests, the answers gathered in the first."""
+
+    def work() -> int:
+        torch.set_num_threads(1)
+        one = lm("full", 0)
+        counts = one.all_gather(torch.tensor(3 + one.rank, device=one.device)).tolist()
+        mine = [request(*pair) for pair in PAIRS[one.rank :: one.world_size]]
+        found = one.gather_object(one.loglikelihood(mine, disable_tqdm=True))
+        one.barrier()
+        alone = lm("full", 0).loglikelihood([request(*pair) for pair in PAIRS], disable_tqdm=True)
+        wanted = [alone[0::2], alone[1::2]] if one.rank == 0 else None
+        return 0 if (one.world_size, counts, found) == (2, [3, 4], wanted) else 1
+
+    assert forked.ranks(work, 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()

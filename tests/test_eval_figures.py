@@ -44,8 +44,8 @@ def look() -> study.Study:
     model = tiny_model("llama")
     config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)
 
-    def settings_for(budget):
-        return {"budget": budget or 64, "chunk": 16, "stabilizers": 4, "local_len": 4, "positions": "compact"}
+    def settings_for(variant):
+        return {"budget": variant.budget or 64, "chunk": 16, "stabilizers": 4, "local_len": 4, "positions": "compact"}
 
     engine = Engine(model, None, "tiny", settings_for, {"h": RetainingHeads(config).requires_grad_(False)})
     task = Task("words", lambda request: Example("", ""), "match", 2)
@@ -117,11 +117,14 @@ def test_training_curves(tmp_path):
 
 
 def test_a_policy_with_a_part_replaced_is_the_policy_with_that_part():
-    for text in ("roco", "ada-snapkv", "kvcrush(base=tova)", "locret"):
+    for text in ("roco", "ada-snapkv", "kvcrush(base=tova)", "locret", "merge-locret", "merge(base=h2o)"):
         assert replace(parse_policy(study.varied(text)), name="", source="") == replace(
             parse_policy(text), name="", source="", allocation=parse_policy(study.varied(text)).allocation
         )
     assert parse_policy(study.varied("roco", scope="")).scopes == ()
+    assert study.varied("merge-locret", scope="sinks(4)") == (
+        "score=cis scope=sinks(4) allocation=uniform selection=top-k merge=nearest(metric=cosine,weight=score)"
+    )
 
 
 def test_unknown_figures_suggest_the_nearest(tmp_path):
@@ -235,7 +238,7 @@ def test_a_sweep_is_answered_once(name, look, ids, tmp_path, monkeypatch):
     figure = FIGURES[name].load()(one)
     assert asked and figure.get_suptitle() and len(figure.axes[0].containers) == (2 if name == "scope-size" else 1)
     if name == "stabilizers":
-        assert [plan.engine.settings_for(24)["stabilizers"] for plan in asked] == [0, 8]
+        assert [plan.engine.settings_for(plan.variants[0])["stabilizers"] for plan in asked] == [0, 8]
     with pytest.raises(ValueError, match=r"sweep"):
         FIGURES[name].load()(replace(one, sweep=[99.5]))
 

@@ -85,5 +85,5 @@ def test_what_it_cannot_do_is_said_before_anything_is_run(backbone, tmp_path, ca
 def test_a_prompt_that_is_all_tail_is_an_error_of_its_row(backbone, tmp_path):
     out = tmp_path / "run"
     more = {"tasks": "[perplexity]", "lengths": "[40]", "local_len": 44, "budgets": "[64]", "policies": "[kvzip]"}
-    assert main(words(backbone, out, samples=1, **more)) == 0
+    assert main(words(backbone, out, samples=1, **more)) == 1
     assert [row.error for row in read_rows(out)] == ["ValueError: the prompt's 40 tokens must be above local_len=44"]

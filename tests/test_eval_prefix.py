@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit.backbones.families import spec_of
+from locret_kit.cache.fork import CannotFork
 from locret_kit.checkpoint import save_heads
 from locret_kit.cli.eval import main, plan_of
 from locret_kit.cli.eval_config import load_eval_config
@@ -272,13 +273,23 @@ def test_a_fork_that_is_refused_is_a_fresh_run(heads, tmp_path, monkeypatch):
 
     def fork(cache, prompt_length=None):
         refused.append(prompt_length)
-        raise ValueError("a fresh run would have evicted otherwise")
+        raise CannotFork("a fresh run would have evicted otherwise")
 
     monkeypatch.setattr(prefix.BoundedCache, "fork", fork)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 0
     rows = read_rows(out)
     assert refused and {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)
+
+
+def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, monkeypatch):
+    def fork(cache, prompt_length=None):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(prefix.BoundedCache, "fork", fork)
+    out = tmp_path / "run"
+    assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 1
+    assert {row.error for row in read_rows(out)} >= {"ValueError: a bug"}
 
 
 def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,11 +22,13 @@ from locret_kit.backbones.families import spec_of
 from locret_kit.checkpoint import save_heads
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_config import load_eval_config, split_list
-from locret_kit.evals import runner
+from locret_kit.cli.eval_engine import load_parts
+from locret_kit.evals import page, runner
 from locret_kit.evals.rows import KEY, Row, Shard, read_kept, read_rows
 from locret_kit.evals.summary import summarize, to_csv
-from locret_kit.evals.tasks import texts
+from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.runtime.provenance import weights_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}
@@ -93,6 +96,9 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     one = next(row for row in rows if row.policy == "locret" and row.budget == 32 and row.task == "R.PassKey")
     assert (one.chunk, one.stabilizers, one.local_len, one.positions) == (32, 4, 4, "compact")  # as locret-infer scales
     assert one.tokens <= 240 and one.new_tokens <= 4 and one.prefill_s > 0 and one.versions["locret_kit"]
+    assert (one.backend, one.adapter, one.heads_hash) == (
+        "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
+    )  # fmt: skip
     hashes = {(row.task, row.sample): set() for row in rows}
     for row in rows:
         hashes[row.task, row.sample].add(row.prompt_hash)
@@ -185,7 +191,7 @@ def test_two_writers_of_one_shard_are_refused(tmp_path):
         Shard(tmp_path / "rows.0.jsonl")
 
 
-def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch):
+def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     generate = runner.generate
 
@@ -195,13 +201,14 @@ def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch):
         return generate(model, tokenizer, ids, cache, **rest)
 
     monkeypatch.setattr(runner, "generate", fails_once)
-    assert main(words(heads, out, tasks="[passkey]")) == 0
+    assert main(words(heads, out, tasks="[passkey]")) == 1
+    assert "3 examples ended with an error" in capsys.readouterr().err
     bad = [row for row in read_rows(out) if row.error]
     assert len(bad) == 3 and {row.error for row in bad} == {"OutOfMemoryError: no room"}
     assert {(row.policy, row.budget, row.score) for row in bad} == {("locret", 32, None)}
     assert "- (n=0, 3 failed)" in (out / "summary.md").read_text()
     monkeypatch.setattr(runner, "generate", generate)
-    assert main(words(heads, out, tasks="[passkey]")) == 0
+    assert main(words(heads, out, tasks="[passkey]")) == 1
     assert sum(row.error is not None for row in read_rows(out)) == 3  # errors are results, unless
     assert main(words(heads, out, tasks="[passkey]", retry="errors")) == 0
     assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 15
@@ -209,9 +216,33 @@ def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch):
 
 def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_path):
     out = tmp_path / "run"
-    assert main(words(heads, out, tasks="[ruler.cwe]", lengths="[100]", samples=1)) == 0
+    assert main(words(heads, out, tasks="[ruler.cwe]", lengths="[100]", samples=1)) == 1
     rows = read_rows(out)
     assert len(rows) == 5 and all("ValueError: length=100 must be at least" in row.error for row in rows)
+
+
+def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, monkeypatch):
+    """A score that is not finite, and half a surrogate pair, which the file and the page hold as it is."""
+    out, generate, metric = tmp_path / "run", runner.generate, runner.get_metric
+
+    def with_half_a_pair(*given, **rest):
+        text, report = generate(*given, **rest)
+        return text + "\ud83d", report
+
+    def sometimes_nan(name):
+        return lambda text, answer, extra: {**metric(name)(text, answer, extra), "match": next(scores)}
+
+    scores = iter([math.nan, 1.0, math.inf, 0.5])
+    monkeypatch.setattr(runner, "generate", with_half_a_pair)
+    monkeypatch.setattr(runner, "get_metric", sometimes_nan)
+    assert main(words(heads, out, tasks="[passkey]", policies="[locret]", budgets="[32]", samples=4)) == 1
+    rows = read_rows(out)
+    assert sorted((row.score, row.error) for row in rows if not row.error) == [(0.5, None), (1.0, None)]
+    said = sorted(row.error for row in rows if row.error)
+    assert [one.split(",")[0] for one in said] == ["ValueError: no JSON: score=inf", "ValueError: no JSON: score=nan"]
+    assert all(row.output.endswith("\ud83d") and row.prompt_hash for row in rows)
+    assert "(n=2, 2 failed)" in (out / "summary.md").read_text()
+    assert r"\ud83d" in page.data(out, rows).encode("utf-8", "backslashreplace").decode()
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(heads, tmp_path, monkeypatch, capsys):
@@ -347,6 +378,93 @@ def test_a_folder_of_other_settings_is_refused(heads, finished, capsys):
     assert "holds rows with seed=0, not seed=1: choose another out" in capsys.readouterr().err
 
 
+def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
+    """Another checkpoint may come in; one that has changed may not."""
+    out, mine, other = tmp_path / "run", tmp_path / "mine", tmp_path / "other"
+    few = {"tasks": "[perplexity_prefill]", "policies": "[full,locret]", "budgets": "[32]", "samples": 1}
+    save_heads(RetainingHeads.from_pretrained(heads), mine)
+    assert main(words(mine, out, **few)) == 0
+    changed = RetainingHeads.from_pretrained(heads)
+    changed.layers[0].fc1.weight.data[0, 0] += 1
+    save_heads(changed, other)
+    assert main(words(f"[{mine},{other}]", out, **few)) == 0
+    rows = {row.heads: row for row in read_rows(out)}
+    assert rows.keys() == {"-", "mine", "other"}
+    hashes = {name: row.heads_hash for name, row in rows.items()}
+    assert hashes["-"] == "" and len({*hashes.values()}) == 3
+    assert hashes["mine"] == weights_hash(RetainingHeads.from_pretrained(mine)) and len(hashes["mine"]) == 16
+    written = json.loads((out / "config.json").read_text())
+    assert written["heads"]["other"]["weights"] == hashes["other"] and written["model"] == rows["-"].model
+    assert main(words(mine, out, **few)) == 0 and set(json.loads((out / "config.json").read_text())["heads"]) == {
+        "mine", "other",
+    }  # fmt: skip
+    save_heads(changed, mine)
+    capsys.readouterr()
+    assert main(words(mine, out, **few)) == 1
+    said = f"holds rows of heads mine with weights={hashes['mine']}, not weights={hashes['other']}: choose another out"
+    assert said in capsys.readouterr().err
+
+
+def test_changed_data_are_noticed(heads, tmp_path, capsys):
+    """With rows missing and without."""
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    more = {"haystacks": f"[{text}]", "tasks": "[passkey]", "policies": "[streaming]", "budgets": "[32]"}
+    text.write_text("The boats came in. Nobody saw them before noon. " * 40)
+    assert main(words(heads, out, samples=1, **more)) == 0
+    text.write_text("The market was closed. A man in a grey coat counted crates. " * 40)
+    _text.cache_clear()  # as another process finds it
+    for samples in (1, 2):
+        capsys.readouterr()
+        assert main(words(heads, out, samples=samples, **more)) == 1
+        assert "sample=0: the prompt differs from that of the rows" in capsys.readouterr().err
+    assert len(lines(out)) == 1
+
+
+def test_settings_are_those_of_each_heads(heads, tmp_path, capsys):
+    one, other, out = heads, tmp_path / "other", tmp_path / "run"
+    config = RetainingHeads.from_pretrained(heads).config
+    inference = {"budget": 64, "chunk": 16, "stabilizers": 16, "local_len": 4, "positions": "compact"}
+    save_heads(RetainingHeads(replace(config, inference=inference)), other)
+    few = {"ckpt": f"[{one},{other}]", "tasks": "[passkey]", "budgets": "[32]", "samples": 1}
+    assert main(words(heads, out, policies="[full,locret]", **few)) == 0
+    assert {row.heads: (row.chunk, row.stabilizers, row.local_len) for row in read_rows(out) if row.budget} == {
+        "heads": (32, 4, 4), "other": (16, 8, 2),
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main(words(heads, out, policies="[h2o]", **few)) == 1
+    assert "policy=h2o: the checkpoints have chunk=16 and 32: give chunk=..." in capsys.readouterr().err
+
+
+def test_the_adapter_is_that_of_the_heads(heads, tmp_path, capsys):
+    plain, tuned = RetainingHeads.from_pretrained(heads), tmp_path / "tuned"
+    save_heads(RetainingHeads(replace(plain.config, adapter="lab/lora")), tuned)
+
+    def adapter(ckpt: str, **more: object) -> tuple[str | None, str]:
+        found = load_parts(load_eval_config(words(heads, tmp_path / "run", ckpt=ckpt, **more))).adapter
+        return found, capsys.readouterr().err
+
+    assert adapter(tuned) == ("lab/lora", "") and adapter(tuned, adapter="lab/lora") == ("lab/lora", "")
+    assert adapter(heads) == (None, "") and adapter(heads, adapter="none") == (None, "")
+    found, said = adapter(tuned, adapter="none")
+    assert found is None and "warning: the heads were trained with adapter='lab/lora', and this runs without it" in said
+    found, said = adapter(f"[{tuned},{heads}]", adapter="lab/lora")
+    assert (
+        found == "lab/lora"
+        and said.startswith("heads: warning: the heads were trained without")
+        and said.count("\n") == 1
+    )
+    for pair in (f"[{heads},{tuned}]", f"[{tuned},{heads}]"):
+        with pytest.raises(ValueError, match=r"was trained with adapter=.*give adapter=NAME or adapter=none"):
+            adapter(pair)
+
+
+def test_settings_are_remembered_before_a_backbone_is_loaded(heads, finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("locret_kit.backbones.load.load_backbone", lambda *given, **rest: pytest.fail("it was loaded"))
+    assert main(words(heads, finished, seed=1)) == 1
+    (tmp_path / "file").write_text("")
+    assert main(words(heads, tmp_path / "file" / "run")) == 1
+
+
 def test_policies_needing_heads_without_heads(heads, tmp_path, capsys):
     arguments = [
         word for word in words(heads, tmp_path / "run", model=heads.parent / "backbone") if "ckpt=" not in word
@@ -359,6 +477,9 @@ def test_lists_keep_commas_inside_parentheses():
     assert split_list("[full, kvcrush(base=h2o,anchor=mean),score=cis scope=sinks(4)]") == [
         "full", "kvcrush(base=h2o,anchor=mean)", "score=cis scope=sinks(4)",
     ]  # fmt: skip
+    assert split_list("[kvcrush(ratio=0.25,base=h2o(window=0.5)), full]") == [
+        "kvcrush(ratio=0.25,base=h2o(window=0.5))", "full",
+    ]  # fmt: skip
     config = load_eval_config(["tasks=passkey", "out=x", "budgets=256,512", "ckpt=a", "chunk=null"])
     assert (config.tasks, config.budgets, config.ckpt, config.chunk) == (["passkey"], [256, 512], ["a"], None)
 
@@ -368,3 +489,13 @@ def test_help_needs_no_model():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert "usage: locret-eval" in done.stdout and done.stdout.endswith("False\n")
+
+
+def test_a_reader_that_leaves_gets_no_traceback():
+    """``locret-eval tasks | head -3``."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
+    command = [sys.executable, "-m", "locret_kit.cli.eval", "tasks"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as run:
+        run.stdout.close()
+        err = run.stderr.read().decode()
+    assert (run.returncode, err) == (1, "locret-eval: stdout was closed before the output ended\n")

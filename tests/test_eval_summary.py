@@ -10,6 +10,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -88,6 +89,86 @@ def test_rows_survive_the_file_and_older_rows_read_on(tmp_path):
     assert passkey == row and number.score == 0 and number.metric == "match"
     with pytest.raises(ValueError, match="Out of range float"):
         replace(ROW, score=math.nan).to_json()
+
+
+def write(path: Path, *rows: Row) -> None:
+    path.write_text("".join(row.to_json() + "\n" for row in rows))
+
+
+def test_of_two_alike_the_score_counts_and_then_the_date(tmp_path):
+    """Whatever file or line they stand in."""
+    failed = replace(ROW, score=None, error="X: y", date="2026-11-23T00:00:00+00:00")
+    older, newer = (replace(ROW, score=s, date=f"2026-11-{d}T00:00:00+00:00") for s, d in ((0.25, 21), (0.75, 22)))
+    for order in ((failed, older, newer), (newer, older, failed), (newer, failed, older), (older, failed, newer)):
+        for number, row in enumerate(order):
+            write(tmp_path / f"rows.{number}.jsonl", row)
+        assert read_rows(tmp_path) == [newer]
+        write(tmp_path / "all.jsonl", *order)
+        assert read_rows(tmp_path / "all.jsonl") == [newer]
+    write(tmp_path / "all.jsonl", newer, replace(older, date="2026-11-22"))  # the day alone, as older rows have it
+    assert read_rows(tmp_path / "all.jsonl") == [newer]
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("kv_bits", None, 4), ("one_shot", False, True), ("positions", "compact", "original"), ("ending", "", "line"),
+        ("stabilizers", 8, 16), ("chunk", 256, 512), ("local_len", 8, 16), ("decode_every", None, 4), ("seed", 0, 1),
+        ("adapter", None, "lab/lora"), ("heads_hash", "a", "b"), ("model", "a", "b"), ("dtype", "float32", "bfloat16"),
+        ("metric", "match", "rougeL"),
+    ],
+)  # fmt: skip
+def test_examples_of_one_cell_share_their_settings(tmp_path, name, one, other):
+    rows = [replace(ROW, **{name: one}), replace(ROW, sample=1, **{name: other})]
+    write(tmp_path / "rows.0.jsonl", *rows)
+    with pytest.raises(
+        ValueError, match=rf"R\.PassKey, jargon, length=4096, policy=locret, budget=512 have {name}=.* and {name}="
+    ):
+        read_rows(tmp_path)
+    failed = replace(rows[1], score=None, error="X: y")
+    elsewhere = [replace(rows[1], **change) for change in ({"budget": 256}, {"policy": "h2o"}, {"task": "other"})]
+    write(tmp_path / "rows.0.jsonl", rows[0], failed, *elsewhere)
+    assert len(read_rows(tmp_path)) == 5
+
+
+def test_what_has_no_meaning_may_differ(tmp_path):
+    full = replace(ROW, policy="full", heads="-", budget=0, chunk=256, stabilizers=8)
+    once = replace(ROW, one_shot=True, chunk=4090)
+    older = replace(ROW, task="x")
+    rows = [
+        full, replace(full, sample=1, chunk=512, stabilizers=0), once, replace(once, sample=1, chunk=4087), older,
+        replace(older, sample=1, model="m", heads_hash="h", dtype="float32"),
+    ]  # fmt: skip
+    write(tmp_path / "rows.0.jsonl", *rows)
+    assert len(read_rows(tmp_path)) == 6
+
+
+def fits(value: object, kind: object) -> bool:
+    """Whether a value is of an annotated type; an int will do for a float."""
+    arguments = get_args(kind)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(
+            fits(k, arguments[0]) and fits(v, arguments[1]) for k, v in value.items()
+        )
+    if arguments:
+        return any(fits(value, one) for one in arguments)
+    if kind is Any:
+        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("checkpoints/*/*.jsonl")), ids=lambda path: path.parent.name)
+def test_committed_rows_are_rows(path):
+    kinds = get_type_hints(Row)
+    assert path.read_bytes().endswith(b"}\n")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        record = json.loads(line)
+        assert record.keys() <= kinds.keys() | {"samples"}, f"line {number}"
+        row = Row.from_dict(record)
+        wrong = {name: getattr(row, name) for name, kind in kinds.items() if not fits(getattr(row, name), kind)}
+        assert not wrong, f"line {number}"
+        assert (row.score is None) == (row.error is not None), f"line {number}"
+    assert len(read_rows(path)) == number
 
 
 def test_broken_rows_name_file_and_line(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
+from locret_kit.cache.fork import CannotFork
 from locret_kit.runtime.session import prefill
 
 
@@ -43,24 +44,41 @@ def test_a_fork_of_a_quantised_cache():
         assert not torch.equal(logits_after(model, make("h2o", 100, length=200), ids), fresh)
 
 
+@pytest.mark.parametrize(
+    "policy", ["snapkv(6,3)", "pyramidkv(6,3,beta=3)", "nacl(proxies=0.1)", "ada-snapkv(6,3)", "locret"]
+)
+def test_a_fork_of_a_one_shot_cache_evicts_once(policy):
+    model, document = backbone(), tokens(65, seed=9)
+    common = make(policy, length=90, one_shot=True)
+    with attach(model), torch.no_grad():
+        prefill(model, document, common)
+        ids = document + tokens(25, seed=1)
+        fork, fresh = common.fork(90), make(policy, length=90, one_shot=True)
+        assert torch.equal(logits_after(model, fork, ids), logits_after(model, fresh, ids))
+        assert held(fork) == held(fresh) and fork.counters.evictions == fresh.counters.evictions == 1
+        for length in (100, None):
+            with pytest.raises(CannotFork, match="a one-shot cache has the room and the schedule of its own 90 tokens"):
+                common.fork(length)
+
+
 def test_a_fork_that_would_not_equal_a_fresh_run_is_refused():
     model = backbone()
     with attach(model), torch.no_grad():
         cache = make("h2o", length=None)
         prefill(model, tokens(65), cache)
-        with pytest.raises(ValueError, match="prompt_length=68: 65 tokens are read already, more than the 63"):
+        with pytest.raises(CannotFork, match="prompt_length=68: 65 tokens are read already, more than the 63"):
             cache.fork(68)
-        with pytest.raises(ValueError, match="prompt_length=70: after 65 tokens a fresh run would have evicted"):
+        with pytest.raises(CannotFork, match="prompt_length=70: after 65 tokens a fresh run would have evicted"):
             cache.fork(70)  # its body ends where this cache took the boundary for one in the middle
         ended = make("h2o")
         prefill(model, tokens(), ended)
-        with pytest.raises(ValueError, match="would have evicted"):
+        with pytest.raises(CannotFork, match="would have evicted"):
             ended.fork(200)
-        with pytest.raises(ValueError, match="would have evicted"):
+        with pytest.raises(CannotFork, match="would have evicted"):
             ended.fork()
         pyramid = make("pyramidkv(6)", length=30)
         prefill(model, tokens(10), pyramid)
-        with pytest.raises(ValueError, match="layer 0 has a budget of 30 here and of 41 in a prompt of that length"):
+        with pytest.raises(CannotFork, match="layer 0 has a budget of 30 here and of 41 in a prompt of that length"):
             pyramid.fork(200)
         with pytest.raises(ValueError, match="the cache has seen 83 tokens already, the prompt has 83"):
             prefill(model, tokens(), ended)

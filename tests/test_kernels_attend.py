@@ -164,28 +164,33 @@ def turned(k: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("share", [0, 1, 0.75], ids=["still", "rotated", "partly rotated"])
 @pytest.mark.parametrize(
     ("group", "D", "blocks"),
     [("gqa", 64, (90, 40, 1)), ("mha", 96, (70, 31)), ("mqa", 128, (5, 1, 1)), ("gqa", 256, (64, 33, 7))],
 )
-def test_packed_decode(group, D, blocks, rotate, bits):
+def test_packed_decode(group, D, blocks, share, bits):
     (Q, H), B = GROUPS[group], 2
     layer = stored(bits, B, H, D, blocks)
-    n = layer.rows
+    n, R = layer.rows, int(share * D)
     rows, starts, lengths = packed(layer)
     assert rows.bits == bits
-    angle = torch.arange(n)[:, None].double() * (0.3 ** torch.arange(D // 2).double()).repeat(2)
-    tables = dict(cos_SD=angle.cos().float(), sin_SD=angle.sin().float()) if rotate else {}
+    shift = 5  # where rows that are quantised stand above their rank
+    place = (torch.arange(layer.capacity) + shift).repeat(B * H) if R else None
+    angle = torch.arange(layer.capacity + shift)[:, None].double() * (0.3 ** torch.arange(R // 2).double()).repeat(2)
+    tables = dict(cos_SR=angle.cos().float(), sin_SR=angle.sin().float(), place_N=place) if R else {}
     q = random(B, Q, D, seed=99)
     with poisoned():
-        mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, **tables)
-    theirs = REFERENCES["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, **tables)
+        mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, received=True, **tables)
+    theirs = REFERENCES["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, received=True, **tables)
     k, v = dequantised(layer)
-    k = turned(k, angle) if rotate else k
+    if R:
+        k = torch.cat((turned(k[..., :R], angle[shift : shift + n]), k[..., R:]), -1)
     oracle = attention(q[:, :, None], k, v, 0.1)[0][:, :, 0]
-    close(theirs, oracle.float())
-    close(mine, oracle.float())
+    weights = (q.double().view(B, H, Q // H, D) @ k.transpose(-1, -2) * 0.1).softmax(-1).mean(2)
+    for made in (theirs, mine):
+        close(made.out_BQD, oracle.float())
+        close(made.received_BHS, weights.float())
 
 
 def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
@@ -198,7 +203,7 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
     lengths, tails = torch.tensor([[first, n, 4]]), torch.tensor([[0, tail, 4]])
     q = random(1, 3, 64, seed=1)
     for functions in (KERNELS, REFERENCES):
-        mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), starts, lengths, 0.1, longest=n)
+        mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), starts, lengths, 0.1, longest=n).out_BQD
         for h, seen in enumerate((slice(0, first), slice(0, n), slice(first, first + 4))):
             oracle = attention(q[:, h : h + 1, None], k[:, h : h + 1, seen], v[:, h : h + 1, seen], 0.1)[0]
             close(mine[:, h], oracle[:, 0, 0].float())
@@ -209,7 +214,7 @@ def test_packed_decode_in_half_precision(dtype):
     layer = stored(4, 1, 2, 64, (60, 20), dtype)
     rows, starts, lengths = packed(layer)
     q = random(1, 4, 64, seed=1, dtype=dtype)
-    mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=layer.rows)
+    mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=layer.rows).out_BQD
     oracle = attention(q[:, :, None], *dequantised(layer), 0.1)[0][:, :, 0]
     assert mine.dtype == dtype
     close(mine.float(), oracle.float(), dtype)

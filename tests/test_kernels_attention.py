@@ -146,36 +146,74 @@ def test_no_query(functions):
 # ---- decoding ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotate", [False, True])
+def turned_by_hand(k, place, R):
+    """Keys ``[S, D]`` (float64) whose first ``R`` columns are rotated by their places, as complex numbers."""
+    angle = place.double()[:, None] * 0.3 ** torch.arange(R // 2).double()
+    pairs = torch.view_as_complex(torch.stack((k[:, : R // 2], k[:, R // 2 : R]), -1).contiguous())
+    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((pairs.real, pairs.imag, k[:, R:]), -1)
+
+
+def tables_of(places, R):
+    angle = torch.arange(places)[:, None].double() * (0.3 ** torch.arange(R // 2).double()).repeat(2)
+    return dict(cos_SR=angle.cos().float(), sin_SR=angle.sin().float())
+
+
+@pytest.mark.parametrize("share", [0, 1, 0.75], ids=["still", "rotated", "partly rotated"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(
     ("lengths", "D"), [([1, 7, 129], 64), ([65, 64, 2], 96), ([40, 1, 33], 128), ([300, 3, 5], 256)]
 )
-def test_ragged_decode(lengths, D, group, rotate):
+def test_ragged_decode(lengths, D, group, share):
     Q, H = GROUPS[group]
     lengths = torch.tensor([[length + 2 * b for length in lengths[:H]] for b in range(2)])
     stretch = lengths + 3  # room for new rows behind each head's, poisoned
     starts = (stretch.flatten().cumsum(0) - stretch.flatten()).view(2, H)
-    total, longest = int(stretch.sum()), int(lengths.max())
+    total, longest, R = int(stretch.sum()), int(lengths.max()), int(share * D)
     keys, values = (torch.full((total, D), float("nan")) for _ in range(2))
     for seed, (start, rows) in enumerate(zip(starts.flatten().tolist(), lengths.flatten().tolist(), strict=True)):
         keys[start : start + rows] = random(rows, D, seed=10 + seed)
         values[start : start + rows] = random(rows, D, seed=20 + seed)
-    angle = torch.arange(longest)[:, None] * (0.3 ** torch.arange(D // 2)).repeat(2)
-    tables = dict(cos_SD=angle.cos(), sin_SD=angle.sin()) if rotate else {}
+    tables = tables_of(longest, R) if R else {}
     arguments = (random(2, Q, D), keys, values, starts, lengths, 0.2)
     with poisoned():
-        mine = KERNELS["ragged_decode"](*arguments, longest=longest, **tables)
-    theirs = REFERENCES["ragged_decode"](*arguments, longest=longest, **tables)
-    close(mine, theirs)
+        mine = KERNELS["ragged_decode"](*arguments, longest=longest, received=True, **tables)
+        alone = KERNELS["ragged_decode"](*arguments, longest=longest, **tables)
+    theirs = REFERENCES["ragged_decode"](*arguments, longest=longest, received=True, **tables)
+    close(mine.out_BQD, theirs.out_BQD)
+    close(mine.received_BHS, theirs.received_BHS)
+    assert torch.equal(alone.out_BQD, mine.out_BQD) and alone.received_BHS is None
     b, h, rows = 1, H - 1, int(lengths[1, H - 1])
     k, v = (x[int(starts[b, h]) :][:rows].double() for x in (keys, values))
-    if rotate:
-        turned = torch.view_as_complex(torch.stack((k[:, : D // 2], k[:, D // 2 :]), -1).contiguous())
-        turned = turned * torch.polar(torch.ones(rows, D // 2).double(), angle[:rows, : D // 2].double())
-        k = torch.cat((turned.real, turned.imag), -1)
-    oracle = (arguments[0][b, -1].double() @ k.T * 0.2).softmax(-1) @ v
-    close(mine[b, -1], oracle.float())
+    k = turned_by_hand(k, torch.arange(rows), R)
+    weights = (arguments[0][b].double().view(H, Q // H, D)[h] @ k.T * 0.2).softmax(-1)
+    close(mine.out_BQD[b, -1], (weights @ v)[-1].float())
+    close(mine.received_BHS[b, h, :rows], weights.mean(0).float())
+    assert not mine.received_BHS[b, h, rows:].any()
+
+
+def test_rows_are_rotated_by_a_place_above_their_rank():
+    q, keys, values = random(1, 4, 64), random(60, 64, seed=1), random(60, 64, seed=2)
+    starts, lengths = torch.tensor([[0, 24]]), torch.tensor([[20, 36]])
+    place = torch.randint(-30, 50, (60,), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    for functions in (KERNELS, REFERENCES):
+        mine = functions["ragged_decode"](
+            q, keys, values, starts, lengths, 0.2, longest=36, place_N=place, **tables_of(50, 64)
+        )
+        for h, (start, rows) in enumerate(((0, 20), (24, 36))):
+            own = slice(start, start + rows)
+            k = turned_by_hand(keys[own].double(), torch.maximum(torch.arange(rows), place[own]), 64)
+            oracle = (q[0, 2 * h : 2 * h + 2].double() @ k.T * 0.2).softmax(-1) @ values[own].double()
+            close(mine.out_BQD[0, 2 * h : 2 * h + 2], oracle.float())
+
+
+def test_places_without_tables():
+    rows = torch.zeros(4, 64)
+    one = torch.ones(1, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="place_N is of keys that are rotated: give cos and sin too"):
+        KERNELS["ragged_decode"](
+            random(1, 1, 64), rows, rows, one, one, 1.0, longest=4, place_N=torch.zeros(4, dtype=torch.int32)
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""A cache whose statistics and moves of rows go through Triton (interpreted) equals one that uses the references."""
+"""A cache whose statistics, moves of rows and decoding go through Triton (interpreted) equals one that uses the references."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
+from locret_kit.cache import decoding
 from locret_kit.runtime.session import prefill
 
 LENGTH = 41
+DECODED = 4
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +31,35 @@ def model():
     return model
 
 
-def run(model, policy: str, bits: int | None, backend: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def run(
+    model, policy: str, bits: int | None, backend: str, positions: str = "compact"
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     kept = dict(chunk=13, prompt_length=LENGTH, stabilizers=4, local_len=5)
-    cache = BoundedCache(16, policy, kv_bits=bits, backend=backend, **kept)
-    with attach(model):
-        logits = prefill(model, ids, cache)
-    return logits, [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]
+    cache = BoundedCache(16, policy, kv_bits=bits, backend=backend, positions=positions, **kept)
+    with attach(model), torch.no_grad():
+        logits = [prefill(model, ids, cache)]
+        for token in range(DECODED):
+            logits.append(model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache).logits[0, -1])
+    return torch.stack(logits), [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("policy", "bits"), [("h2o", None), ("roco", 4), ("snapkv(6,3)", 2), ("ada-snapkv(6,3)", None)]
+    ("policy", "bits", "kernel", "positions"),
+    [
+        ("h2o", None, None, "compact"),
+        ("roco", 4, "packed_decode", "compact"),
+        ("snapkv(6,3)", 2, "packed_decode", "original"),
+        ("ada-snapkv(6,3)", None, "ragged_decode", "clipped(35)"),
+        ("score=aqas allocation=adaptive", None, "ragged_decode", "compact"),
+    ],
 )
-def test_backends_agree(model, policy, bits):
+def test_backends_agree(model, policy, bits, kernel, positions):
     assert tiles.INTERPRETED
-    mine, theirs = (run(model, policy, bits, backend) for backend in ("triton", "reference"))
+    with mock.patch.object(decoding, "function", wraps=decoding.function) as used:
+        mine, theirs = (run(model, policy, bits, backend, positions) for backend in ("triton", "reference"))
+    calls = [call.args for call in used.call_args_list]
+    assert calls == [(kernel, backend) for backend in ("triton", "reference") for _ in range(2 * DECODED) if kernel]
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
 

@@ -164,7 +164,7 @@ def cases(name: str) -> Iterator[Case]:
     starts = torch.arange(H, device="cuda")[None] * S
     lengths = torch.full((1, H), S, device="cuda")
     one, table = q[:, :, 0].contiguous(), x(S, D)
-    for tables in ({}, {"cos_SD": table, "sin_SD": table}):
+    for tables in ({}, {"cos_SR": table, "sin_SR": table}):
         runs = both("ragged_decode", one, flat_k, flat_v, starts, lengths, scaling, longest=S, **tables)
         runs["sdpa"] = lambda: F.scaled_dot_product_attention(one[:, :, None], k, v, scale=scaling, enable_gqa=Q > H)
         rotated = ", keys rotated" if tables else ""

@@ -80,18 +80,19 @@ def calls(D: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     yield lambda: f["select_rows"](x(B, H, S, dtype=torch.float32), x(B, H, S, dtype=torch.bool), 16384)
     yield lambda: f["compact_rows"]([k, x(B, H, S, dtype=torch.float32)], x(B, H, 16384, **long))
     flat, heads, table = x(H * S, D), x(B, H, **long), x(S, D)
-    yield lambda: f["ragged_decode"](x(B, Q, D), flat, flat, heads, heads, 0.1, longest=S)
-    yield lambda: f["ragged_decode"](
-        x(B, Q, D), flat, flat, heads, heads, 0.1, longest=S, cos_SD=table, sin_SD=table
-    )  # fmt: skip
+    by_rank = dict(cos_SR=table, sin_SR=table)
+    by_place = dict(**by_rank, place_N=x(H * S, dtype=torch.int32))
+    forms = ({}, by_rank, dict(**by_place, received=True))
+    for form in forms:
+        yield lambda form=form: f["ragged_decode"](x(B, Q, D), flat, flat, heads, heads, 0.1, longest=S, **form)
     for bits in (4, 2):
         codes, half, M = x(H * S, D * bits // 8, dtype=torch.uint8), dict(dtype=torch.float16), S * 3 // 64
         group, levels, by_row = x(H * S, dtype=torch.int16), x(H, M, D, **half), x(H * S, D // 32, **half)
         tail, tails = x(H, 63, D), x(B, H, dtype=torch.int32)
         packed = PackedRows(codes, codes, group, levels, levels, by_row, by_row, tail, tail, tails)
-        for tables in ({}, dict(cos_SD=table, sin_SD=table)):
-            yield lambda packed=packed, tables=tables: f["packed_decode"](
-                x(B, Q, D), packed, heads, heads, 0.1, longest=S, **tables
+        for form in forms:
+            yield lambda packed=packed, form=form: f["packed_decode"](
+                x(B, Q, D), packed, heads, heads, 0.1, longest=S, **form
             )
 
 

@@ -7,6 +7,7 @@ The model may be fed in pieces of any size: evictions happen at boundaries that 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,14 @@ from ..backbones.rope import Rope, rotate
 from ..policies.base import Entry, Policy
 from ..policies.registry import parse_policy
 from .attention import attend_rows, attend_rows_lse
+from .decoding import Turn, decode_rows
 from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
 from .fork import fork
 from .layers import BoundedLayer, Part, RaggedLayer
 from .positions import Positions
 from .quantised import SPARE, QuantisedLayer, Scratch, check_storage
-from .schedule import Schedule
+from .schedule import Schedule, run_settings
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
@@ -48,6 +50,8 @@ class CacheCounters:
     score_s: float = 0.0
     select_s: float = 0.0
     compact_s: float = 0.0
+    decoding: str = "dynamic"
+    """How tokens were decoded: "graph", or "dynamic" and why."""
 
 
 class BoundedCache(Cache):
@@ -55,7 +59,8 @@ class BoundedCache(Cache):
 
     Args:
         budget: slots that a key/value head of a full-attention layer keeps after an eviction, everything counted; the mean
-            over layers and heads where the policy's allocation tells them apart.
+            over layers and heads where the policy's allocation tells them apart. What ``heads`` were published with
+            stands in for budget, chunk, stabilizers, local_len and positions that are not given (see `run_settings`).
         policy: a name or an expression of the policy grammar, or a ``Policy``.
         heads: retaining heads, for policies that score by predicted importance.
         chunk: tokens between evictions; the buffers hold ``budget + chunk`` rows.
@@ -81,11 +86,11 @@ class BoundedCache(Cache):
 
     def __init__(
         self,
-        budget: int,
+        budget: int | None = None,
         policy: str | Policy = "locret",
         heads: RetainingHeads | None = None,
         *,
-        chunk: int = 512,
+        chunk: int | None = None,
         prompt_length: int | None = None,
         stabilizers: int | None = None,
         local_len: int | None = None,
@@ -98,12 +103,19 @@ class BoundedCache(Cache):
     ) -> None:
         super().__init__(layers=[])
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy
+        settings = run_settings(
+            heads.config.inference if heads is not None else {},
+            budget=budget, chunk=chunk, stabilizers=stabilizers, local_len=local_len, positions=positions,
+        )  # fmt: skip
+        positions = settings.pop("positions")
         if positions is not None:
             Positions.parse(positions, 1)
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
         check_storage(kv_bits, self.policy)
-        self.schedule = Schedule.scaled(budget, chunk, prompt_length, stabilizers, local_len, decode_every, one_shot)
+        self.schedule = Schedule.scaled(
+            **settings, prompt_length=prompt_length, decode_every=decode_every, one_shot=one_shot
+        )
         self.heads = heads if self.policy.needs_heads else None
         self.positions = positions
         self.places = Positions(None)
@@ -122,6 +134,8 @@ class BoundedCache(Cache):
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.model: Any = None
         self.last_hidden: Tensor | None = None
+        self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
+        """What attends instead while a token is decoded with fixed shapes (see ``static``): layer, q, k, v."""
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
@@ -142,6 +156,8 @@ class BoundedCache(Cache):
             require_adapter(config)
         if self.heads is not None:
             self.heads.check_backbone(spec)
+        if self.policy.merge is not None:
+            self.policy.merge.bind(spec, model.device)
         self.backend = choose(self.backend, model.device, spec.head_dim)
         self.budgets = self._layer_budgets(spec.windows)
         recent = self.policy.score.recent(self.schedule.chunk)
@@ -164,7 +180,8 @@ class BoundedCache(Cache):
         if self.kv_bits is not None:
             return QuantisedLayer(capacity, statistics, recent, bits=self.kv_bits, scratch=self.scratch, spare=spare)
         make = RaggedLayer if self.policy.ragged else BoundedLayer
-        return make(capacity, None, statistics, recent, merges=self.policy.merge is not None)
+        merges = self.policy.merge is not None and self.policy.merge.remembers
+        return make(capacity, None, statistics, recent, merges=merges)
 
     def _layer_budgets(self, windows: tuple[int | None, ...]) -> list[int]:
         s, full = self.schedule, sum(window is None for window in windows)
@@ -186,10 +203,13 @@ class BoundedCache(Cache):
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
         rows = self.bounded[layer]
         rows.scaling = scaling
+        if self.stepping is not None:
+            return self.stepping(layer, q_BQTD, k_BHTD, v_BHTD)
         if layer == 0:
             self._tables.clear()
-        out, start = [], 0
-        for step in self.schedule.blocks(rows.seen, q_BQTD.shape[2]):
+        out, start, tokens = [], 0, q_BQTD.shape[2]
+        while start < tokens:
+            step = min(tokens - start, self._block_length(rows))
             new = slice(start, start + step)
             make_room(self, layer, rows, step)
             out.append(self._block(layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
@@ -199,14 +219,26 @@ class BoundedCache(Cache):
             start += step
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
+    def _block_length(self, rows: BoundedLayer) -> int:
+        """Tokens that may be read before the next eviction could fall due."""
+        room = self.schedule.chunk if self.policy.keeps_everything else rows.capacity - rows.rows
+        later = None if self.policy.needs_logits else self.schedule.after_prompt(rows.seen, room)
+        return self.schedule.until_boundary(rows.seen) if later is None else later
+
     def _block(self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Attend over the rows and one block of new tokens, which become rows."""
-        score_BHT = self._entry_scores(layer, rows, q, k, v)
+        score_BHT = self.entry_scores(layer, rows, rows.seen, q, k, v)
         rows.remember(q)
         if self.ropes is not None and not self.rotates_rows(rows):
             cos, sin = self.table(self.ropes[layer], rows.seen, q.shape[2], q)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         rows.append(k, v, score_BHT)
+        if q.shape[2] == 1 and rows.reads_flat:
+            assert self.backend is not None
+            flat = rows.flat()
+            return decode_rows(
+                q, flat, scaling, self.backend, self.statistics, self._turn(layer, rows, flat.longest, q)
+            )
         G = q.shape[1] // k.shape[1]
         out = [
             self._attend_part(layer, rows, part, q[part.batch, part.heads.start * G : part.heads.stop * G], scaling)
@@ -237,6 +269,15 @@ class BoundedCache(Cache):
         self.counters.score_s += time.perf_counter() - began
         return out
 
+    def _turn(self, layer: int, rows: BoundedLayer, longest: int, like: Tensor) -> Turn | None:
+        """How one token's attention rotates keys that are stored before RoPE, of heads with at most ``longest`` rows."""
+        if not self.rotates_rows(rows):
+            return None
+        assert self.ropes is not None and self.places.span is not None
+        rows_made = -(-max(self.places.span, longest) // TABLE_STEP) * TABLE_STEP
+        seen = None if self.places.by_rank else torch.full((), rows.seen, device=like.device)
+        return Turn(*self.table(self.ropes[layer], 0, rows_made, like), self.places.span, seen)
+
     def rotates_rows(self, rows: BoundedLayer) -> bool:
         """Whether keys are stored before RoPE and rotated whenever they are read."""
         return self.ropes is not None and self.places.span is not None and rows.window is None
@@ -263,11 +304,12 @@ class BoundedCache(Cache):
         cos, sin = self.table(self.ropes[layer], 0, -(-longest // TABLE_STEP) * TABLE_STEP, like)
         return cos[place], sin[place]
 
-    def _entry_scores(self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def entry_scores(self, layer: int, rows: BoundedLayer, position: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Scores ``[B, H, T]`` of new tokens; the first is at ``position``, which only the device may know."""
         began = time.perf_counter()
         entry = Entry(
             layer=layer,
-            position=rows.seen,
+            position=position,
             q=q,
             k=k,
             v=v,

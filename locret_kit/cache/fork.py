@@ -11,9 +11,17 @@ if TYPE_CHECKING:
     from .bounded import BoundedCache
 
 
+class CannotFork(ValueError):
+    """A copy would not hold what a fresh run of that prompt holds."""
+
+
 def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
     """See ``BoundedCache.fork``."""
     s, seen = cache.schedule, cache.get_seq_length()
+    if s.one_shot and prompt_length != s.prompt_length:
+        raise CannotFork(
+            f"prompt_length={prompt_length}: a one-shot cache has the room and the schedule of its own {s.prompt_length} tokens"
+        )
     new = type(cache)(
         s.budget,
         cache.policy,
@@ -25,17 +33,18 @@ def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
         positions=cache.positions,
         seed=cache.seed,
         decode_every=s.decode_every if prompt_length is not None else None,
+        one_shot=s.one_shot,
         kv_bits=cache.kv_bits,
         backend=cache.backend,
     )
     if cache.spec is None:
         return new
     if new.schedule.body is not None and seen > new.schedule.body:
-        raise ValueError(
+        raise CannotFork(
             f"prompt_length={prompt_length}: {seen} tokens are read already, more than the {new.schedule.body} before its tail"
         )
     if s.decoding(seen):
-        raise ValueError("this cache has decoded already: fork it before")
+        raise CannotFork("this cache has decoded already: fork it before")
     new.bind(cache.model)
     if not cache.policy.keeps_everything:
         _require_same_past(cache, new, seen)
@@ -47,16 +56,16 @@ def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
 
 
 def _require_same_past(old: BoundedCache, new: BoundedCache, seen: int) -> None:
-    """Raise ValueError where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
+    """Raise CannotFork where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
     for i, (mine, theirs) in enumerate(zip(old.budgets, new.budgets, strict=True)):
         before, after = old.schedule.evictions(seen, mine), new.schedule.evictions(seen, theirs)
         if old.bounded[i].window is None and before != after:
-            raise ValueError(
+            raise CannotFork(
                 f"prompt_length={new.schedule.prompt_length}: after {seen} tokens a fresh run would have evicted "
                 f"{len(after)} times, this cache {len(before)} times or otherwise"
             )
         if mine != theirs:
-            raise ValueError(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
+            raise CannotFork(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
     for a, b in zip(old.ropes or [], new.ropes or [], strict=True):
         if a.scaling != b.scaling or not torch.equal(a.inv_freq, b.inv_freq):
-            raise ValueError("a prompt of that length is rotated by other frequencies (LongRoPE)")
+            raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")

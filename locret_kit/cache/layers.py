@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from locret_kernels.backend import function
 
 from ..policies.base import rows_of
+from .decoding import Flat
 
 PER_ROW = ("keys", "values", "positions", "scores")
 
@@ -98,14 +99,18 @@ class BoundedLayer(CacheLayerMixin):
 
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
         """Write new rows behind the newest one."""
-        new = slice(self.rows, self.rows + k.shape[2])
+        T = k.shape[2]
+        self.put(slice(self.rows, self.rows + T), k, v, score_BHT, self._new_positions(T))
+        self.count(T)
+
+    def put(self, new: slice | Tensor, k: Tensor, v: Tensor, score_BHT: Tensor, position_T: Tensor) -> None:
+        """Write rows at ``new``, which may be a tensor that only the device knows, without counting them."""
         self._write(new, k, v)
         self.scores[:, :, new] = score_BHT
-        self.positions[:, :, new] = self._new_positions(k.shape[2])
+        self.positions[:, :, new] = position_T
         self._begin(new)
-        self._count(k.shape[2])
 
-    def _write(self, new: slice, k: Tensor, v: Tensor) -> None:
+    def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
         self.keys[:, :, new], self.values[:, :, new] = k, v
 
     def _begin(self, new: slice | Tensor) -> None:
@@ -120,7 +125,8 @@ class BoundedLayer(CacheLayerMixin):
     def _new_positions(self, T: int) -> Tensor:
         return torch.arange(self.seen, self.seen + T, device=self.device, dtype=torch.int32)
 
-    def _count(self, T: int) -> None:
+    def count(self, T: int) -> None:
+        """``T`` rows more."""
         self.rows += T
         self.seen += T
         self.fresh += T
@@ -156,6 +162,21 @@ class BoundedLayer(CacheLayerMixin):
             self.slots("stats"),
             self.slots("positions"),
         )
+
+    @property
+    def reads_flat(self) -> bool:
+        """Whether one token's attention reads ``flat`` rather than ``parts``."""
+        return False
+
+    def flat(self) -> Flat:
+        """The rows as they lie, of all heads together."""
+        B, H = self.positions.shape[:2]
+        starts = self.capacity * torch.arange(B * H, device=self.device).view(B, H)
+        lengths = torch.full_like(starts, self.rows)
+        return Flat(self._flat_rows(), self.positions.flatten(), self.stats.flatten(1), starts, lengths, self.rows)
+
+    def _flat_rows(self) -> Any:
+        return self.keys.flatten(0, 2), self.values.flatten(0, 2)
 
     def head(self, name: str, b: int, h: int) -> Tensor:
         """One head's rows ``[rows, ...]`` of a buffer, in place."""
@@ -301,10 +322,10 @@ class RaggedLayer(BoundedLayer):
         self.scores[new] = score_BHT.expand(self.B, self.H, T).reshape(-1)
         self.positions[new] = self._new_positions(T).repeat(self.B * self.H)
         self._begin(new)
-        self._count(T)
+        self.count(T)
 
-    def _count(self, T: int) -> None:
-        super()._count(T)
+    def count(self, T: int) -> None:
+        super().count(T)
         self.lengths = self.lengths + T
         self._stretches = [(start, length + T) for start, length in self._stretches]
 
@@ -320,6 +341,14 @@ class RaggedLayer(BoundedLayer):
                 slice(b, b + 1), slice(h, h + 1), self.keys[None, None, rows], self.values[None, None, rows],
                 self.stats[:, None, None, rows], self.positions[None, None, rows],
             )  # fmt: skip
+
+    @property
+    def reads_flat(self) -> bool:
+        return True
+
+    def flat(self) -> Flat:
+        starts, lengths = (x.view(self.B, self.H) for x in (self.starts, self.lengths))
+        return Flat((self.keys, self.values), self.positions, self.stats, starts, lengths, self.longest)
 
     def head(self, name: str, b: int, h: int) -> Tensor:
         start, length = self._stretches[b * self.H + h]

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from locret_kernels.ragged_decode import PackedRows
+
 from ..policies.base import Policy
 from .layers import BoundedLayer
 from .packing import BITS, decode, encode, levels, pack, unpack
@@ -84,7 +86,8 @@ class QuantisedLayer(BoundedLayer):
 
     Between blocks every row but the newest ``tail`` is quantised. In a block all rows are read into the scratch, new ones are
     written behind them, and ``settle`` quantises those that have left the tail. A row of the tail may be quantised already
-    (after an eviction among the newest); it keeps its codes.
+    (after an eviction among the newest); it keeps its codes. One token goes to the tail alone and its attention reads the
+    codes as they are, until the tail is full: once every ``group`` tokens.
     """
 
     per_row = ("key_codes", "value_codes", "value_step", "value_zero", "group", "positions", "scores")
@@ -161,6 +164,25 @@ class QuantisedLayer(BoundedLayer):
             return getattr(self.scratch, name)[:, :, : self.rows]
         return super().slots(name)
 
+    @property
+    def reads_flat(self) -> bool:
+        return self.scratch.owner is not self
+
+    def _flat_rows(self) -> PackedRows:
+        B, H = self.positions.shape[:2]
+        return PackedRows(
+            self.key_codes.flatten(0, 2),
+            self.value_codes.flatten(0, 2),
+            self.group.flatten(),
+            self.key_step.flatten(0, 1),
+            self.key_zero.flatten(0, 1),
+            self.value_step.flatten(0, 2),
+            self.value_zero.flatten(0, 2),
+            self.tail_keys.flatten(0, 1),
+            self.tail_values.flatten(0, 1),
+            torch.full((B, H), self.tail, dtype=torch.int32, device=self.device),
+        )
+
     def _open(self) -> None:
         """Read all rows into the scratch, unless they are there."""
         if self.scratch.owner is self:
@@ -189,11 +211,15 @@ class QuantisedLayer(BoundedLayer):
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def _write(self, new: slice, k: Tensor, v: Tensor) -> None:
-        self._open()
-        self.scratch.keys[:, :, new], self.scratch.values[:, :, new] = k, v
+    def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        T = k.shape[2]
+        if T == 1 and self.reads_flat and self.tail < self.tail_keys.shape[2]:
+            self.tail_keys[:, :, self.tail], self.tail_values[:, :, self.tail] = k[:, :, 0], v[:, :, 0]
+        else:
+            self._open()
+            self.scratch.keys[:, :, new], self.scratch.values[:, :, new] = k, v
         self.group[:, :, new] = -1
-        self.tail += k.shape[2]
+        self.tail += T
 
     def settle(self) -> None:
         if self.scratch.owner is not self:

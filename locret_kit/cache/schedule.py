@@ -93,10 +93,8 @@ class Schedule:
     def until_boundary(self, seen: int) -> int:
         """Tokens from ``seen`` to the next boundary (at least 1)."""
         if self.body is not None and seen >= self.body:
-            left = (
-                self.prompt_length or 0
-            ) - seen  # the tail goes in blocks too: a windowed layer has room for one chunk
-            return min(left, self.chunk) if left > 0 else 1
+            left = (self.prompt_length or 0) - seen
+            return min(left, self.chunk) if left > 0 else 1  # a windowed layer has room for one chunk
         to_chunk = self.chunk - seen % self.chunk
         return to_chunk if self.body is None else min(to_chunk, self.body - seen)
 
@@ -106,6 +104,15 @@ class Schedule:
             step = min(tokens, self.until_boundary(seen))
             yield step
             seen, tokens = seen + step, tokens - step
+
+    def after_prompt(self, seen: int, room: int) -> int | None:
+        """Tokens of a block behind the prompt (a later turn), with ``room`` rows free: no eviction would fall inside it.
+        None while the prompt lasts."""
+        if self.prompt_length is None or seen < self.prompt_length:
+            return None
+        every = self.decode_every
+        due = self.chunk if every is None else every - (seen - self.prompt_length) % every
+        return max(1, min(room, due))
 
     def decoding(self, seen: int) -> bool:
         """Whether the prompt is over."""

@@ -5,138 +5,97 @@ from __future__ import annotations
 import json
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .command import command
 
 if TYPE_CHECKING:
     from ..evals.figures.study import Study
     from ..evals.rows import Row
     from ..evals.settings import Engine, Run, Variant
     from .eval_config import EvalConfig, RowsConfig
+    from .eval_engine import Parts
 
 CONFIG = "config.json"
 
 
-def plan_of(config: EvalConfig) -> Run:
-    """Load tasks, backbone and heads."""
+def plan_of(config: EvalConfig, parts: Parts | None = None) -> Run:
+    """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
     from ..evals.settings import Run, variants
     from ..evals.tasks import find_tasks
+    from .eval_engine import load_engine, load_parts
 
     tasks = find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples)
-    engine = load_engine(config)
-    names = [name for name in engine.heads if name != "untrained"]
+    parts = parts or load_parts(config)
     return Run(
-        engine=engine, tasks=tasks, variants=variants(config.policies, config.budgets, names), lengths=config.lengths,
-        samples=config.samples, out=Path(config.out), keep=config.keep, retry_errors=config.retry == "errors",
-        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        engine=load_engine(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
+        lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
+        retry_errors=config.retry == "errors", share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
     )  # fmt: skip
 
 
-def load_engine(config: EvalConfig) -> Engine:
-    """Backbone, heads, and caches' settings as `locret-infer` scales them from the checkpoint's.
+def remember(config: EvalConfig, parts: Parts) -> None:
+    """Write what the folder's rows share, and the heads that there are rows of; rows of other settings, or of other heads by
+    the same name, are an error. Other checkpoints may come in later.
 
     Raises:
-        ValueError: neither heads nor a backbone, heads of different backbones, or two of one name.
-    """
-    import torch
-
-    from ..backbones.families import spec_of, text_config
-    from ..backbones.load import load_backbone
-    from ..evals.settings import RANDOM_HEADS, Engine
-    from ..heads import RetainingHeads
-    from .infer import scaled_settings
-
-    if not config.ckpt and not config.model:
-        raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")
-    heads = {Path(path).name: RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
-    if len(heads) < len(config.ckpt):
-        raise ValueError(f"ckpt={config.ckpt} must have different last names: rows tell them apart by these")
-    first = next(iter(heads.values()), None)
-    name = config.model or (first.config.backbone if first else "")
-    for other, one in heads.items():
-        if not config.model and one.config.backbone != name:
-            raise ValueError(f"ckpt={other} is for {one.config.backbone}, not for {name}: give model=NAME")
-    adapter = config.adapter or (first.config.adapter if first else None)
-    model, tokenizer = load_backbone(name, dtype=config.dtype, device=_device(config.device), adapter=adapter)
-    if RANDOM_HEADS in config.policies:
-        if first is None:
-            raise ValueError(f"policy={RANDOM_HEADS} takes its sizes from heads: give ckpt=PATH_OR_REPO")
-        torch.manual_seed(config.seed)
-        heads["untrained"] = RetainingHeads(first.config)
-    for one in heads.values():
-        one.check_backbone(spec_of(text_config(model)))
-        one.to(model.device, model.dtype)
-    defaults = first.config.inference if first else {}
-
-    def settings_for(budget: int | None) -> dict[str, Any]:
-        given = {key: getattr(config, key) for key in ("chunk", "stabilizers", "local_len", "positions")}
-        scaled = scaled_settings(defaults, Namespace(budget=budget, **given))
-        form = {
-            "one_shot": config.prefill == "one-shot",
-            "decode_every": config.decode_every,
-            "kv_bits": config.kv_bits,
-        }
-        return {**scaled, **form}
-
-    return Engine(
-        model, tokenizer, name, settings_for, heads, chat=config.chat, ending=config.ending, seed=config.seed,
-        max_new_tokens=config.max_new_tokens,
-    )  # fmt: skip
-
-
-def _device(device: str | None) -> str | None:
-    """Each local process takes a CUDA device of its own, where there are several and none is named."""
-    import torch
-
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if device in (None, "auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{local % torch.cuda.device_count()}"
-    return device
-
-
-def remember(config: EvalConfig) -> None:
-    """Write what the folder's rows share; a folder of other settings is an error.
-
-    Raises:
-        ValueError: the folder holds rows of another setting; names it.
+        ValueError: the folder holds rows of another setting or other heads; names it. OSError: it cannot be written.
     """
     from dataclasses import asdict
 
     from ..checkpoint import write_beside
     from .eval_config import FIXED
 
-    path, now = Path(config.out) / CONFIG, asdict(config)
-    if path.exists():
+    out, path = Path(config.out), Path(config.out) / CONFIG
+    now: dict[str, Any] = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": parts.facts()}
+    before: dict[str, Any] = {}
+    if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
         before = json.loads(path.read_text(encoding="utf-8"))
+        older = () if "heads" in before else ("model", "adapter")  # which wrote these as they were given, mostly null
         for key in FIXED:
-            if before.get(key) != now[key]:
+            if key not in older and before.get(key) != now[key]:
                 raise ValueError(
                     f"out={config.out} holds rows with {key}={before.get(key)}, not {key}={now[key]}: choose another out"
                 )
+    known = before.get("heads", {})
+    for name, facts in now["heads"].items():
+        for what, value in facts.items():
+            if known.get(name, facts)[what] != value:
+                raise ValueError(
+                    f"out={config.out} holds rows of heads {name} with {what}={known[name][what]}, not {what}={value}: "
+                    "choose another out"
+                )
+    now["heads"] = {**known, **now["heads"]}
     write_beside(path, lambda file: file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8"))
 
 
 def run(argv: list[str]) -> int:
-    """Evaluate, then write the summary; of a finished run also figures and page."""
+    """Evaluate, then write the summary; of a finished run also figures and page. Exit status 1 where an example failed."""
     from .eval_config import load_eval_config
 
     config = load_eval_config(argv)
-    from ..evals.runner import is_complete
+    from ..evals.runner import failures, is_complete
     from ..evals.runner import run as answer
     from ..evals.summary import write_summary
+    from .eval_engine import load_parts
 
-    plan = plan_of(config)
-    remember(config)
-    errors = answer(plan)
+    parts = load_parts(config)
+    remember(config, parts)
+    plan = plan_of(config, parts)
+    answer(plan)
     tables = write_summary(plan.out)
     if is_complete(plan):  # the last process to finish shows what all have found
         print(tables)
         _draw_all(plan.out)
-    if errors:
-        print(f"locret-eval: {errors} examples ended with an error; see {plan.out}/rows.*.jsonl", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {plan.out}", file=sys.stderr)
-    return 0
+    if failed := failures(plan):
+        print(
+            f"locret-eval: {failed} examples ended with an error, see {plan.out}/rows.*.jsonl; retry=errors does them again",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
 
 
 def _draw_all(out: Path) -> None:
@@ -194,15 +153,16 @@ def _study(name: str, words: list[str]) -> Study:
     from ..evals.figures.study import Study
     from ..evals.tasks import find_tasks
     from .eval_config import load_figure_config
+    from .eval_engine import load_engine, load_parts
 
     config = load_figure_config(words)
     tasks = find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples)
     out = Path(config.out) / "studies" / name
-    engine = load_engine(config)
+    parts = load_parts(config)
     if find_figure(name).answers:
-        remember(replace(config, out=str(out)))
+        remember(replace(config, out=str(out)), parts)
     return Study(
-        engine=engine, tasks=tasks, policies=config.policies, budgets=config.budgets, lengths=config.lengths,
+        engine=load_engine(config, parts), tasks=tasks, policies=config.policies, budgets=config.budgets, lengths=config.lengths,
         samples=config.samples, out=out, sweep=config.sweep, layers=config.layers, heads=config.show_heads,
     )  # fmt: skip
 
@@ -264,6 +224,7 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
 
     from ..evals.settings import variants
     from .eval_config import load_eval_config
+    from .eval_engine import load_engine, load_parts
 
     given = {name: value for name, value in settings.items() if value is not None}
     policy, budget = given.pop("policy", "full"), given.pop("budget", 1024)
@@ -271,9 +232,8 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
         del given["device"]  # the harness's own default
     words = [f"{name}={value}" for name, value in given.items()]
     config = load_eval_config(["tasks=lm_eval", "out=-", f"policies=[{policy}]", f"budgets=[{budget}]", *words])
-    engine = load_engine(config)
-    names = [name for name in engine.heads if name != "untrained"]
-    return engine, variants(config.policies, config.budgets, names)[0]
+    parts = load_parts(config)
+    return load_engine(config, parts), variants(config.policies, config.budgets, parts.trained)[0]
 
 
 def _tasks(argv: list[str]) -> int:
@@ -303,22 +263,16 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@command("locret-eval", stopped="stopped; the same command goes on", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0, 1 after an error said in one line, 130 after Ctrl-C."""
+    """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         from .eval_config import USAGE
 
         print(USAGE)
         return 0 if argv else 1
-    try:
-        return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"locret-eval: {(str(error).strip() or type(error).__name__).splitlines()[0]}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nlocret-eval: stopped; the same command goes on", file=sys.stderr)
-        return 130
+    return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
@@ -55,7 +54,7 @@ class EvalConfig:
     model: str | None = None
     """The backbone; null takes the one that the heads name."""
     adapter: str | None = None
-    """PEFT adapter on the backbone."""
+    """PEFT adapter on the backbone; null takes the one that the heads were trained with, 'none' is none."""
     chunk: int | None = None
     """Tokens between evictions; null takes the checkpoint's."""
     stabilizers: int | None = None
@@ -177,10 +176,10 @@ _LOWEST = {
 }  # fmt: skip
 
 FIXED = (
-    "ckpt", "model", "adapter", "chunk", "stabilizers", "local_len", "positions", "kv_bits", "chat", "ending", "prefill",
+    "model", "adapter", "chunk", "stabilizers", "local_len", "positions", "kv_bits", "chat", "ending", "prefill",
     "decode_every", "max_new_tokens", "seed", "dtype",
 )  # fmt: skip
-"""What all rows of a folder share; the other keys may differ from one run to the next."""
+"""What all rows of a folder share, and the heads of one name; the other keys may differ from one run to the next."""
 
 
 def load_eval_config(argv: list[str]) -> EvalConfig:
@@ -250,8 +249,10 @@ def _value(key: str, text: str, kind: Any) -> Any:
 
 def split_list(text: str) -> list[str]:
     """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
+    from ..policies.registry import split_outside
+
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [item for part in re.split(r",(?![^(]*\))", inner) if (item := part.strip().strip("\"'"))]
+    return [item for part in split_outside(inner, ",") if (item := part.strip().strip("\"'"))]
 
 
 def _integer(key: str, text: str) -> int:

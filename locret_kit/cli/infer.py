@@ -50,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     run.add_argument("--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA)")
     run.add_argument(
+        "--graph", action=argparse.BooleanOptionalAction, help="replay decoding steps (default: on CUDA, where possible)"
+    )
+    run.add_argument(
         "--gpu-memory",
         metavar="SIZE",
         help="take no more of a CUDA device than this (24GiB), and plan the chunk for it",
@@ -85,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from ..cache.bounded import BoundedCache
     from ..heads import RetainingHeads
     from ..runtime.memory import hold
+    from ..runtime.provenance import provenance, weights_hash
     from ..runtime.session import Sampling, generate
     from ..runtime.tokens import load_tokenizer
 
@@ -92,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
     config = heads.config if heads else None
+    heads_hash = weights_hash(heads) if heads is not None and args.report else ""  # before they are cast
     settings = run_settings(
         config.inference if config else {}, budget=args.budget, chunk=args.chunk, stabilizers=args.stabilizers,
         local_len=args.local_len, positions=args.positions,
@@ -118,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     text, report = generate(
         model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-        progress=None if args.quiet else _progress(), on_text=_to_stdout,
+        graph=args.graph, progress=None if args.quiet else _progress(), on_text=_to_stdout,
     )  # fmt: skip
     _to_stdout("\n")
     for line in report.lines():
@@ -126,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         from ..checkpoint import write_beside
 
-        body = json.dumps({**report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
+        origin = provenance(name, args.ckpt, heads_hash, adapter, report.backend)
+        body = json.dumps({**origin, **report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
         write_beside(args.report, lambda path: path.write_text(body))
     return 0
 

@@ -6,31 +6,49 @@ Nothing else imports this module, since it needs the package lm_eval.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
+from ..naming import nearest
 from ..runtime.session import Sampling, decode, prefill, stop_ids
 from .fidelity import nll_reading
 from .runner import cache_for
 from .settings import Engine, Variant
 
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+OTHERS = ("do_sample", "until", "max_gen_toks")
+MARGIN = 8
+"""Tokens decoded beside those of a stop mark, since a tokenizer may treat a text's first ones differently."""
+
 
 class LocretLM(TemplateLM):
-    """A backbone whose cache keeps ``budget`` slots, scored by the harness's own tasks and metrics."""
+    """A backbone whose cache keeps ``budget`` slots, scored by the harness's own tasks and metrics. Under ``accelerate
+    launch`` or torchrun the harness gives each process its share of the requests."""
 
     def __init__(self, engine: Engine, variant: Variant) -> None:
         super().__init__()
         self.engine, self.variant = engine, variant
         self.model, self.tokenizer = engine.model, engine.tokenizer
+        self.accelerator: Any = None
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            from accelerate import Accelerator, InitProcessGroupKwargs
+
+            weeks = InitProcessGroupKwargs(timeout=timedelta(weeks=52))  # one process may wait that long for the others
+            self.accelerator = Accelerator(cpu=self.device.type == "cpu", kwargs_handlers=[weeks])
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
 
     # ---- what the harness asks ---------------------------------------------------------------------------------------
 
@@ -51,6 +69,20 @@ class LocretLM(TemplateLM):
     def device(self) -> torch.device:
         return self.model.device
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.accelerator is None else self.accelerator.gather(tensor)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        if self.accelerator is None:
+            return [obj]
+        found = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, found, dst)
+        return found
+
+    def barrier(self) -> None:
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
@@ -66,7 +98,7 @@ class LocretLM(TemplateLM):
         )
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Continuations of the same context share its prefill as far as they can: the first longer one, and all of one
         token."""
@@ -74,7 +106,7 @@ class LocretLM(TemplateLM):
         for i, (_, context, _) in enumerate(requests):
             by_context[tuple(context)].append(i)
         found: dict[int, tuple[float, bool]] = {}
-        for prompt, members in by_context.items():
+        for prompt, members in self._shown(by_context.items(), "loglikelihood contexts", disable_tqdm):
             cache, logits = self._read(prompt)
             fresh = True
             for i in members:
@@ -89,7 +121,7 @@ class LocretLM(TemplateLM):
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, read chunk by chunk through the cache."""
         results = []
-        for request in requests:
+        for request in self._shown(requests, "rolling loglikelihood requests", disable_tqdm):
             (text,) = request.args
             ids = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)]
             nll, _ = nll_reading(self.model, self._cache(len(ids)), ids, 1) if len(ids) > 1 else (0.0, 0.0)
@@ -99,11 +131,15 @@ class LocretLM(TemplateLM):
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         results = []
-        for request in requests:
+        for number, request in enumerate(self._shown(requests, "generate_until requests", disable_tqdm)):
             context, settings = request.args
-            results.append(self._generate(context, dict(settings)))
+            results.append(self._generate(context, dict(settings), number))
             self.cache_hook.add_partial("generate_until", request.args, results[-1])
         return results
+
+    def _shown(self, items: Iterable[Any], what: str, hidden: bool) -> Iterable[Any]:
+        """The items, with a progress bar in the first process."""
+        return tqdm(items, desc=f"Running {what}", disable=hidden or self.rank != 0)
 
     # ---- over the cache ----------------------------------------------------------------------------------------------
 
@@ -130,26 +166,50 @@ class LocretLM(TemplateLM):
                     ).logits[0, -1]
         return total, greedy
 
-    def _generate(self, context: str, settings: dict[str, Any]) -> str:
-        until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample", False) else 0.0
+    def _generate(self, context: str, settings: dict[str, Any], number: int) -> str:
+        """The answer up to the first stop mark. ``number`` of the request: of the same prompt several are drawn."""
+        settings = normalize_gen_kwargs(settings)
+        sampling, until = sampling_of(settings), [mark for mark in settings["until"] if mark]
         ids = self.tok_encode(context)
         cache = self._cache(len(ids))
         tokens: list[int] = []
-        text = ""
+        newest = MARGIN + max((len(mark.encode()) for mark in until), default=0)  # a token has one byte at least
         with attach(self.model):
             logits = prefill(self.model, ids, cache)
             for token in decode(
-                self.model, cache, logits, prompt=ids, max_new_tokens=int(settings.get("max_gen_toks", 256)),
-                sampling=Sampling(temperature), stop=stop_ids(self.model, self.tokenizer), seed=self.engine.seed,
+                self.model, cache, logits, prompt=ids, max_new_tokens=settings["max_gen_toks"], sampling=sampling,
+                stop=stop_ids(self.model, self.tokenizer), seed=self.engine.seed + number,
             ):  # fmt: skip
                 tokens.append(token)
-                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-                if any(mark in text for mark in until):
+                tail = self._text(tokens[-newest:]) if until else ""
+                if any(mark in tail for mark in until):
                     break
-        ends = [text.find(mark) for mark in until if mark and mark in text]
-        return text[: min(ends)] if ends else text
+        text = self._text(tokens)
+        return text[: min((text.find(mark) for mark in until if mark in text), default=len(text))]
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """How tokens are chosen, from the harness's normalised ``generation_kwargs``.
+
+    Raises:
+        ValueError: a setting that there is not here, a value out of bounds, or sampling without a temperature.
+    """
+    given = {name: value for name, value in settings.items() if name not in OTHERS and value is not None}
+    if given.get("num_beams") == 1:  # which some tasks write out
+        del given["num_beams"]
+    for name in given:
+        if name not in SAMPLING:
+            known = (*OTHERS, *SAMPLING)
+            raise ValueError(
+                f"generation_kwargs: {name}={given[name]} is not supported.{nearest(name, known)} There are: {', '.join(known)}"
+            )
+    sampling = Sampling(**{"temperature": 0.0, **given})
+    if settings["do_sample"] and sampling.temperature == 0:
+        raise ValueError("generation_kwargs: do_sample=true needs temperature above 0, such as temperature=1.0")
+    return sampling
 
 
 _HARNESS_ONLY = ("batch_size", "max_batch_size")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..runtime.tokens import load_tokenizer
 from .rows import Row, read_kept
 
 BRIGHT, DIM, PLAIN = "\033[1m", "\033[2m", "\033[0m"
@@ -17,18 +18,8 @@ CONTEXT = 4
 """Tokens before one that its text may depend on."""
 
 
-@lru_cache(maxsize=2)
-def tokenizer_of(model: str) -> Any:
-    """The tokenizer of a backbone, as a row names it.
-
-    Raises:
-        OSError, ValueError: it is not there.
-    """
-    from transformers import AutoTokenizer
-
-    from ..backbones.load import resolve_model
-
-    return AutoTokenizer.from_pretrained(resolve_model(model))
+tokenizer_of = lru_cache(maxsize=2)(load_tokenizer)
+"""The tokenizer of a backbone, as a row names it."""
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

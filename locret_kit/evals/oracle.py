@@ -25,7 +25,7 @@ def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
     Args:
         kinds: of the run's tasks.
     """
-    settings, budget = engine.settings_for(variant.budget), variant.budget
+    settings, budget = engine.settings_for(variant), variant.budget
     if "nll_prefill" in kinds:
         raise ValueError(
             f"policy={variant.policy} chooses when all is read, so it has no likelihood while reading: "
@@ -50,7 +50,7 @@ def start(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -
     Raises:
         ValueError: a prompt without context; see also `read_context`.
     """
-    settings = engine.settings_for(variant.budget)
+    settings = engine.settings_for(variant)
     tail = _schedule(settings, len(ids)).local_len
     if tail >= len(ids):
         raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")

@@ -38,7 +38,8 @@ def write_page(out: Path) -> Path:
     rows = read_rows(out)
     draw_rows(out, rows)
     text = page(out, rows)
-    write_beside(out / PAGE, lambda path: path.write_text(text, encoding="utf-8"))
+    data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair stands in the examples' JSON alone
+    write_beside(out / PAGE, lambda path: path.write_bytes(data))
     return out / PAGE
 
 
@@ -169,6 +170,9 @@ def settings(out: Path, rows: Sequence[Row]) -> str:
     given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     names = (
         "model",
+        "adapter",
+        "heads_hash",
+        "backend",
         "device",
         "dtype",
         "positions",

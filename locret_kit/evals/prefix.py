@@ -15,6 +15,7 @@ from typing import Any
 
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
+from ..cache.fork import CannotFork
 from ..cache.schedule import Schedule
 from ..runtime.session import prefill
 
@@ -131,7 +132,7 @@ class Beginnings:
             if turn.held:
                 last = max(self._held, key=lambda one: len(one.ids))
                 return Start(last.cache.fork(len(ids)), len(last.ids), last.seconds)
-        except ValueError:
+        except CannotFork:
             self.drop()
         return Start(self._fresh(len(ids)))
 

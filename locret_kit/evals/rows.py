@@ -24,6 +24,15 @@ from .settings import ORACLES
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """What tells examples apart; no two rows of a run have the same."""
+SETTINGS = (
+    "model", "heads_hash", "adapter", "dtype", "chunk", "stabilizers", "local_len", "positions", "one_shot", "decode_every",
+    "kv_bits", "ending", "seed", "metric",
+)  # fmt: skip
+"""What must not differ among the examples of one cell of a table."""
+RECORDED = ("model", "heads_hash", "dtype")
+"""Of these, what an older row may not tell: ''."""
+SCHEDULED = ("chunk", "stabilizers", "local_len")
+"""Of these, what says nothing of full attention and of a one-shot cache, whose chunk is its prompt."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +107,19 @@ class Row:
     seed: int = 0
     """Seed of prompts, policies that draw, and sampling."""
     model: str = ""
-    """The backbone, as it was named."""
+    """The backbone, as it was named; '' in older rows."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone."""
+    heads_hash: str = ""
+    """See `provenance.weights_hash`; '' for policies without heads, and in older rows."""
+    backend: str = ""
+    """Of the kernels: 'reference' or 'triton'."""
     device: str = ""
     """'cpu', 'cuda:0', ..."""
     dtype: str = ""
     """The backbone's precision."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of python, torch, transformers and locret_kit."""
+    """Of python, torch, transformers, locret_kit and, where it runs from a checkout, its commit."""
     rank: int = 0
     """The process that made the row."""
     date: str = ""
@@ -123,8 +138,21 @@ class Row:
         return label_of(self.policy, self.heads)
 
     def to_json(self) -> str:
-        """One line, without its end. NaN and infinity are refused: they are no JSON."""
-        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+        """One line, without its end.
+
+        Raises:
+            ValueError, TypeError: a field is no JSON (NaN and infinity are none), see `writable`.
+        """
+        return _json(asdict(self))
+
+    def writable(self) -> Row:
+        """The row; where JSON has no words for a field, an error row that names it and goes without it."""
+        wrong = {name: value for name, value in asdict(self).items() if not _is_json(value)}
+        if not wrong:
+            return self
+        said = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        kept = {name: value for name, value in vars(self).items() if name not in {"score", "scores", *wrong}}
+        return Row(**{**kept, "error": self.error or f"ValueError: no JSON: {said[:300]}"})
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Row:
@@ -142,6 +170,17 @@ class Row:
 _NAMES = frozenset(f.name for f in fields(Row))
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(_json(value))
+    except (TypeError, ValueError):
+        return False
+
+
 def label_of(policy: str, heads: str) -> str:
     """The policy with its heads, or with what it is where it is no bounded one."""
     if policy in ORACLES:
@@ -150,16 +189,37 @@ def label_of(policy: str, heads: str) -> str:
 
 
 def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
-    """The rows of a run's folder, of one file, or of several files, sorted by `KEY`; the later of two alike counts.
+    """The rows of a run's folder, of one file, or of several files, sorted by `KEY`. Of two alike one with a score counts
+    before an error, then the one of the later `date`.
 
     A half line at a file's end is left aside.
 
     Raises:
         FileNotFoundError: no such file, or a folder without rows.
-        ValueError: a broken line elsewhere; names file and line.
+        ValueError: a broken line elsewhere, by file and line; or rows of one cell that differ in one of `SETTINGS`.
     """
-    rows = {row.key: row for path in row_files(source) for row in _read_file(path)}
+    every = [row for path in row_files(source) for row in _read_file(path)]
+    check_cells(every)
+    rows = {row.key: row for row in sorted(every, key=lambda row: (row.error is None, row.date))}
     return [rows[key] for key in sorted(rows)]
+
+
+def check_cells(rows: Iterable[Row]) -> None:
+    """Raise ValueError where rows that a table would average differ in more than their number; names cell and setting."""
+    first: dict[tuple, Any] = {}
+    for row in rows:
+        cell = row.key[:-1]
+        for name in SETTINGS if row.error is None else ():
+            value = getattr(row, name)
+            unset = (name in RECORDED and not value) or (name in SCHEDULED and (row.one_shot or not row.budget))
+            if unset:
+                continue
+            if first.setdefault((cell, name), value) != value:
+                task, haystack, length, budget, policy, *_ = cell
+                raise ValueError(
+                    f"rows of {task}, {haystack}, length={length}, policy={policy}, budget={budget} have "
+                    f"{name}={first[cell, name]} and {name}={value}: one table cannot hold both"
+                )
 
 
 def row_files(source: str | Path | Iterable[Path]) -> list[Path]:
@@ -210,7 +270,7 @@ class Shard:
         Raises:
             OSError: names the file and the reason.
         """
-        line = (row.to_json() + "\n").encode()
+        line = (row.to_json() + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's own escape
         size = os.fstat(self._file).st_size
         try:
             done = 0

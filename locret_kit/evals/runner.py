@@ -51,18 +51,20 @@ def run(plan: Run, say: Say | None = None) -> int:
     """Answer what is missing of this process's share; how many examples ended with an error.
 
     Raises:
-        ValueError: a budget that a policy cannot meet, or a metric that does not exist, before anything is run.
+        ValueError: a budget that a policy cannot meet, or a metric that does not exist, before anything is run; or a prompt
+            that is not the one of the rows that are there.
         OSError: the rows cannot be written; every row that was written before is whole.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     check(plan)
+    known = check_prompts(plan)
     errors = 0
     with Shard(plan.out / f"rows.{plan.rank}.jsonl") as shard:
         done = finished(plan)
         work = [(number, batch, share) for number, batch, share in _work(plan, done) if share]
         progress = Progress(sum(share for *_, share in work), sum(share * b[0].length for _, b, share in work), say)
         for number, batch, _ in work:
-            for row in _answer_batch(plan, number, batch, done):
+            for row in _answer_batch(plan, number, batch, done, known):
                 shard.append(row)
                 done[row.key] = row
                 errors += row.error is not None
@@ -82,6 +84,33 @@ def check(plan: Run) -> None:
             get_metric(task.metric)
 
 
+def check_prompts(plan: Run) -> dict[tuple, str]:
+    """Hashes of the prompts of all rows that the folder has, by task, haystack, length and number. The first that it has of
+    every task, haystack and length is made again and compared.
+
+    Raises:
+        ValueError: it is another now, since data or tokenizer have changed; names it.
+    """
+    rows = finished(replace(plan, retry_errors=False)).values()
+    known = {(*row.key[:3], row.sample): row.prompt_hash for row in rows if row.prompt_hash}
+    seen: set[tuple] = set()
+    for group in plan.groups():
+        kind = (group.task.name, group.task.haystack, group.length)
+        if kind not in seen and (*kind, group.sample) in known:
+            seen.add(kind)
+            _require_same(group, _prompt(plan.engine, group), known)
+    return known
+
+
+def _require_same(group: Group, prompt: Prompt | Exception, known: dict[tuple, str]) -> None:
+    before = known.get((group.task.name, group.task.haystack, group.length, group.sample))
+    if before and isinstance(prompt, Prompt) and prompt_hash(prompt.ids) != before:
+        raise ValueError(
+            f"task={group.task.name}, haystack={group.task.haystack}, length={group.length}, sample={group.sample}: the "
+            "prompt differs from that of the rows, since data or tokenizer have changed: choose another out"
+        )
+
+
 def finished(plan: Run) -> dict[tuple, Row]:
     """Rows of all processes by key; without those that shall be tried again."""
     files = sorted(plan.out.glob("rows.*.jsonl"))
@@ -95,6 +124,13 @@ def is_complete(plan: Run) -> bool:
     return not any(_missing(plan, group, done) for group in plan.groups())
 
 
+def failures(plan: Run) -> int:
+    """How many of the run's examples have ended with an error, in whichever process."""
+    done = finished(replace(plan, retry_errors=False))
+    keys = {key_of(group, variant) for group in plan.groups() for variant in plan.variants}
+    return sum(done[key].error is not None for key in keys & done.keys())
+
+
 def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> BoundedCache:
     """A fresh cache of a variant.
 
@@ -103,7 +139,7 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
     """
     if is_oracle(variant.policy):
         raise ValueError(f"policy={variant.policy} reads a prompt before it chooses: it answers tasks of a run alone")
-    settings = engine.settings_for(variant.budget or None)
+    settings = engine.settings_for(variant)
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
     heads = engine.heads.get(variant.heads)
     try:
@@ -138,10 +174,14 @@ def key_of(group: Group, variant: Variant) -> tuple:
     )  # fmt: skip
 
 
-def _answer_batch(plan: Run, number: int, batch: list[Group], done: dict[tuple, Row]) -> Iterator[Row]:
+def _answer_batch(
+    plan: Run, number: int, batch: list[Group], done: dict[tuple, Row], known: dict[tuple, str]
+) -> Iterator[Row]:
     """Rows of this process's share of a batch, as they are answered, policy by policy. Full attention comes first where
-    it is the reference."""
+    it is the reference. ``known``: see `check_prompts`."""
     made = {group: _prompt(plan.engine, group) for group in batch}
+    for group, prompt in made.items():
+        _require_same(group, prompt, known)
     failed = {group: error for group, error in made.items() if isinstance(error, Exception)}
     prompts = [prompt for prompt in made.values() if isinstance(prompt, Prompt)]
     ordered = [prompts[i] for i in together([prompt.ids for prompt in prompts])]
@@ -273,15 +313,13 @@ def _likelihood(plan: Run, variant: Variant, prompt: Prompt, start: Start, _: Ro
 
 
 def _cost(report: Report) -> dict[str, Any]:
-    from .. import __version__
-
     return {
         "cache_bytes": report.cache_bytes, "chunk": report.chunk, "stabilizers": report.stabilizers,
         "local_len": report.local_len,
         "one_shot": report.one_shot,
         "decode_every": report.decode_every, "positions": report.positions,
         "kv_bits": report.kv_bits, "device": report.device, "dtype": report.dtype,
-        "versions": {**report.versions, "locret_kit": __version__},
+        "backend": report.backend, "versions": report.versions,
     }  # fmt: skip
 
 
@@ -295,12 +333,14 @@ def _example_fields(prompt: Prompt) -> dict[str, Any]:
 
 def _row(plan: Run, group: Group, variant: Variant, **fields: Any) -> Row:
     record: dict[str, Any] = dict(zip(KEY, key_of(group, variant), strict=True))
-    record.update(seed=plan.engine.seed, model=plan.engine.name, rank=plan.rank)
+    engine = plan.engine
+    record.update(seed=engine.seed, model=engine.name, adapter=engine.adapter, rank=plan.rank)
+    record["heads_hash"] = engine.hashes.get(variant.heads, "")
     record["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record.update(fields)
     for name in ("prefill_s", "decode_s"):
         record[name] = round(record.get(name, 0.0), 4)
-    return Row(**record)
+    return Row(**record).writable()
 
 
 def _failed(plan: Run, group: Group, variant: Variant, error: Exception, **fields: Any) -> Row:

@@ -24,10 +24,14 @@ class Engine:
     tokenizer: Any
     name: str
     """The backbone, as it was named."""
-    settings_for: Callable[[int | None], dict[str, Any]]
-    """Settings of a `BoundedCache` for a budget; for None those of the checkpoint's own budget (used by `full`)."""
+    settings_for: Callable[[Variant], dict[str, Any]]
+    """Settings of a `BoundedCache` for a variant: those of its heads scaled to its budget, of `full` at their own budget."""
     heads: dict[str, Any] = field(default_factory=dict)
     """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Of the heads' weights, see `provenance.weights_hash`."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone, as it was named."""
     chat: str = "auto"
     ending: str = "infinitebench"
     seed: int = 0

@@ -73,8 +73,8 @@ class Recency(ScorePart):
 
     def enter(self, entry: Entry) -> Tensor:
         B, H, T, _ = entry.k.shape
-        pos_T = torch.arange(entry.position, entry.position + T, device=entry.k.device, dtype=torch.float32)
-        return pos_T.expand(B, H, T)
+        pos_T = entry.position + torch.arange(T, device=entry.k.device)
+        return pos_T.float().expand(B, H, T)
 
 
 @dataclass(frozen=True)

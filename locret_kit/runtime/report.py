@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 import resource
 import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
+
+from .provenance import versions
 
 if TYPE_CHECKING:
     from ..cache.bounded import BoundedCache
@@ -53,6 +53,10 @@ class Report:
     peak_bytes: int
     device: str
     dtype: str
+    backend: str
+    """Of the kernels."""
+    decoding: str
+    """'graph', or 'dynamic' and why."""
     versions: dict[str, str]
 
     @classmethod
@@ -66,8 +70,7 @@ class Report:
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=str(model.dtype).removeprefix("torch."),
-            versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-            **measured,
+            backend=cache.backend or "", decoding=c.decoding, versions=versions(), **measured,
         )  # fmt: skip
 
     @property

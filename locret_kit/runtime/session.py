@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
+from ..cache.static import StaticDecoder, reason_against
 from .memory import explained
 from .report import Report
 
@@ -93,8 +94,17 @@ def decode(
     sampling: Sampling,
     stop: frozenset[int],
     seed: int = 0,
+    graph: bool | None = None,
 ) -> Iterator[int]:
-    """Token ids as they come, the first chosen from ``logits``; ends before an id of ``stop``."""
+    """Token ids as they come, the first chosen from ``logits``; ends before an id of ``stop``.
+
+    ``graph`` replays a CUDA graph for each token: by default where that is possible, and ``cache.counters.decoding`` says
+    what was done.
+
+    Raises:
+        ValueError: ``graph=True`` where it is not possible; says why.
+    """
+    step = _decoder(model, cache, graph)
     processors = sampling.processors()
     generator = torch.Generator(device=logits.device).manual_seed(seed)
     seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
@@ -110,10 +120,43 @@ def decode(
         yield token
         seen.append(token)
         if n + 1 < max_new_tokens:
-            piece = torch.tensor([[token]], device=model.device)
-            logits = (
-                model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
-            )
+            logits = step(token)
+
+
+def _decoder(model: Any, cache: BoundedCache, graph: bool | None) -> Callable[[int], Tensor]:
+    """What gives the logits ``[V]`` behind a token."""
+
+    def dynamic(token: int) -> Tensor:
+        piece = torch.tensor([[token]], device=model.device)
+        return model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+
+    def refuse(reason: str) -> None:
+        if graph:
+            raise ValueError(f"graph=True is not possible here: {reason}")
+        cache.counters.decoding = f"dynamic: {reason}"
+
+    if graph is False:
+        cache.counters.decoding = "dynamic: graph=False"
+        return dynamic
+    reason = _no_graph(model, cache)
+    if reason is not None:
+        refuse(reason)
+        return dynamic
+    static = StaticDecoder(model, cache)
+    cache.counters.decoding = "graph"
+
+    def step(token: int) -> Tensor:
+        if static.reason is None:
+            return static(token)
+        refuse(static.reason)
+        return dynamic(token)
+
+    return step
+
+
+def _no_graph(model: Any, cache: BoundedCache) -> str | None:
+    device = model.device.type
+    return f"CUDA graphs need a CUDA device, not {device}" if device != "cuda" else reason_against(model, cache)
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -132,14 +175,19 @@ def generate(
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
+    graph: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> tuple[str, Report]:
-    """Prefill and decode; ``(text, report)``. ``on_text`` gets each piece of text that is final.
+    """Prefill and decode; ``(text, report)``. ``on_text`` gets each piece of text that is final, ``graph`` is as in ``decode``.
 
     Raises:
         OutOfMemory: says what was asked, what was free and which settings fit.
+        ValueError: ``graph=True`` where it is not possible; says why.
     """
+    cache.bind(model)
+    if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
+        raise ValueError(f"graph=True is not possible here: {reason}")
     with attach(model), explained(model, cache, len(ids)):
         began = time.perf_counter()
         logits = prefill(model, ids, cache, progress)
@@ -149,13 +197,14 @@ def generate(
         shown = ""
         for token in decode(
             model, cache, logits, prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling or Sampling(),
-            stop=stop_ids(model, tokenizer), seed=seed,
+            stop=stop_ids(model, tokenizer), seed=seed, graph=graph,
         ):  # fmt: skip
             tokens.append(token)
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            if on_text and not text.endswith("\ufffd"):
-                on_text(text[len(shown) :])
-                shown = text
+            if on_text:
+                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                if not text.endswith("\ufffd"):
+                    on_text(text[len(shown) :])
+                    shown = text
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         if on_text:
             on_text(text[len(shown) :])

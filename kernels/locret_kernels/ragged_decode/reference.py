@@ -41,6 +41,15 @@ class PackedRows(NamedTuple):
         return 8 * self.key_codes_NX.shape[1] // self.key_step_PMD.shape[2]
 
 
+class Decoded(NamedTuple):
+    """What one token's attention gives."""
+
+    out_BQD: Tensor
+    received_BHS: Tensor | None
+    """Attention (float32 or wider) that each of a head's first ``longest`` rows got, mean over the group, 0 behind the
+    head's rows; None where it was not wanted."""
+
+
 def ragged_decode(
     q_BQD: Tensor,
     keys_ND: Tensor,
@@ -50,24 +59,28 @@ def ragged_decode(
     scaling: float,
     *,
     longest: int,
-    cos_SD: Tensor | None = None,
-    sin_SD: Tensor | None = None,
-) -> Tensor:
-    """Attention output ``[B, Q, D]`` of one query a head over the rows ``starts .. starts + lengths`` of its key/value head.
+    cos_SR: Tensor | None = None,
+    sin_SR: Tensor | None = None,
+    place_N: Tensor | None = None,
+    received: bool = False,
+) -> Decoded:
+    """Attention of one query a head over the rows ``starts .. starts + lengths`` of its key/value head. Nothing is read back
+    to the host.
 
     Args:
         keys_ND: rows of all heads, one stretch after another; a uniform cache is a view of this form.
         starts_BH: first row and number of rows (integers; at least one row) of each head.
         longest: at least the longest length; host integer, so that nothing waits for the device.
-        cos_SD: with ``sin_SD``, keys are rotated by their rank in the stretch before they are used (halves convention,
-            whole head); the query comes rotated.
+        cos_SR: with ``sin_SR``, the first ``R`` columns of keys are rotated by their rank in the stretch before they are used
+            (halves convention); the query comes rotated.
+        place_N: integers; a row is rotated by this where it is more than its rank.
+        received: return what each row got, too.
     """
 
-    def read(b: int, h: int) -> tuple[Tensor, Tensor]:
-        rows = slice(int(starts_BH[b, h]), int(starts_BH[b, h]) + int(lengths_BH[b, h]))
-        return keys_ND[rows].float(), values_ND[rows].float()
+    def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
+        return keys_ND[row_S], values_ND[row_S]
 
-    return _decode(q_BQD, starts_BH.shape[1], read, scaling, cos_SD, sin_SD)
+    return _decode(q_BQD, starts_BH, lengths_BH, read, scaling, longest, cos_SR, sin_SR, place_N, received)
 
 
 def packed_decode(
@@ -78,26 +91,32 @@ def packed_decode(
     scaling: float,
     *,
     longest: int,
-    cos_SD: Tensor | None = None,
-    sin_SD: Tensor | None = None,
-) -> Tensor:
+    cos_SR: Tensor | None = None,
+    sin_SR: Tensor | None = None,
+    place_N: Tensor | None = None,
+    received: bool = False,
+) -> Decoded:
     """``ragged_decode`` over rows in few bits."""
-    H, D = starts_BH.shape[1], q_BQD.shape[2]
+    channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
+    first_of_tail_P = (lengths_BH - rows.tail_BH).flatten()
 
-    def read(b: int, h: int) -> tuple[Tensor, Tensor]:
-        p, start, tail = b * H + h, int(starts_BH[b, h]), int(rows.tail_BH[b, h])
-        packed = slice(start, start + int(lengths_BH[b, h]) - tail)
-        group = rows.group_N[packed].long()
-        step, zero = (x[p, group].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))
-        k = zero + _codes(rows.key_codes_NX[packed], rows.bits) * step
-        channels = D // rows.value_step_NC.shape[1]
+    def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
+        rank_S = torch.arange(len(row_S), device=row_S.device)
+        packed_S1 = (there_S & (rank_S < first_of_tail_P[p]))[:, None]
+        group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
+        step, zero = (x[p, group_S].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))
+        k = zero + _codes(rows.key_codes_NX[row_S], rows.bits) * step
         step, zero = (
-            x[packed].float().repeat_interleave(channels, -1) for x in (rows.value_step_NC, rows.value_zero_NC)
+            x[row_S].float().repeat_interleave(channels, -1) for x in (rows.value_step_NC, rows.value_zero_NC)
         )
-        v = zero + _codes(rows.value_codes_NX[packed], rows.bits) * step
-        return torch.cat((k, rows.tail_keys_PRD[p, :tail])), torch.cat((v, rows.tail_values_PRD[p, :tail]))
+        v = zero + _codes(rows.value_codes_NX[row_S], rows.bits) * step
+        newest_S = (rank_S - first_of_tail_P[p]).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
+        return (
+            torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S]),
+            torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S]),
+        )
 
-    return _decode(q_BQD, H, read, scaling, cos_SD, sin_SD)
+    return _decode(q_BQD, starts_BH, lengths_BH, read, scaling, longest, cos_SR, sin_SR, place_N, received)
 
 
 def _codes(packed_NX: Tensor, bits: int) -> Tensor:
@@ -108,22 +127,42 @@ def _codes(packed_NX: Tensor, bits: int) -> Tensor:
 
 def _decode(
     q_BQD: Tensor,
-    H: int,
-    read: Callable[[int, int], tuple[Tensor, Tensor]],
+    starts_BH: Tensor,
+    lengths_BH: Tensor,
+    read: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
     scaling: float,
-    cos_SD: Tensor | None,
-    sin_SD: Tensor | None,
-) -> Tensor:
-    """Attention over keys and values ``[S, D]`` that ``read(b, h)`` returns in float32."""
-    B, Q, D = q_BQD.shape
+    longest: int,
+    cos_SR: Tensor | None,
+    sin_SR: Tensor | None,
+    place_N: Tensor | None,
+    received: bool,
+) -> Decoded:
+    """Attention over keys and values ``[S, D]`` that ``read(b * H + h, rows, which of them the head has)`` returns."""
+    dtype = torch.promote_types(q_BQD.dtype, torch.float32)
+    (B, Q, _), H = q_BQD.shape, starts_BH.shape[1]
+    G, rank_S = Q // H, torch.arange(longest, device=q_BQD.device)
     out = torch.empty_like(q_BQD)
+    got = q_BQD.new_empty(B, H, longest, dtype=dtype) if received else None
     for b in range(B):
         for h in range(H):
-            k, v = read(b, h)
-            if cos_SD is not None and sin_SD is not None:
-                half = torch.cat((-k[:, D // 2 :], k[:, : D // 2]), -1)
-                k = k * cos_SD[: len(k)].float() + half * sin_SD[: len(k)].float()
-            group = slice(h * (Q // H), (h + 1) * (Q // H))
-            weights = (q_BQD[b, group].float() @ k.T * scaling).softmax(-1)
-            out[b, group] = (weights @ v).to(out.dtype)
-    return out
+            there_S = rank_S < lengths_BH[b, h]
+            row_S = starts_BH[b, h] + rank_S.where(there_S, 0)
+            k, v = (x.to(dtype) for x in read(b * H + h, row_S, there_S))
+            if cos_SR is not None and sin_SR is not None:
+                place_S = rank_S if place_N is None else torch.maximum(rank_S, place_N[row_S])
+                k = _turned(k, cos_SR[place_S].to(dtype), sin_SR[place_S].to(dtype))
+            group = slice(h * G, (h + 1) * G)
+            logits_GS = (q_BQD[b, group].to(dtype) @ k.T * scaling).masked_fill(~there_S, float("-inf"))
+            weights_GS = logits_GS.softmax(-1)
+            out[b, group] = (weights_GS @ v).to(out.dtype)
+            if got is not None:
+                got[b, h] = weights_GS.mean(0)
+    return Decoded(out, got)
+
+
+def _turned(x_SD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+    """Rows whose first ``R`` columns are rotated."""
+    R = cos_SR.shape[1]
+    part = x_SD[:, :R]
+    half = torch.cat((-part[:, R // 2 :], part[:, : R // 2]), -1)
+    return torch.cat((part * cos_SR + half * sin_SR, x_SD[:, R:]), -1)

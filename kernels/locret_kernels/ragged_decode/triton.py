@@ -7,6 +7,8 @@ Codes are turned into numbers in registers: of a row in few bits only its bytes 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,38 +16,55 @@ from torch import Tensor
 
 from .. import tiles
 from ..tiles import cdiv, check, dot_rows, head_blocks, load_rows
-from .reference import PackedRows
+from .reference import Decoded, PackedRows
+
+LOG2 = 1.4426950408889634  # log2(e)
 
 
 @triton.jit
-def _rotated(x, base, rows, ranks, keep, stride, cos, sin, FIRST: tl.constexpr, N: tl.constexpr,
-             D: tl.constexpr):  # fmt: skip
-    """Columns ``FIRST .. FIRST + N`` of rows of size ``D``, turned by their ranks."""
+def _partner(columns, R: tl.constexpr):
+    """The column that rotation of the first ``R`` pairs each column with; its own behind them."""
+    HALF: tl.constexpr = R // 2
+    return tl.where(columns < HALF, columns + HALF, tl.where(columns < R, columns - HALF, columns))
+
+
+@triton.jit
+def _rotated(x, base, rows, places, keep, stride, cos, sin, FIRST: tl.constexpr, N: tl.constexpr,
+             R: tl.constexpr):  # fmt: skip
+    """Columns ``FIRST .. FIRST + N`` of rows whose first ``R`` are turned by their places."""
     columns = FIRST + tl.arange(0, N)
-    low = columns < D // 2
-    partner = tl.where(low, columns + D // 2, columns - D // 2)
+    partner = _partner(columns, R)
     other = tl.load(base + rows[:, None] * stride + partner[None, :], mask=keep[:, None], other=0.0).to(tl.float32)
-    other = tl.where(low[None, :], -other, other)
-    return _turn(x.to(tl.float32), other, cos, sin, ranks, keep, FIRST, N, D).to(x.dtype)
+    other = tl.where((columns < R // 2)[None, :], -other, other)
+    return _turn(x.to(tl.float32), other, cos, sin, places, keep, FIRST, N, R).to(x.dtype)
 
 
 @triton.jit
-def _turn(x, other, cos, sin, ranks, keep, FIRST: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    """Columns ``x`` and their signed partners ``other`` turned by the angles of their ranks (float32)."""
-    at = ranks[:, None] * D + FIRST + tl.arange(0, N)[None, :]
-    c = tl.load(cos + at, mask=keep[:, None], other=0.0).to(tl.float32)
-    s = tl.load(sin + at, mask=keep[:, None], other=0.0).to(tl.float32)
+def _turn(x, other, cos, sin, places, keep, FIRST: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
+    """Columns ``x`` and their signed partners ``other`` turned by the angles of their places (float32)."""
+    columns = FIRST + tl.arange(0, N)
+    inside = keep[:, None] & (columns < R)[None, :]
+    at = places[:, None] * R + columns[None, :]
+    c = tl.load(cos + at, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
     return x * c + other * s
 
 
 @triton.jit
+def _places(place, rows, keep, PLACED: tl.constexpr):
+    """Where rows are rotated to: their rank, or what is given where it is more."""
+    if PLACED:
+        rows = tl.maximum(rows, tl.load(place + rows, mask=keep, other=0).to(tl.int32))
+    return rows
+
+
+@triton.jit
 def _ragged_decode(
-    q, keys, values, starts, lengths, cos, sin, out, norm, scale, stride_qb, stride_qh, stride_k, stride_v,
-    H, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
-    ROTATE: tl.constexpr, UPCAST: tl.constexpr,
+    q, keys, values, starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, stride_k, stride_v,
+    H, S, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
+    ROTATE: tl.constexpr, PLACED: tl.constexpr, RECEIVED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     LOG2: tl.constexpr = 1.4426950408889634  # log2(e)
-    D: tl.constexpr = D0 + D1
     head, split = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
     start = tl.load(starts + head).to(tl.int64)
@@ -57,6 +76,8 @@ def _ragged_decode(
     )
     keys += start * stride_k
     values += start * stride_v
+    place += start
+    logits += (head.to(tl.int64) * G + members)[:, None] * S
     zero = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -67,11 +88,14 @@ def _ragged_decode(
         rows = s + tl.arange(0, BLOCK_S)
         there = (rows < length) & (rows < begin + per_split)
         k0, k1 = load_rows(keys, rows, there, stride_k, D0, D1, UPCAST)
-        if ROTATE:
-            k0 = _rotated(k0, keys, rows, rows, there, stride_k, cos, sin, 0, D0, D)
+        if ROTATE > 0:
+            places = _places(place, rows, there, PLACED)
+            k0 = _rotated(k0, keys, rows, places, there, stride_k, cos, sin, 0, D0, ROTATE)
             if D1 > 0:
-                k1 = _rotated(k1, keys, rows, rows, there, stride_k, cos, sin, D0, D1, D)
+                k1 = _rotated(k1, keys, rows, places, there, stride_k, cos, sin, D0, D1, ROTATE)
         x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2)
+        if RECEIVED:
+            tl.store(logits + rows[None, :], x, mask=alive[:, None] & there[None, :])
         x = tl.where(there[None, :], x, float("-inf"))
         v0, v1 = load_rows(values, rows, there, stride_v, D0, D1, UPCAST)
         top, total, y0, y1 = _absorb(x, v0, v1, top, total, y0, y1, D1)
@@ -119,17 +143,17 @@ def _numbers(codes, rows, columns, keep, step, zero, BITS: tl.constexpr, D: tl.c
 @triton.jit
 def _keys(codes, group, step, zero, tail, rows, first_of_tail, packed, newest, FIRST: tl.constexpr, N: tl.constexpr,
           TURN: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Columns ``FIRST .. FIRST + N`` of keys, from their codes or from the tail (float32); of the half that rotation pairs
-    them with where ``TURN``, its sign included."""
+    """Columns ``FIRST .. FIRST + N`` of keys, from their codes or from the tail (float32); where ``TURN`` is above 0 those that
+    rotation of the first ``TURN`` columns pairs them with, their sign included."""
     columns = FIRST + tl.arange(0, N)
-    low = columns < D // 2
-    if TURN:
-        columns = tl.where(low, columns + D // 2, columns - D // 2)
+    low = columns < TURN // 2
+    if TURN > 0:
+        columns = _partner(columns, TURN)
     level = group[:, None] * D + columns[None, :]
     x = _numbers(codes, rows, columns, packed, step + level, zero + level, BITS, D)
     held = tl.load(tail + (rows - first_of_tail)[:, None] * D + columns[None, :], mask=newest[:, None], other=0.0)
     x = tl.where(packed[:, None], x, held.to(tl.float32))
-    if TURN:
+    if TURN > 0:
         x = tl.where(low[None, :], -x, x)
     return x
 
@@ -148,9 +172,10 @@ def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST:
 @triton.jit
 def _packed_decode(
     q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
-    starts, lengths, cos, sin, out, norm, scale, stride_qb, stride_qh, H, M, R, per_split,
+    starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, M, R, S, per_split,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, UPCAST: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr, RECEIVED: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     LOG2: tl.constexpr = 1.4426950408889634  # log2(e)
     D: tl.constexpr = D0 + D1
@@ -169,6 +194,8 @@ def _packed_decode(
     value_step += start * GROUPS
     value_zero += start * GROUPS
     groups += start
+    place += start
+    logits += (head.to(tl.int64) * G + members)[:, None] * S
     key_step += head.to(tl.int64) * M * D
     key_zero += head.to(tl.int64) * M * D
     tail_keys += head.to(tl.int64) * R * D
@@ -185,22 +212,25 @@ def _packed_decode(
         packed, newest = there & (rows < first_of_tail), there & (rows >= first_of_tail)
         group = tl.load(groups + rows, mask=packed, other=0).to(tl.int32)
         k0 = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
-                   0, D0, False, BITS, D)  # fmt: skip
-        if ROTATE:
+                   0, D0, 0, BITS, D)  # fmt: skip
+        places = _places(place, rows, there, PLACED)
+        if ROTATE > 0:
             turned = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
-                           0, D0, True, BITS, D)  # fmt: skip
-            k0 = _turn(k0, turned, cos, sin, rows, there, 0, D0, D)
+                           0, D0, ROTATE, BITS, D)  # fmt: skip
+            k0 = _turn(k0, turned, cos, sin, places, there, 0, D0, ROTATE)
         k0 = k0.to(q0.dtype)
         k1 = k0
         if D1 > 0:
             k1 = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
-                       D0, D1, False, BITS, D)  # fmt: skip
-            if ROTATE:
+                       D0, D1, 0, BITS, D)  # fmt: skip
+            if ROTATE > 0:
                 turned = _keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
-                               D0, D1, True, BITS, D)  # fmt: skip
-                k1 = _turn(k1, turned, cos, sin, rows, there, D0, D1, D)
+                               D0, D1, ROTATE, BITS, D)  # fmt: skip
+                k1 = _turn(k1, turned, cos, sin, places, there, D0, D1, ROTATE)
             k1 = k1.to(q0.dtype)
         x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2)
+        if RECEIVED:
+            tl.store(logits + rows[None, :], x, mask=alive[:, None] & there[None, :])
         x = tl.where(there[None, :], x, float("-inf"))
         v0 = _values(value_codes, value_step, value_zero, tail_values, rows, first_of_tail, packed, newest,
                      0, D0, GROUPS, BITS, D).to(q0.dtype)  # fmt: skip
@@ -222,9 +252,11 @@ def ragged_decode(
     scaling: float,
     *,
     longest: int,
-    cos_SD: Tensor | None = None,
-    sin_SD: Tensor | None = None,
-) -> Tensor:
+    cos_SR: Tensor | None = None,
+    sin_SR: Tensor | None = None,
+    place_N: Tensor | None = None,
+    received: bool = False,
+) -> Decoded:
     """See ``reference.ragged_decode``."""
     check(q=q_BQD, keys=keys_ND, values=values_ND)
     B, Q, D = q_BQD.shape
@@ -236,19 +268,19 @@ def ragged_decode(
         )
     if not q_BQD.dtype == keys_ND.dtype == values_ND.dtype:
         raise ValueError("q, keys and values must be of one type")
-    cos, sin = _tables(cos_SD, sin_SD, longest, q_BQD)
-    block_s = (64 if D < 256 else 32) // (1 if cos_SD is None else 2)
+    cos, sin, place = _tables(cos_SR, sin_SR, place_N, longest, q_BQD)
+    block_s = (64 if D < 256 else 32) // (1 if cos_SR is None else 2)
     splits, per_split = _splits(longest, block_s, B * H)
-    out = torch.empty(splits, B, Q, D, dtype=torch.float32, device=q_BQD.device)
-    norm = torch.empty(splits, B, Q, 1, dtype=torch.float32, device=q_BQD.device)
+    parts = _parts(q_BQD, splits, longest, received)
     tiles.launch(
         _ragged_decode, (B * H, splits), q_BQD, keys_ND, values_ND, starts_BH.contiguous(), lengths_BH.contiguous(),
-        cos, sin, out, norm, scaling,
-        *q_BQD.stride()[:2], keys_ND.stride(0), values_ND.stride(0), H, per_split,
+        cos, sin, place, parts.logits, parts.out, parts.norm, scaling,
+        *q_BQD.stride()[:2], keys_ND.stride(0), values_ND.stride(0), H, longest, per_split,
         G=Q // H, BLOCK_G=max(16, triton.next_power_of_2(Q // H)), D0=D0, D1=D1, BLOCK_S=block_s,
-        ROTATE=cos_SD is not None, UPCAST=tiles.INTERPRETED, num_warps=4, num_stages=2,
+        ROTATE=0 if cos_SR is None else cos_SR.shape[1], PLACED=place_N is not None, RECEIVED=received,
+        UPCAST=tiles.INTERPRETED, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return _joined(out, norm).to(q_BQD.dtype)
+    return parts.joined(q_BQD.dtype, H, received)
 
 
 def packed_decode(
@@ -259,9 +291,11 @@ def packed_decode(
     scaling: float,
     *,
     longest: int,
-    cos_SD: Tensor | None = None,
-    sin_SD: Tensor | None = None,
-) -> Tensor:
+    cos_SR: Tensor | None = None,
+    sin_SR: Tensor | None = None,
+    place_N: Tensor | None = None,
+    received: bool = False,
+) -> Decoded:
     """See ``reference.packed_decode``."""
     check(q=q_BQD, **rows._asdict())
     B, Q, D = q_BQD.shape
@@ -274,31 +308,38 @@ def packed_decode(
         raise ValueError(f"{rows.bits} bits in {rows.key_codes_NX.dtype}: backend='triton' takes 4 or 2 in torch.uint8")
     if rows.tail_keys_PRD.dtype != q_BQD.dtype or rows.tail_values_PRD.dtype != q_BQD.dtype:
         raise ValueError(f"q is {q_BQD.dtype} and the tail is {rows.tail_keys_PRD.dtype}: they must be of one type")
-    cos, sin = _tables(cos_SD, sin_SD, longest, q_BQD)
+    cos, sin, place = _tables(cos_SR, sin_SR, place_N, longest, q_BQD)
     block_s = 32 if D < 256 else 16
     splits, per_split = _splits(longest, block_s, B * H)
-    out = torch.empty(splits, B, Q, D, dtype=torch.float32, device=q_BQD.device)
-    norm = torch.empty(splits, B, Q, 1, dtype=torch.float32, device=q_BQD.device)
+    parts = _parts(q_BQD, splits, longest, received)
     tiles.launch(
         _packed_decode, (B * H, splits), q_BQD, *(x.contiguous() for x in rows), starts_BH.contiguous(),
-        lengths_BH.contiguous(), cos, sin, out, norm, scaling, *q_BQD.stride()[:2], H, M, R, per_split,
+        lengths_BH.contiguous(), cos, sin, place, parts.logits, parts.out, parts.norm, scaling,
+        *q_BQD.stride()[:2], H, M, R, longest, per_split,
         G=Q // H, BLOCK_G=max(16, triton.next_power_of_2(Q // H)), D0=D0, D1=D1, BLOCK_S=block_s, BITS=rows.bits,
-        GROUPS=rows.value_step_NC.shape[1], ROTATE=cos_SD is not None, UPCAST=tiles.INTERPRETED,
-        num_warps=4 if cos_SD is None else 8, num_stages=2,
+        GROUPS=rows.value_step_NC.shape[1], ROTATE=0 if cos_SR is None else cos_SR.shape[1],
+        PLACED=place_N is not None, RECEIVED=received, UPCAST=tiles.INTERPRETED,
+        num_warps=4 if cos_SR is None else 8, num_stages=2,
     )  # fmt: skip
-    return _joined(out, norm).to(q_BQD.dtype)
+    return parts.joined(q_BQD.dtype, H, received)
 
 
-def _tables(cos_SD: Tensor | None, sin_SD: Tensor | None, longest: int, q_BQD: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables, contiguous and long enough, or a stand-in where keys are not rotated."""
-    if (cos_SD is None) != (sin_SD is None):
+def _tables(
+    cos_SR: Tensor | None, sin_SR: Tensor | None, place_N: Tensor | None, longest: int, q_BQD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tables and places, contiguous, or stand-ins where keys are not rotated or are rotated by their rank. Of given
+    places nothing is known here; none may reach behind the tables."""
+    if (cos_SR is None) != (sin_SR is None):
         raise ValueError("cos and sin are given together or not at all")
-    if cos_SD is None or sin_SD is None:
-        return q_BQD, q_BQD
-    check(cos=cos_SD, sin=sin_SD)
-    if cos_SD.shape != sin_SD.shape or cos_SD.shape[1] != q_BQD.shape[2] or len(cos_SD) < longest:
-        raise ValueError(f"cos {tuple(cos_SD.shape)} must be [at least {longest}, {q_BQD.shape[2]}], and sin alike")
-    return cos_SD.contiguous(), sin_SD.contiguous()
+    if cos_SR is None or sin_SR is None:
+        if place_N is not None:
+            raise ValueError("place_N is of keys that are rotated: give cos and sin too")
+        return q_BQD, q_BQD, q_BQD
+    check(cos=cos_SR, sin=sin_SR)
+    (rows, R), D = cos_SR.shape, q_BQD.shape[2]
+    if cos_SR.shape != sin_SR.shape or R > D or R % 2 or rows < longest:
+        raise ValueError(f"cos {tuple(cos_SR.shape)} must be [at least {longest}, even and at most {D}], and sin alike")
+    return cos_SR.contiguous(), sin_SR.contiguous(), q_BQD if place_N is None else place_N.contiguous()
 
 
 def _splits(longest: int, block_s: int, heads: int) -> tuple[int, int]:
@@ -308,6 +349,29 @@ def _splits(longest: int, block_s: int, heads: int) -> tuple[int, int]:
     return cdiv(longest, per_split), per_split
 
 
-def _joined(out: Tensor, norm: Tensor) -> Tensor:
-    """Parts of an output joined by their log-sum-exps."""
-    return out[0] if len(out) == 1 else ((norm - norm.logsumexp(0)).exp() * out).sum(0)
+class _Parts(NamedTuple):
+    """What the programs write, all float32."""
+
+    out: Tensor
+    """``[splits, B, Q, D]``"""
+    norm: Tensor
+    """``[splits, B, Q, 1]``: log-sum-exp of a part."""
+    logits: Tensor
+    """``[B, Q, S]``, scaled and times log2(e), -inf behind a head's rows; a stand-in where they are not wanted."""
+
+    def joined(self, dtype: torch.dtype, H: int, received: bool) -> Decoded:
+        """Parts of the output joined by their log-sum-exps, and what each row got."""
+        norm_BQ1 = self.norm.logsumexp(0)
+        out = self.out[0] if len(self.out) == 1 else ((self.norm - norm_BQ1).exp() * self.out).sum(0)
+        if not received:
+            return Decoded(out.to(dtype), None)
+        weights_BQS = (self.logits - norm_BQ1 * LOG2).exp2()
+        return Decoded(out.to(dtype), weights_BQS.unflatten(1, (H, -1)).mean(2))
+
+
+def _parts(q_BQD: Tensor, splits: int, longest: int, received: bool) -> _Parts:
+    """Room for what the programs write."""
+    B, Q, D = q_BQD.shape
+    exact = dict(dtype=torch.float32, device=q_BQD.device)
+    out, norm = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, 1, **exact)
+    return _Parts(out, norm, torch.full((B, Q, longest), float("-inf"), **exact) if received else out)

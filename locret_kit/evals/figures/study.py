@@ -19,8 +19,7 @@ from ...backbones.rope import rotate
 from ...cache.attention import attend_rows
 from ...cache.bounded import BoundedCache
 from ...cache.view import slots_of
-from ...policies.allocation import Uniform
-from ...policies.registry import parse_policy, spell
+from ...policies.registry import PARTS, parse_policy, parts_of
 from ...runtime.session import prefill
 from ...runtime.tokens import stream_ids
 from ..rows import Row, read_rows
@@ -136,12 +135,8 @@ def varied(policy: str, **parts: str) -> str:
     >>> varied("tova", scope="sinks(4)")
     'score=ltas scope=sinks(4) allocation=uniform selection=top-k'
     """
-    parsed = parse_policy(policy)
-    given = {
-        "score": spell(parsed.score), "scope": "+".join(spell(scope) for scope in parsed.scopes),
-        "allocation": spell(parsed.allocation or Uniform()), "selection": spell(parsed.selection), **parts,
-    }  # fmt: skip
-    return " ".join(f"{name}={part}" for name, part in given.items() if part)
+    changed = {**parts_of(parse_policy(policy)), **parts}
+    return " ".join(f"{name}={changed[name]}" for name in PARTS if changed.get(name))
 
 
 def read(

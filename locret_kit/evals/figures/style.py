@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,6 @@ def token_axis(axis: Axes, values: Iterable[int], label: str) -> None:
     axis.set_xticks(ticks, [size(tick) for tick in ticks])
     axis.set_xticks([], minor=True)
     axis.set_xlabel(label)
-
-
-def integer_ticks(values: Sequence[int], most: int = 12) -> list[int]:
-    """Some of the values, evenly spaced."""
-    step = max(1, math.ceil(len(values) / most))
-    return list(values[::step])
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

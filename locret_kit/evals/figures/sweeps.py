@@ -119,7 +119,7 @@ def stabilizers(study: Study) -> Figure:
 def _with(engine: Engine, stabilizers: int) -> Engine:
     """The engine whose caches have so many stabilizers."""
     settings_for = engine.settings_for
-    return replace(engine, settings_for=lambda budget: {**settings_for(budget), "stabilizers": stabilizers})
+    return replace(engine, settings_for=lambda variant: {**settings_for(variant), "stabilizers": stabilizers})
 
 
 def hidden_and_score_errors(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...samples.needles import NOISE
-from ...samples.text import next_start, starts
+from ...samples.text import next_start, ring, starts
 from .base import Example, Request, Task, spread_depth
 from .retrieval import Draft, random_uuid, synthetic
 from .words import ADJECTIVES, NOUNS, distinct
@@ -204,9 +204,7 @@ def _noise(n: int) -> list[str]:
 def _piece(rng: random.Random, text: str, n: int) -> str:
     """``n`` units of a text, from a random line or sentence on, to the end of a word; goes on at the beginning."""
     start, size = next_start(text, rng.randrange(len(text))), UNIT * n
-    piece = text[start : start + size]
-    while len(piece) < size:
-        piece += "\n" + text[: size - len(piece)]
+    piece = ring(text, start, size)
     return piece[: max(piece.rfind(" "), piece.rfind("\n"))].rstrip() if size > UNIT else piece
 
 

@@ -1,0 +1,89 @@
+"""One token's attention over all heads of a layer in one call, whatever their lengths and the bits of their rows.
+
+Lengths and positions may be known to the device alone, and nothing is read back from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from locret_kernels.backend import function
+from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.ragged_decode import PackedRows
+
+from ..backbones.rope import rotate
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each."""
+
+    rows: tuple[Tensor, Tensor] | PackedRows
+    """Keys and values ``[N, D]``."""
+    positions_N: Tensor
+    stats_XN: Tensor
+    starts_BH: Tensor
+    """First row of each head, and their number."""
+    lengths_BH: Tensor
+    longest: int
+    """No head has more rows."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How keys that are stored before RoPE are rotated: by their rank, or among the newest ``span`` tokens by their distance
+    where that places them higher (see ``positions``)."""
+
+    cos_SR: Tensor
+    sin_SR: Tensor
+    span: int = 0
+    seen: Tensor | None = None
+    """Tokens of the text, the newest included (integer without axes); with a span above 0."""
+
+    def places(self, flat: Flat) -> tuple[Tensor, Tensor | None]:
+        """Where the newest token of each head is ``[B, H]``, and the rows where that is above their rank ``[N]``."""
+        rank_BH = flat.lengths_BH - 1
+        if not self.span:
+            return rank_BH, None
+        assert self.seen is not None
+        before = (self.seen - self.span).clamp(min=0)
+        return torch.maximum(rank_BH, self.seen - 1 - before), flat.positions_N - before
+
+
+def decode_rows(
+    q_BQ1D: Tensor, flat: Flat, scaling: float, backend: str, statistics: Sequence[str] = (), turn: Turn | None = None
+) -> Tensor:
+    """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already; slots gain its
+    ``statistics``. With ``turn`` the query comes before RoPE, as the keys are."""
+    q_BQD, form = q_BQ1D.squeeze(2), {}
+    if turn is not None:
+        newest_BH, place_N = turn.places(flat)
+        G = q_BQD.shape[1] // newest_BH.shape[1]
+        at_BQ = newest_BH.repeat_interleave(G, 1)
+        q_BQD = rotate(q_BQD, turn.cos_SR[at_BQ], turn.sin_SR[at_BQ])
+        form = dict(cos_SR=turn.cos_SR, sin_SR=turn.sin_SR, place_N=place_N)
+    packed = isinstance(flat.rows, PackedRows)
+    decoded = function("packed_decode" if packed else "ragged_decode", backend)(
+        q_BQD, *((flat.rows,) if packed else flat.rows), flat.starts_BH, flat.lengths_BH, scaling,
+        longest=flat.longest, received=bool(statistics), **form,
+    )  # fmt: skip
+    if statistics:
+        _gain(flat, decoded.received_BHS, statistics)
+    return decoded.out_BQD.unsqueeze(2)
+
+
+def _gain(flat: Flat, received_BHS: Tensor, statistics: Sequence[str]) -> None:
+    """Add what one query gave to the running statistics; the same as ``column_stats`` of one query."""
+    made = {
+        "sum": lambda: received_BHS,
+        "square": received_BHS.square,
+        "above": lambda: received_BHS > (1 + MARGIN) / flat.lengths_BH[..., None],
+    }
+    rank_S = torch.arange(flat.longest, device=received_BHS.device)
+    index_BHS = flat.starts_BH[..., None] + rank_S.where(rank_S < flat.lengths_BH[..., None], 0)  # 0 is added there
+    for stat_N, name in zip(flat.stats_XN, statistics, strict=True):
+        stat_N.index_add_(0, index_BHS.flatten(), made[name]().flatten().to(stat_N.dtype))

@@ -1,0 +1,154 @@
+"""Backbone, heads and caches' settings of an evaluation, from what ``locret-eval`` was given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..evals.settings import Engine, Variant
+    from ..heads import RetainingHeads
+    from .eval_config import EvalConfig
+
+UNTRAINED = "untrained"
+SCALED = ("chunk", "stabilizers", "local_len", "positions")
+"""Settings that heads bring along, where none are given."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an evaluation compares, before the backbone is loaded."""
+
+    model: str
+    """The backbone's name."""
+    adapter: str | None
+    heads: dict[str, RetainingHeads]
+    """By the name that rows give them: the checkpoint's last name, or 'untrained'."""
+    hashes: dict[str, str]
+    """Of the heads' weights."""
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the checkpoints."""
+        return [name for name in self.heads if name != UNTRAINED]
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What ``config.json`` remembers of each heads."""
+        return {
+            name: {"weights": self.hashes[name], "inference": one.config.inference} for name, one in self.heads.items()
+        }
+
+
+def load_parts(config: EvalConfig) -> Parts:
+    """Heads, and the names of backbone and adapter.
+
+    Raises:
+        ValueError: neither heads nor a backbone, heads of different backbones or adapters, or two of one name.
+    """
+    import torch
+
+    from ..evals.settings import RANDOM_HEADS
+    from ..heads import RetainingHeads
+    from ..runtime.provenance import weights_hash
+
+    if not config.ckpt and not config.model:
+        raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")
+    heads = {Path(path).name: RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
+    if len(heads) < len(config.ckpt):
+        raise ValueError(f"ckpt={config.ckpt} must have different last names: rows tell them apart by these")
+    first = next(iter(heads.values()), None)
+    model = config.model or (first.config.backbone if first else "")
+    for name, one in heads.items():
+        if not config.model and one.config.backbone != model:
+            raise ValueError(f"ckpt={name} is for {one.config.backbone}, not for {model}: give model=NAME")
+    adapter = _adapter(config.adapter, heads)
+    if RANDOM_HEADS in config.policies:
+        if first is None:
+            raise ValueError(f"policy={RANDOM_HEADS} takes its sizes from heads: give ckpt=PATH_OR_REPO")
+        torch.manual_seed(config.seed)
+        heads[UNTRAINED] = RetainingHeads(first.config)
+    return Parts(model, adapter, heads, {name: weights_hash(one) for name, one in heads.items()})
+
+
+def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | None:
+    """The adapter to load: the given one, with a warning for heads that were trained with another; else the heads'.
+
+    Raises:
+        ValueError: none is given, and heads were trained with different ones.
+    """
+    from ..backbones.load import choose_adapter
+
+    recorded = [one.config.adapter for one in heads.values()]
+    adapter, _ = choose_adapter(recorded[0] if recorded else None, given)
+    for name, one in heads.items():
+        _, warning = choose_adapter(one.config.adapter, adapter or "none")
+        if warning and given is None:
+            raise ValueError(
+                f"ckpt={name} was trained with adapter={one.config.adapter or 'none'}, others with {adapter or 'none'}: "
+                "evaluate them apart, or give adapter=NAME or adapter=none"
+            )
+        if warning:
+            print(f"{name}: {warning}", file=sys.stderr)
+    return adapter
+
+
+def load_engine(config: EvalConfig, parts: Parts | None = None) -> Engine:
+    """The backbone with its heads on it; ``parts``: those of `load_parts` where they are loaded already.
+
+    Raises:
+        ValueError, OSError: see `load_parts` and `load_backbone`.
+    """
+    from ..backbones.families import spec_of, text_config
+    from ..backbones.load import load_backbone
+    from ..evals.settings import Engine
+
+    parts = parts or load_parts(config)
+    model, tokenizer = load_backbone(
+        parts.model, dtype=config.dtype, device=_device(config.device), adapter=parts.adapter
+    )
+    for one in parts.heads.values():
+        one.check_backbone(spec_of(text_config(model)))
+        one.to(model.device, model.dtype)
+    published = {name: one.config.inference for name, one in parts.heads.items()}
+    return Engine(
+        model, tokenizer, parts.model, lambda variant: settings_of(config, published, variant), parts.heads, parts.hashes,
+        parts.adapter, chat=config.chat, ending=config.ending, seed=config.seed, max_new_tokens=config.max_new_tokens,
+    )  # fmt: skip
+
+
+def settings_of(config: EvalConfig, published: Mapping[str, Mapping[str, Any]], variant: Variant) -> dict[str, Any]:
+    """A variant's settings as `locret-infer` scales them, from those that its heads are ``published`` with; policies without
+    heads take what all checkpoints agree on.
+
+    Raises:
+        ValueError: checkpoints differ in a setting that a policy without heads takes from them; names it.
+    """
+    from ..cache.schedule import run_settings
+
+    given = {name: getattr(config, name) for name in SCALED}
+    scaled = {
+        name: run_settings(one, budget=variant.budget or None, **given)
+        for name, one in (published or {"-": {}}).items()
+    }
+    settings = scaled.get(variant.heads, next(iter(scaled.values())))
+    for name in SCALED if variant.budget and variant.heads not in scaled else ():
+        if len(found := {one[name] for one in scaled.values()}) > 1:
+            values = " and ".join(sorted(map(str, found)))
+            raise ValueError(f"policy={variant.policy}: the checkpoints have {name}={values}: give {name}=...")
+    return {
+        **settings, "one_shot": config.prefill == "one-shot", "decode_every": config.decode_every, "kv_bits": config.kv_bits,
+    }  # fmt: skip
+
+
+def _device(device: str | None) -> str | None:
+    """Each local process takes a CUDA device of its own, where there are several and none is named."""
+    import torch
+
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device in (None, "auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{local % torch.cuda.device_count()}"
+    return device

@@ -1,0 +1,167 @@
+"""One token's attention through the decoding kernels' references, in the cache, against plain float64 attention.
+
+Outputs are compared where attention makes them: a norm that computes in float32, as these backbones' do, hides small errors
+from the logits.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from policy_runs import LENGTH, backbone, held, make, tokens
+from tiny_models import COMMON, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from locret_kit import BoundedCache, attach
+from locret_kit.backbones.rope import rotate
+from locret_kit.cache.layers import RaggedLayer
+from locret_kit.cache.quantised import QuantisedLayer
+from locret_kit.cache.view import _keys
+from locret_kit.runtime.session import prefill
+
+STEPS = 40
+PLACES = ["compact", "original", "clipped(75)"]
+RAGGED = ["ada-snapkv(6,3)", "ada-locret", "score=aas allocation=adaptive", "score=aqas allocation=adaptive"]
+EVEN = ["h2o", "scissorhands", "roco", "streaming", "full"]
+
+
+class Watch:
+    """Compares every one-token attention that goes through ``flat`` with attention written out, and counts them."""
+
+    def __init__(self, atol: float) -> None:
+        self.atol, self.steps, self.gains = atol, 0, 0
+
+    def __enter__(self) -> Watch:
+        real = BoundedCache._block
+        watch = self
+
+        def block(cache, layer, rows, q, k, v, scaling):
+            before = rows.slots("stats").clone() if rows.is_initialized and rows.rows else None
+            out = real(cache, layer, rows, q, k, v, scaling)
+            if q.shape[2] == 1 and rows.reads_flat:
+                watch.compare(cache, layer, rows, q, scaling, out, before)
+            return out
+
+        self.patch = mock.patch.object(BoundedCache, "_block", block)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.patch.stop()
+
+    def compare(self, cache, layer, rows, q, scaling, out, before) -> None:
+        keys, values, valid = _keys(cache, layer, rows), rows.slots("values"), rows.valid()
+        span, seen = cache.places.span, rows.seen
+        newest = seen - 1 if span is None else seen - 1 - max(0, seen - span)
+        place_BH = torch.full(valid.shape[:2], newest)
+        if span is not None:
+            place_BH = torch.maximum(place_BH, valid.sum(-1) - 1)
+        G = q.shape[1] // keys.shape[1]
+        stats = rows.slots("stats")
+        for b in range(q.shape[0]):
+            for h in range(keys.shape[1]):
+                own = valid[b, h]
+                cos, sin = cache.ropes[layer].tables(place_BH[b, h][None], q.dtype)
+                query = rotate(q[b, h * G : (h + 1) * G], cos, sin)[:, 0].double()
+                weights = (query @ keys[b, h, own].double().T * scaling).softmax(-1)
+                oracle = (weights @ values[b, h, own].double()).to(out.dtype)
+                torch.testing.assert_close(out[b, h * G : (h + 1) * G, 0], oracle, rtol=0, atol=self.atol)
+                a = weights.mean(0)
+                for stat, name in zip(stats[:, b, h, own], cache.statistics, strict=True):
+                    made = {"sum": a, "square": a * a, "above": (a > 1.00001 / len(a)).double()}[name]
+                    old = before[cache.statistics.index(name), b, h][-(len(a) - 1) :] if len(a) > 1 else a[:0]
+                    torch.testing.assert_close(stat[:-1], old + made[:-1].float(), rtol=1e-6, atol=1e-6)
+                    torch.testing.assert_close(stat[-1], made[-1].float(), rtol=1e-6, atol=1e-6)
+                    self.gains += 1
+        if isinstance(rows, QuantisedLayer):
+            rows.scratch.owner = None  # what the oracle has read does not count
+        self.steps += 1
+
+
+def decoded(model, cache, ids, steps: int = STEPS, atol: float = 1e-12) -> Watch:
+    """Read a prompt and ``steps`` tokens, watched."""
+    with attach(model), torch.no_grad():
+        prefill(model, ids, cache)
+        with Watch(atol) as watch:
+            for token in range(steps):
+                model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+    return watch
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa"])
+@pytest.mark.parametrize("policy", RAGGED)
+def test_ragged_rows(policy, family):
+    positions = PLACES[RAGGED.index(policy) % 3]
+    cache = make(policy, family=family, positions=positions)
+    watch = decoded(backbone(family), cache, tokens())
+    assert watch.steps == STEPS * 3 and cache.counters.evictions >= 8  # five of the prompt
+    lengths = {len(head) for layer in held(cache) for head in layer}
+    assert len(lengths) > 1 or family == "llama-mqa"
+    assert bool(watch.gains) == policy.startswith("score=a")
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("policy", EVEN)
+def test_rows_in_few_bits(policy, bits):
+    family = ["llama", "llama-mha", "llama-mqa"][EVEN.index(policy) % 3]
+    cache = make(policy, 60, length=150, family=family, kv_bits=bits, positions=PLACES[EVEN.index(policy) % 3])
+    watch = decoded(backbone(family), cache, tokens(150), steps=70)
+    # All but those that find the tail full, one in 32, and what an eviction leaves in it.
+    assert 3 * 64 <= watch.steps < 3 * 70
+    assert bool(watch.gains) == bool(cache.statistics)
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv(6,3)", "h2o"])
+def test_in_float32(policy):
+    bits = None if policy.startswith("ada") else 4
+    model = tiny_model("llama")
+    cache = BoundedCache(40, policy, chunk=13, prompt_length=LENGTH, kv_bits=bits)
+    assert decoded(model, cache, tokens(), atol=2e-5).steps > STEPS
+
+
+def test_layers_with_a_window_among_ragged_ones():
+    model = tiny_model("gemma3").double()
+    cache = BoundedCache(24, "ada-snapkv(6,3)", chunk=13, prompt_length=LENGTH)
+    watch = decoded(model, cache, tokens())
+    assert watch.steps == STEPS * sum(isinstance(layer, RaggedLayer) for layer in cache.bounded) > 0
+
+
+def test_a_part_of_the_head_is_rotated():
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = AutoConfig.for_model("phi3", sliding_window=None, rope_parameters=rope, **COMMON)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().double()
+    cache = BoundedCache(24, "ada-snapkv(6,3)", chunk=13, prompt_length=LENGTH)
+    assert decoded(model, cache, tokens()).steps == STEPS * 3
+    assert cache.ropes[0].inv_freq.shape == (2,), "of a head of eight, four are rotated"
+
+
+def test_a_token_reads_no_row_back():
+    """Rows are brought back from their bits where the tail is full and before an eviction, and for no other token."""
+    model, cache, opened = backbone(), make("h2o", 60, length=150, chunk=50, kv_bits=4), []
+    real = QuantisedLayer._open
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(150), cache)
+        rows, due, seen = cache.bounded[0], [], []
+        with mock.patch.object(QuantisedLayer, "_open", lambda layer: (opened.append(layer), real(layer))):
+            for token in range(100):
+                due.append(rows.tail == rows.tail_keys.shape[2] or rows.rows == rows.capacity)
+                opened.clear()
+                model(input_ids=torch.tensor([[5 + token % 90]]), past_key_values=cache)
+                seen.append(bool(opened))
+    assert seen == due and 3 <= sum(due) <= 6
+
+
+def test_the_watch_sees_an_error():
+    """The comparison is not empty: a thousandth on one layer's output, or a statistic that is not added, is found."""
+    from locret_kit.cache import bounded, decoding
+
+    wrong = {
+        "decode_rows": (bounded, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
+        "_gain": (decoding, "_gain", lambda *a: None),
+    }
+    for module, name, broken in wrong.values():
+        with mock.patch.object(module, name, broken), pytest.raises(AssertionError):
+            decoded(backbone(), make("score=aas allocation=adaptive"), tokens(), steps=2)

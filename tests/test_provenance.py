@@ -1,0 +1,84 @@
+"""Where figures come from: hashes of weights, commits, and what rows and reports say of them."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from locret_kit import HeadsConfig, RetainingHeads
+from locret_kit.checkpoint import save_heads
+from locret_kit.runtime import provenance
+from locret_kit.runtime.provenance import commit, weights_hash
+
+CONFIG = HeadsConfig("lab/tiny", "llama", 3, 4, 2, 8, "silu", 16)
+
+
+def make(seed: int = 0, config: HeadsConfig = CONFIG) -> RetainingHeads:
+    torch.manual_seed(seed)
+    return RetainingHeads(config).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hash_is_that_of_the_weights_wherever_they_come_from(tmp_path, dtype):
+    heads = make().to(dtype).float()
+    save_heads(heads, tmp_path / "folder", dtype)
+    save_heads(heads, tmp_path / "heads.pt", torch.float32)
+    found = {weights_hash(RetainingHeads.from_pretrained(str(tmp_path / name))) for name in ("folder", "heads.pt")}
+    assert found == {weights_hash(heads)} and len(found.pop()) == 16
+
+
+def test_a_hash_tells_every_weight_and_its_place():
+    hashes = {weights_hash(make()), weights_hash(make(1)), weights_hash(make(config=replace(CONFIG, d_hidden=8)))}
+    for layer in range(3):
+        for name in ("fc1", "fc2"):
+            heads = make()
+            getattr(heads[layer], name).weight[0, 0] += 1e-6
+            hashes.add(weights_hash(heads))
+    swapped = make()
+    swapped.layers[0], swapped.layers[1] = swapped.layers[1], swapped.layers[0]
+    assert len(hashes | {weights_hash(swapped)}) == 3 + 3 * 2 + 1
+    assert weights_hash(make(config=replace(CONFIG, inference={"budget": 7}))) == weights_hash(make())
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", "-C", folder, *identity, *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_commit_is_that_of_a_checkout_of_its_own(tmp_path):
+    repo = tmp_path / "repo"
+    repo.mkdir()
+    git(repo, "init", "-q")
+    (repo / "file").write_text("1")
+    git(repo, "add", "file")
+    git(repo, "commit", "-q", "-m", "one", "--no-verify")
+    head = git(repo, "rev-parse", "HEAD")[:12]
+    git(repo, "tag", "-a", "v1", "-m", "v1")
+    commit.cache_clear()
+    assert commit(repo) == head
+    (repo / "file").write_text("2")
+    commit.cache_clear()
+    assert commit(repo) == f"{head}-dirty"
+    (repo / "site-packages").mkdir()
+    assert commit(repo / "site-packages") is None, "another project's checkout around an installed kit"
+
+
+def test_there_need_not_be_a_commit(monkeypatch, tmp_path):
+    def no_git(*given, **rest):
+        raise FileNotFoundError("git")
+
+    commit.cache_clear()
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", no_git)
+    assert provenance.versions().keys() == {"python", "torch", "transformers", "locret_kit"}
+    made = provenance.provenance("lab/tiny", None, "", None, None)
+    assert made == {
+        "model": "lab/tiny", "heads": "-", "heads_hash": "", "adapter": None, "backend": "",
+        "versions": provenance.versions(),
+    }  # fmt: skip
+    commit.cache_clear()

@@ -1,0 +1,289 @@
+"""Decoding with fixed shapes, run as it is, against dynamic decoding: tokens, logits, rows and counts. No GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from policy_runs import LENGTH, backbone, heads_of, held, make, tokens
+from tape import TapedDecoder
+from tiny_models import tiny_model
+
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.families import spec_of
+from locret_kit.cache.static import HostReads, StaticDecoder, reason_against
+from locret_kit.cache.view import slots_of
+from locret_kit.runtime.session import Sampling, decode, prefill
+
+STEPS = 45
+CAPTURED = ["locret", "h2o", "roco", "scissorhands", "pyramid-locret", "knorm", "keydiff"]
+OTHERS = ["streaming", "random", "tova", "snapkv(6,3)", "nacl(proxies=5)", "kvcrush"]
+
+
+def pair(policy: str, **rest) -> list[BoundedCache]:
+    return [make(policy, **rest) for _ in range(2)]
+
+
+def decoded(model, cache, ids, form: type[StaticDecoder] | None, steps: int = STEPS):
+    """Logits behind the prompt and behind each token, and the static decoder, if any. A token follows from the logits before
+    it, and none is said twice in a row."""
+    out = [prefill(model, ids, cache)]
+    step = form(model, cache) if form else None
+    for n in range(steps):
+        token = 2 + (int(out[-1].argmax()) + 37 * n) % 95
+        if step is not None:
+            out.append(step(token))
+        else:
+            piece = torch.tensor([[token]])
+            out.append(model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float())
+    return torch.stack(out), step
+
+
+def same(model, caches, ids, form=StaticDecoder, steps: int = STEPS, atol: float = 2e-6) -> StaticDecoder:
+    """Both forms decode alike, and leave alike what the next token would find."""
+    with attach(model), torch.inference_mode():
+        mine, step = decoded(model, caches[0], ids, form, steps)
+        theirs, _ = decoded(model, caches[1], ids, None, steps)
+    assert torch.equal(mine.argmax(-1), theirs.argmax(-1)) and len(set(mine.argmax(-1).tolist())) > 3
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
+    assert held(caches[0]) == held(caches[1])
+    for a, b in zip(caches[0].bounded, caches[1].bounded, strict=True):
+        assert (a.rows, a.seen, a.fresh, a.evictions) == (b.rows, b.seen, b.fresh, b.evictions)
+        for name in ("keys", "values", "scores", "stats"):
+            torch.testing.assert_close(a.slots(name), b.slots(name), rtol=atol, atol=atol)
+    counted = [(c.counters.evictions, c.counters.evicted_rows) for c in caches]
+    assert counted[0] == counted[1]
+    return step
+
+
+@pytest.mark.parametrize("policy", OTHERS)
+def test_equal_to_dynamic_decoding(policy):
+    """Over several evictions; every policy in one of the position rules."""
+    positions = ["compact", "original", "clipped(60)"][OTHERS.index(policy) % 3]
+    caches = pair(policy, positions=positions)
+    step = same(backbone(), caches, tokens())
+    evictions = [cut for before, _ in step.ran for cut in before]
+    assert len({cut.layer for cut in evictions}) == 3 and caches[0].counters.evictions >= 8
+    assert step.length_L.tolist() == caches[0].kept_rows and int(step.seen) == caches[0].get_seq_length()
+
+
+@pytest.mark.parametrize("family", ["llama-mha", "llama-mqa", "qwen3", "phi3-longrope", "mistral-window", "gemma3"])
+def test_families(family):
+    model = tiny_model(family).double()
+    caches = [BoundedCache(24, "h2o", chunk=5, prompt_length=LENGTH) for _ in range(2)]
+    step = same(model, caches, tokens(), TapedDecoder)
+    assert step.reason is None and step.cuts_captured, "nothing in this family makes the host wait"
+    assert step.evictions_replayed >= 5 and len(step.ran) <= 5, "a form of the step comes again, windows or not"
+
+
+@pytest.mark.parametrize("policy", CAPTURED)
+def test_what_is_replayed(policy):
+    """Tokens and evictions, recorded once and run again and again, equal dynamic decoding."""
+    positions = ["compact", "original", "clipped(60)"][CAPTURED.index(policy) % 3]
+    step = same(backbone(), pair(policy, positions=positions, chunk=5), tokens(), TapedDecoder)
+    assert step.reason is None and step.cuts_captured and step.replays >= STEPS - 6
+    assert any(before for before, _ in step.graphs) and ((), ()) in step.graphs
+    assert step.evictions_replayed >= 5
+
+
+@pytest.mark.parametrize(("positions", "inside"), [("compact", True), ("original", False), ("clipped(60)", False)])
+def test_queries_that_are_rotated_by_the_host_stay_outside(positions, inside):
+    """TOVA's last query: its place is its rank in one rule, and the text's length, a number of the host, in the others."""
+    step = same(backbone(), pair("tova", positions=positions, chunk=5), tokens(), TapedDecoder)
+    assert step.reason is None and step.cuts_captured == inside and step.replays > 30
+
+
+def test_a_number_of_the_host_in_a_graph_is_found(monkeypatch):
+    """The tape is no formality: with the host's count of tokens, the mean attention of RoCo is wrong from the second time."""
+    monkeypatch.setattr(
+        StaticDecoder,
+        "_slots",
+        lambda self, cut: slots_of(self.cache, cut.layer, cut.keep, self.cache.schedule.stabilizers),
+    )
+    with pytest.raises(AssertionError):
+        same(backbone(), pair("roco", chunk=5), tokens(), TapedDecoder)
+
+
+@pytest.mark.parametrize("lost", ["length_L", "seen"])
+def test_a_count_that_stands_still_is_found(lost, monkeypatch):
+    real = StaticDecoder._step
+
+    def step(self, before, after):
+        out = real(self, before, after)
+        getattr(self, lost).sub_(1)
+        return out
+
+    monkeypatch.setattr(StaticDecoder, "_step", step)
+    with pytest.raises((AssertionError, IndexError)):
+        same(backbone(), pair("h2o", positions="original"), tokens(), steps=6)
+
+
+def test_an_eviction_that_reads_back_stays_outside():
+    """KVCrush picks representatives on the host: its tokens can be captured all the same, and its evictions run between."""
+    with attach(backbone()), torch.inference_mode():
+        step = decoded(backbone(), make("kvcrush"), tokens(), StaticDecoder)[1]
+    assert step.reason is None and not step.cuts_captured
+
+
+def test_a_score_that_reads_back_is_said():
+    with attach(backbone()), torch.inference_mode():
+        step = decoded(backbone(), make("compactor(block=8)"), tokens(), StaticDecoder, 3)[1]
+        assert "makes the host wait" in (step.reason or "")
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_evictions_that_are_due_after_a_token(every):
+    step = same(backbone(), pair("h2o", decode_every=every), tokens(), TapedDecoder)
+    assert any(after for _, after in step.graphs)
+
+
+def test_sampled_selection_draws_by_the_length_of_the_text():
+    """A draw of the wrong length would choose other slots."""
+    assert same(backbone(), pair("score=aas selection=sampled(0.7)", chunk=5), tokens(), TapedDecoder).cuts_captured
+
+
+def test_float32_and_the_form_may_change_between_tokens():
+    model = tiny_model("llama")
+    torch.manual_seed(3)
+    config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
+    heads = RetainingHeads(config).requires_grad_(False)
+    caches = [BoundedCache(24, "locret", heads, chunk=13, prompt_length=LENGTH) for _ in range(2)]
+    same(model, caches, tokens(), atol=5e-4)
+    with attach(model), torch.inference_mode():
+        last = [
+            model(input_ids=torch.tensor([[7]]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
+            for cache in caches
+        ]
+    torch.testing.assert_close(*last, rtol=0, atol=5e-4)
+
+
+def test_what_is_not_captured_says_why():
+    model = backbone()
+    heads = heads_of()
+    for settings, why in (
+        (dict(policy="ada-locret", heads=heads), "policy='ada-locret' has heads of different lengths"),
+        (dict(policy="full"), "policy='full' has buffers that grow"),
+        (dict(policy="sirllm"), "policy='sirllm' has scores from the backbone's logits"),
+        (dict(policy="merge"), "policy='merge' has merging"),
+        (dict(policy="h2o", kv_bits=4), "kv_bits=4: rows are quantised when the host says"),
+        (dict(policy="expected-attention"), "keeps tensors of its own between tokens"),
+    ):
+        cache = BoundedCache(40, chunk=20, prompt_length=LENGTH, **settings)
+        with attach(model), torch.inference_mode():
+            prefill(model, tokens(), cache)
+        assert why in (reason_against(model, cache) or "")
+    cache = make("h2o")
+    with attach(model), torch.inference_mode():
+        prefill(model, tokens(), cache)
+    assert reason_against(model, cache) is None
+    cache.ropes = None
+    assert "no adapter" in (reason_against(model, cache) or "")
+
+
+@pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "no mode"])
+def test_the_guard_sees_what_it_must(inference):
+    """In inference mode, in which decoding runs, composed operators are not taken apart."""
+    with torch.inference_mode(inference):
+        x = torch.arange(5)
+        for read in (
+            lambda: int(x[2]), lambda: x[2].item(), lambda: x[x > 2], lambda: x.nonzero(), lambda: bool((x > 9).any()),
+            lambda: torch.arange(x[1], x[3]), lambda: x.clone().__setitem__(x > 2, torch.tensor([0, 0])), x.unique,
+            lambda: torch.where(x > 2), lambda: x.repeat_interleave(x), lambda: x.masked_select(x > 2),
+            lambda: torch.equal(x, x), lambda: max(0, x[2]), lambda: x.tolist()[:x[1]], x.bincount,
+        ):  # fmt: skip
+            with HostReads() as reads:
+                read()
+            assert reads.found, read
+        with HostReads() as reads:
+            x.to("meta")
+        assert reads.found
+        with HostReads() as reads:
+            y = x.clone().index_copy_(0, x[:1], x[4:])
+            y[x[1:2]] = 7
+            torch.where(y > 3, y, 0).masked_fill_(y > 3, 0).sort()
+            y.repeat_interleave(2, 0)
+        assert not reads.found
+
+
+def decode_on(model, cache, **rest) -> list[int]:
+    logits = prefill(model, tokens(), cache)
+    given = dict(prompt=tokens(), max_new_tokens=6, sampling=Sampling(), stop=frozenset(), **rest)
+    return list(decode(model, cache, logits, **given))
+
+
+def test_decode_chooses():
+    model, caches = backbone(), [make("h2o") for _ in range(3)]
+    with attach(model):
+        assert decode_on(model, caches[0]) == decode_on(model, caches[1], graph=False)
+        with pytest.raises(
+            ValueError, match="graph=True is not possible here: CUDA graphs need a CUDA device, not cpu"
+        ):
+            decode_on(model, caches[2], graph=True)
+    assert caches[0].counters.decoding == "dynamic: CUDA graphs need a CUDA device, not cpu"
+    assert caches[1].counters.decoding == "dynamic: graph=False"
+
+
+def test_a_capture_that_fails_loses_no_token(monkeypatch):
+    """The step that could not be captured runs as it is, once, and the reason is there for the next."""
+
+    def fails(self, before, after):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(TapedDecoder, "_captured", fails)
+    step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
+    assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
+
+
+def test_a_replay_that_fails_is_no_failed_capture(monkeypatch):
+    """What has perhaps run must not run again."""
+
+    class Broken:
+        def replay(self):
+            raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(TapedDecoder, "_captured", lambda *_: (Broken(), torch.zeros(97)))
+    with attach(backbone()), torch.inference_mode(), pytest.raises(RuntimeError, match="launch failed"):
+        decoded(backbone(), make("h2o"), tokens(), TapedDecoder, 5)
+
+
+def test_a_reason_found_on_the_way_is_followed(monkeypatch):
+    """On a device that captures, tokens go on dynamically once a step is seen to make the host wait, and none is lost."""
+    from locret_kit.runtime import session
+
+    class Stops(StaticDecoder):
+        def __init__(self, model, cache):
+            super().__init__(model, cache)
+            self.captures = False
+
+        def __call__(self, token):
+            out = super().__call__(token)
+            self.reason = "it does"
+            return out
+
+    class OnCuda:
+        """The model, which says that it is on a CUDA device when it is asked for the kind alone."""
+
+        def __init__(self, model):
+            self.model = model
+
+        def __call__(self, *args, **kwargs):
+            return self.model(*args, **kwargs)
+
+        @property
+        def device(self):
+            return SimpleNamespace(type="cuda")
+
+    real = session._decoder
+    monkeypatch.setattr(session, "StaticDecoder", lambda _, cache: Stops(backbone(), cache))
+    monkeypatch.setattr(session, "reason_against", lambda *_: None)
+    model, caches = backbone(), [make("h2o") for _ in range(3)]
+    with attach(model):
+        expected = decode_on(model, caches[0], graph=False)
+        dynamic_tensor = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kw: dynamic_tensor(data, **kw))
+        monkeypatch.setattr(session, "_decoder", lambda _, cache, graph: real(OnCuda(backbone()), cache, graph))
+        assert decode_on(model, caches[1]) == expected
+        assert caches[1].counters.decoding == "dynamic: it does"
+        with pytest.raises(ValueError, match="graph=True is not possible here: it does"):
+            decode_on(model, caches[2], graph=True)
