@@ -160,7 +160,11 @@ BAD = [
     (b"text", ["--positions", "clipt"], "Did you mean 'clipped'?"),
     (b"text", ["--decode-every", "0"], "decode_every=0 must be from 1 to chunk=32"),
     (b"text", ["--one-shot", "--chunk", "7"], "--chunk 7 has no effect with --one-shot"),
-    (b"text", ["--graph", "--device", "cpu"], "graph=True is not possible here: CUDA graphs need a CUDA device, not cpu"),
+    (
+        b"text",
+        ["--graph", "--device", "cpu"],
+        "graph=True is not possible here: CUDA graphs need a CUDA device, not cpu",
+    ),
     (b"text", ["--top-k", "5"], "--top-k 5 has no effect at temperature 0"),
 ]
 

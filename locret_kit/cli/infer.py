@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     run.add_argument("--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA)")
     run.add_argument(
-        "--graph", action=argparse.BooleanOptionalAction, help="replay decoding steps (default: on CUDA, where possible)"
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="replay decoding steps (default: on CUDA, where possible)",
     )
     run.add_argument(
         "--gpu-memory",
