@@ -9,20 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from locret_kernels.backend import choose, function
+
 TARGETS = ("logit", "log_prob")
-
-
-def answer_logits(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float) -> Tensor:
-    """Scaled causal logits ``[B, H, G, T, S]`` (float32) of queries over every slot; future slots are ``-inf``.
-
-    ``q`` and ``k`` are after RoPE; slot ``s`` is at position ``s`` and query ``t`` at ``q_pos_T[t]``.
-    """
-    B, Q, T, D = q_BQTD.shape
-    H, S = k_BHSD.shape[1:3]
-    q = q_BQTD.reshape(B, H, Q // H * T, D).float() * scaling
-    logits = (q @ k_BHSD.float().transpose(-1, -2)).view(B, H, Q // H, T, S)
-    future_TS = torch.arange(S, device=logits.device) > q_pos_T[:, None]
-    return logits.masked_fill(future_TS, float("-inf"))
 
 
 def cis_target(
@@ -33,26 +22,22 @@ def cis_target(
     *,
     kind: str = "logit",
     floor: float = -12.0,
-    block: int = 64,
+    backend: str | None = None,
 ) -> Tensor:
-    """Target importance ``[B, H, S]`` (float32): the maximum over answer queries and group of each slot's logit.
+    """Target importance ``[B, H, S]`` (float32): the maximum over answer queries and group of each slot's scaled logit.
 
-    ``kind="logit"`` is the paper's (raw, pre-softmax logits); ``kind="log_prob"`` first subtracts the log-sum-exp of each
-    query's row, so that scores of different heads compare, and clips at ``floor`` (nats). Queries are read ``block`` at
-    a time, so memory does not grow with the answer.
+    ``q`` and ``k`` are after RoPE; slot ``s`` is at position ``s`` and query ``t`` at ``q_pos_T[t]``, which sees no later
+    slot. ``kind="logit"`` is the paper's (raw, pre-softmax logits); ``kind="log_prob"`` first subtracts the log-sum-exp of
+    each query's row, so that scores of different heads compare, and clips at ``floor`` (nats). ``backend``: of
+    ``locret_kernels``, by default triton on CUDA and the reference elsewhere.
+
+    Raises:
+        ValueError: an unknown kind, or no query.
     """
     if kind not in TARGETS:
         raise ValueError(f"target={kind!r} is unknown; known: {', '.join(TARGETS)}")
-    best_BHS = None
-    for start in range(0, q_BQTD.shape[2], block):
-        part = slice(start, start + block)
-        logits = answer_logits(q_BQTD[:, :, part], k_BHSD, q_pos_T[part], scaling)
-        if kind == "log_prob":
-            logits -= logits.logsumexp(-1, keepdim=True)
-        part_BHS = logits.amax((2, 3))
-        best_BHS = part_BHS if best_BHS is None else torch.maximum(best_BHS, part_BHS)
-    if best_BHS is None:
-        raise ValueError("a target needs at least one answer query")
+    column_max = function("column_max", choose(backend, q_BQTD.device, q_BQTD.shape[-1]))
+    best_BHS = column_max(q_BQTD, k_BHSD, q_pos_T, scaling, log_prob=kind == "log_prob")
     return best_BHS.clamp_min(floor) if kind == "log_prob" else best_BHS
 
 

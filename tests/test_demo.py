@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from locret_kit.samples.needles import make_needle, score
+from locret_kit.evals.metrics import first_number
+from locret_kit.samples.needles import make_needle
 from locret_kit.samples.text import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,7 @@ def test_reads_a_real_text_in_a_quarter_of_its_length(tmp_path):
         input=needle.prompt, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert score(done.stdout, needle.answer) == 1.0, done.stdout
+    assert first_number(done.stdout, needle.answer, {}) == {"match": 1.0}, done.stdout
     figures = json.loads(report.read_text())
     assert figures["kept_rows"] == [1024] * 30
     assert figures["prompt_tokens"] == needle.n_tokens

@@ -295,7 +295,6 @@ def test_needle(task, n_tokens, depth, seed, haystack, ending):
     assert needle.prompt.count(needle.answer) == 2
     assert len(needle.answer) == {"R.PassKey": 5, "R.Number": 10}[task]
     assert abs(needle.depth - depth) <= max(0.02, 30 / (n_tokens - 150))  # half a sentence
-    assert needles.score(f"{needle.prefix} {needle.answer}.", needle.answer) == 1.0
 
 
 def test_needle_wording():
@@ -344,25 +343,14 @@ def test_needle_errors():
         needles.make_needle("passkey", TOK, n_tokens=20, depth=0.5, seed=0)
 
 
-@pytest.mark.parametrize(
-    "output, points",
-    [(" 12345.", 1), ("The pass key is 12345, not 777", 1), ("1234", 0), ("123456", 0), ("777 12345", 0), ("", 0)],
-)
-def test_score(output, points):
-    assert needles.score(output, "12345") == points
-
-
 # --- synthetic
 
 
 @pytest.mark.parametrize("n_tokens, repetitive", [(700, 0.3), (1500, 0.0), (1500, 1.0)])
 def test_synthetic_samples(n_tokens, repetitive):
-    samples = synthetic.synthetic_samples(
-        TOK, texts=[HAYSTACK, PARAGRAPH * 9], n_tokens=n_tokens, seed=5, repetitive=repetitive
-    )
     chats = 0
-    for i, sample in enumerate(itertools.islice(samples, 40)):
-        assert sample == synthetic.synthetic_sample(TOK, [HAYSTACK, PARAGRAPH * 9], n_tokens, 5, i, repetitive)
+    for i in range(40):
+        sample = synthetic.synthetic_sample(TOK, [HAYSTACK, PARAGRAPH * 9], n_tokens, 5, i, repetitive)
         assert 0.9 * n_tokens <= len(sample.ids) <= n_tokens
         ((start, end),) = sample.answers
         prompt, answer = TOK.decode(sample.ids[:start]), TOK.decode(sample.ids[start:end])

@@ -100,6 +100,8 @@ def test_chat_marks_in_the_text_are_read_as_the_tokenizer_reads_them():
 def test_characters_split_across_blocks(block):
     text = EMOJI * 5 + CHINESE[:50]
     assert "".join(read_utf8(io.BytesIO(text.encode()), block)) == text
+    marked = "\ufeff" + text + "\ufeff"
+    assert "".join(read_utf8(io.BytesIO(marked.encode()), block)) == text + "\ufeff"  # only the first is a mark
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])

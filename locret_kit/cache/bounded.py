@@ -152,7 +152,7 @@ class BoundedCache(Cache):
         if self.positions is None:
             self.positions = "compact" if self.wants_unrotated else "original"
         self.places = Positions.parse(self.positions, getattr(config, "max_position_embeddings", 0))
-        if self.places.span is not None or self.heads is not None or self.policy.merge is not None:
+        if self.places.span is not None or self.policy.needs_adapter:
             require_adapter(config)
         if self.heads is not None:
             self.heads.check_backbone(spec)

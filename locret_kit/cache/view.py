@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..backbones.families import require_adapter, text_config
 from ..backbones.rope import Rope, rotate
 from ..policies.base import Slots
 from .layers import BoundedLayer
@@ -71,11 +70,9 @@ def _places(cache: BoundedCache, rows: BoundedLayer) -> Tensor:
 def _raw_keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     """Keys ``[B, H, S, D]`` before RoPE."""
     keys = rows.slots("keys")
-    if cache.ropes is None:
-        assert cache.model is not None
-        require_adapter(text_config(cache.model))
-    if cache.ropes is None or cache.rotates_rows(rows):
+    if cache.rotates_rows(rows):
         return keys
+    assert cache.ropes is not None  # the policy needs an adapter
     return turned_back(cache.ropes[layer], keys, rows.slots("positions"))
 
 

@@ -109,6 +109,8 @@ class Score(Protocol):
 
     needs_heads: ClassVar[bool]
     """Reads retaining heads."""
+    needs_adapter: ClassVar[bool]
+    """Reads queries or keys before RoPE."""
     needs_logits: ClassVar[bool]
     """Reads the backbone's probability of each token."""
     statistics: ClassVar[frozenset[str]]
@@ -140,6 +142,7 @@ class ScorePart:
     tokens weigh the same (a position, a norm or a similarity is no weight)."""
 
     needs_heads: ClassVar[bool] = False
+    needs_adapter: ClassVar[bool] = False
     needs_logits: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset()
 
@@ -242,6 +245,11 @@ class Policy:
     @property
     def needs_heads(self) -> bool:
         return self.score.needs_heads
+
+    @property
+    def needs_adapter(self) -> bool:
+        """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
+        return self.score.needs_adapter or self.score.needs_heads or self.merge is not None
 
     @property
     def needs_logits(self) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -201,6 +202,7 @@ class ExpectedAttention(ScorePart):
     future: int = 512
     epsilon: float = 0.0
     value_norm: bool = True
+    needs_adapter: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least("expected-attention", 0, sinks=self.sinks, epsilon=self.epsilon)
@@ -210,8 +212,7 @@ class ExpectedAttention(ScorePart):
         add_moments(entry.memory, entry.q[:, :, max(0, self.sinks - entry.position) :])
 
     def score(self, slots: Slots) -> Tensor:
-        if slots.rope is None or slots.next_position is None:
-            raise ValueError("score=expected-attention reads queries before RoPE; this architecture has no adapter")
+        assert slots.rope is not None and slots.next_position is not None  # needs_adapter
         among_BHS = slots.valid & (slots.positions >= self.sinks)
         if not bool(among_BHS.any()):
             return slots.entered
@@ -287,6 +288,7 @@ class Compactor(ScorePart):
     blend: float = 1.0
     first: int = 8
     last: int = 4
+    needs_adapter: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least("compactor", 0, blend=self.blend, first=self.first, last=self.last)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret_kernels.column_max.reference import column_max
+from locret_kernels.backend import choose, function
 
 from ..backbones.intercept import attach
 from ..backbones.rope import rotate
@@ -52,6 +52,7 @@ def most_attention(q_BQTD: Tensor, k_BHND: Tensor, sinks: int, scaling: float) -
     runs over these and not over the rest of the context."""
     T, N = q_BQTD.shape[2], k_BHND.shape[2]
     sees_T = torch.arange(N - T, N, device=q_BQTD.device)
+    column_max = function("column_max", choose(None, q_BQTD.device, q_BQTD.shape[-1]))
     return column_max(q_BQTD, k_BHND, sees_T, scaling, log_prob=True)[..., sinks : N - T].exp()
 
 

@@ -258,7 +258,7 @@ class TrainSetting:
     """Of the backbone; heads, their gradients and AdamW's two moments are float32."""
     d_hidden: int = 1024
     block: int = 64
-    """Answer queries that ``cis_target`` reads at a time."""
+    """Answer queries that the target reads at a time (`column_max`)."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "answer", "batch", "d_hidden"):
@@ -288,12 +288,11 @@ def plan_training(backbone: Backbone, setting: TrainSetting) -> Plan:
         set(spec.windows)
     )  # and what the backbone rotates by
     held = always + B * ((q + 2 * k) + (q + k) + (q + k if backbone.fused else 0))  # before and after RoPE
-    logits = spec.n_heads * min(setting.block, setting.answer) * T
+    logits = spec.n_heads * min(setting.block, setting.answer) * T  # of a block; beside them the last one's, or a copy
     inputs = spec.qkv_dim * (4 if item == 4 else item + 4)  # of a token: as they are, and in the heads' float32
-    blocks = 2 if setting.answer <= setting.block else 3  # the last block's logits, the next one's and a copy
     phases = {
         "rotate": (held + 3 * q) * item,
-        "target": held * item + 4 * (blocks * logits + k),
+        "target": held * item + 4 * (2 * logits + k),
         "head": held * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
         "mlp": (always + _mlp(backbone, B * T)) * item,
     }

@@ -30,23 +30,25 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_utf8(stream: BinaryIO, block: int = BLOCK) -> Iterator[str]:
-    """Decode a byte stream block by block.
+    """Decode a byte stream block by block, without a byte-order mark at its beginning.
 
     Raises:
         ValueError: the stream is not UTF-8; names the offset of the first wrong byte.
     """
     import codecs
 
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, offset, first = codecs.getincrementaldecoder("utf-8")(), 0, True
     while data := stream.read(block):
         held = len(decoder.getstate()[0])
         try:
-            yield decoder.decode(data)
+            text = decoder.decode(data)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}"
             ) from None
         offset += len(data)
+        yield text.removeprefix("\ufeff") if first else text
+        first = first and not text
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:

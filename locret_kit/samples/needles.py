@@ -122,12 +122,6 @@ def make_needle(
     return _fit(words, form, key, body, tokenizer, n_tokens, n_tokens - fixed, depth)
 
 
-def score(output: str, answer: str) -> float:
-    """1.0 if the first run of digits in `output` is `answer`, else 0.0. Source: InfiniteBench, compute_scores.py."""
-    found = re.search("[0-9]+", output)
-    return float(found is not None and found.group() == answer)
-
-
 def _digits(rng: random.Random, repeats: int) -> str:
     keys = [str(rng.randint(0, 9)) for _ in range(5)]
     for _ in range(repeats):

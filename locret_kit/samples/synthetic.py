@@ -9,7 +9,7 @@ import bisect
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from locret_kit.samples.chat import Sample, encode, encode_chat, token_span
 from locret_kit.samples.facts import Fact, make_fact
@@ -25,16 +25,6 @@ _COPY_QUESTIONS = (
     'Quote the text from here on: "{lead}"',
 )
 _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
-
-
-def synthetic_samples(
-    tokenizer, *, texts: list[str], n_tokens: int, seed: int, repetitive: float = 0.3
-) -> Iterator[Sample]:
-    """Samples number 0, 1, 2, ... of `synthetic_sample`, without end."""
-    index = 0
-    while True:
-        yield synthetic_sample(tokenizer, texts, n_tokens, seed, index, repetitive)
-        index += 1
 
 
 def synthetic_sample(
