@@ -178,7 +178,15 @@ def test_without_an_adapter_streaming_works_in_original_positions(model_type):
     assert short.kept_positions(1)[0, 0].tolist() == [0, 1, 2, 3, *range(34, 50)]
 
 
-@pytest.mark.parametrize("settings", [dict(policy="locret"), dict(policy="streaming", positions="compact")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(policy="locret"),
+        dict(policy="streaming", positions="compact"),
+        dict(policy="compactor"),
+        dict(policy="expected-attention"),
+    ],
+)
 def test_without_an_adapter_the_families_are_listed(settings):
     model = stranger("olmo2")
     heads = random_heads(model) if settings["policy"] == "locret" else None

@@ -587,13 +587,6 @@ def test_a_parameter_out_of_range_says_its_bound(make, said):
         make()
 
 
-def test_expected_attention_needs_queries_before_rope():
-    layer = Layer(ExpectedAttention(), *random_qkv(2, 2, 20), rope=None)
-    layer.feed(20)
-    with pytest.raises(ValueError, match="before RoPE"):
-        layer.cut(5)
-
-
 # ---- kvzip: the unbounded oracle ---------------------------------------------------------------------------------------------
 
 
