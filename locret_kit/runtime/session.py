@@ -94,12 +94,12 @@ def decode(
     sampling: Sampling,
     stop: frozenset[int],
     seed: int = 0,
-    graph: bool | None = None,
+    graph: bool | None = False,
 ) -> Iterator[int]:
     """Token ids as they come, the first chosen from ``logits``; ends before an id of ``stop``.
 
-    ``graph`` replays a CUDA graph for each token: by default where that is possible, and ``cache.counters.decoding`` says
-    what was done.
+    ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; ``cache.counters.decoding`` says
+    what was done. Not the default before it has run on a GPU.
 
     Raises:
         ValueError: ``graph=True`` where it is not possible; says why.
@@ -136,7 +136,7 @@ def _decoder(model: Any, cache: BoundedCache, graph: bool | None) -> Callable[[i
         cache.counters.decoding = f"dynamic: {reason}"
 
     if graph is False:
-        cache.counters.decoding = "dynamic: graph=False"
+        cache.counters.decoding = "dynamic"
         return dynamic
     reason = _no_graph(model, cache)
     if reason is not None:
@@ -175,7 +175,7 @@ def generate(
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
-    graph: bool | None = None,
+    graph: bool | None = False,
     progress: Callable[[int, int], None] | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> tuple[str, Report]:
