@@ -41,6 +41,8 @@ class HeadsSection:
 
     d_hidden: int = 1024
     """Width of a head's hidden layer."""
+    init: str | None = None
+    """Heads to begin with: a folder, a file or a Hub repository; null begins with random ones."""
     dtype_saved: str = "bfloat16"
     """'bfloat16' or 'float32': the type of the saved weights. Training is in float32."""
 

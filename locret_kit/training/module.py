@@ -51,6 +51,18 @@ class HeadTraining(FrozenTraining):
                 inference=inference_settings(cfg),
             )
         )
+        if cfg.heads.init is not None:
+            self._begin_with(RetainingHeads.from_pretrained(cfg.heads.init, backbone=cfg.backbone.model))
+
+    def _begin_with(self, heads: RetainingHeads) -> None:
+        """Copy the weights of other heads of the same backbone, width and unit."""
+        heads.check_backbone(self.spec)
+        for key in ("d_hidden", "target"):
+            mine, theirs = getattr(self.heads.config, key), getattr(heads.config, key)
+            if mine != theirs:
+                name = "target.kind" if key == "target" else f"heads.{key}"
+                raise ValueError(f"heads.init={self.cfg.heads.init} has {name}={theirs}, not {mine}")
+        self.heads.load_state_dict(heads.state_dict())
 
     @property
     def saved_dtype(self) -> torch.dtype:
