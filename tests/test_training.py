@@ -63,7 +63,9 @@ def test_training_begins_with_given_heads(backbone, tmp_path, capsys):
     assert train(backbone, first, "optim.steps=20", "optim.lr=0.01", *exact) == 0
     begin = f"heads.init={first / 'heads'}"
     assert train(backbone, then, "optim.steps=1", "optim.lr=1e-12", "optim.warmup_steps=0", begin, *exact) == 0
-    assert list(curve(then, "val/loss").values()) == pytest.approx(list(curve(first, "val/loss").values())[-1:], rel=1e-6)
+    assert list(curve(then, "val/loss").values()) == pytest.approx(
+        list(curve(first, "val/loss").values())[-1:], rel=1e-6
+    )
     capsys.readouterr()
     for wrong, said in (("heads.d_hidden=7", "heads.d_hidden"), ("target.kind=logit", "target.kind")):
         assert train(backbone, tmp_path / "none", begin, wrong) == 1, wrong
