@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.rope import rotate
-from locret_kit.cache.layers import RaggedLayer
 from locret_kit.cache.quantised import QuantisedLayer
+from locret_kit.cache.ragged import RaggedLayer
 from locret_kit.cache.view import _keys
 from locret_kit.runtime.session import prefill
 

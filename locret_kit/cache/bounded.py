@@ -27,9 +27,10 @@ from .decoding import Turn, decode_rows
 from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
 from .fork import fork
-from .layers import BoundedLayer, Part, RaggedLayer
+from .layers import BoundedLayer, Part
 from .positions import Positions
 from .quantised import SPARE, QuantisedLayer, Scratch, check_storage
+from .ragged import RaggedLayer
 from .schedule import Schedule, run_settings
 
 if TYPE_CHECKING:

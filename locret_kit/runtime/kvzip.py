@@ -18,7 +18,7 @@ from locret_kernels.backend import choose, function
 from ..backbones.intercept import attach
 from ..backbones.rope import rotate
 from ..cache.bounded import BoundedCache
-from ..cache.layers import RaggedLayer
+from ..cache.ragged import RaggedLayer
 from ..policies.base import Policy, rank_of
 from ..policies.scores import Recency
 from ..policies.selection import TopK

@@ -1,0 +1,153 @@
+"""The rows of one layer whose heads hold different numbers of slots, as adaptive allocations ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .decoding import Flat
+from .layers import BoundedLayer, Part
+
+
+class RaggedLayer(BoundedLayer):
+    """Rows of one layer whose heads hold different numbers of slots, ``rows`` on average.
+
+    Every buffer is flat: ``B * H * capacity`` rows, in which each head has a stretch as long as its rows and its room for
+    new ones. The room is the same for every head, so the stretches fill the buffer whatever the budgets are.
+    """
+
+    ragged = True
+    starts: Tensor
+    """First row ``[B * H]`` (int64) of each head."""
+    lengths: Tensor
+    """Rows ``[B * H]`` (int64) of each head."""
+
+    def _shape(self, B: int, H: int) -> tuple[int, ...]:
+        return (B * H * self.capacity,)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.B, self.H = key_states.shape[:2]
+        self._lay_out(torch.zeros(self.B * self.H, dtype=torch.int64, device=self.device))
+
+    def _lay_out(self, lengths: Tensor) -> None:
+        """Give every head a stretch for its rows and its room."""
+        self.lengths = lengths
+        self.rows = int(lengths[: self.H].sum()) // self.H
+        stretch = lengths + (self.capacity - self.rows)
+        self.starts = stretch.cumsum(0) - stretch
+        self._stretches = list(zip(self.starts.tolist(), lengths.tolist(), strict=True))
+
+    def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
+        T = k.shape[2]
+        new = ((self.starts + self.lengths)[:, None] + torch.arange(T, device=self.device)).flatten()
+        self.keys[new] = k.flatten(0, 2)
+        self.values[new] = v.flatten(0, 2)
+        self.scores[new] = score_BHT.expand(self.B, self.H, T).reshape(-1)
+        self.positions[new] = self._new_positions(T).repeat(self.B * self.H)
+        self._begin(new)
+        self.count(T)
+
+    def count(self, T: int) -> None:
+        super().count(T)
+        self.lengths = self.lengths + T
+        self._stretches = [(start, length + T) for start, length in self._stretches]
+
+    def score_newest(self, score_BT: Tensor) -> None:
+        T = score_BT.shape[1]
+        newest = (self.starts + self.lengths - T)[:, None] + torch.arange(T, device=self.device)
+        self.scores[newest] = score_BT.repeat_interleave(self.H, 0)
+
+    def parts(self) -> Iterator[Part]:
+        for i, (start, length) in enumerate(self._stretches):
+            b, h, rows = i // self.H, i % self.H, slice(start, start + length)
+            yield Part(
+                slice(b, b + 1), slice(h, h + 1), self.keys[None, None, rows], self.values[None, None, rows],
+                self.stats[:, None, None, rows], self.positions[None, None, rows],
+            )  # fmt: skip
+
+    @property
+    def reads_flat(self) -> bool:
+        return True
+
+    def flat(self) -> Flat:
+        starts, lengths = (x.view(self.B, self.H) for x in (self.starts, self.lengths))
+        return Flat((self.keys, self.values), self.positions, self.stats, starts, lengths, self.longest)
+
+    def head(self, name: str, b: int, h: int) -> Tensor:
+        start, length = self._stretches[b * self.H + h]
+        return getattr(self, name)[start : start + length]
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest head."""
+        return max(length for _, length in self._stretches)
+
+    def _row_of_slot(self) -> Tensor:
+        """Row ``[B * H, S]`` of each slot, aligned to the right; below the head's first row at padding."""
+        S = self.longest
+        return (self.starts + self.lengths - S)[:, None] + torch.arange(S, device=self.device)
+
+    def valid(self) -> Tensor:
+        S = self.longest
+        slot_S = torch.arange(S, device=self.device)
+        return (slot_S >= S - self.lengths[:, None]).view(self.B, self.H, S)
+
+    def slots(self, name: str) -> Tensor:
+        index = self._row_of_slot().clamp(min=0)
+        buffer, valid = getattr(self, name), self.valid()
+        if name == "stats":
+            return buffer[:, index].view(-1, *valid.shape).masked_fill(~valid, 0)
+        out = buffer[index].view(*valid.shape, *buffer.shape[1:])
+        return out.masked_fill(~(valid if out.dim() == 3 else valid[..., None]), 0)
+
+    def spread(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+        """Tables ``[B, H, size, R]``, aligned to the right; zero at padding."""
+        made = [torch.stack(tables(length))[:, -size:] for _, length in self._stretches]
+        padded = torch.stack([F.pad(x, (0, 0, size - x.shape[1], 0)) for x in made], dim=1)
+        cos, sin = padded.view(2, self.B, self.H, size, -1)
+        return cos, sin
+
+    def rescore(self, score_BHS: Tensor) -> None:
+        valid = self.valid().flatten(0, 1)
+        self.scores[self._row_of_slot()[valid]] = score_BHS.flatten(0, 1)[valid]
+
+    def kept(self) -> list[list[Tensor]]:
+        """Positions ``[rows of the head]`` held now, ``kept()[b][h]``."""
+        rows = [self.positions[start : start + length].clone() for start, length in self._stretches]
+        return [rows[b * self.H : (b + 1) * self.H] for b in range(self.B)]
+
+    def keep(self, stay_BHS: Tensor, mean: int) -> None:
+        stay = stay_BHS.flatten(0, 1)
+        self._move(self._row_of_slot()[stay], stay.sum(-1))
+        self.fresh = 0
+
+    def _move(self, source: Tensor, lengths: Tensor) -> None:
+        """Lay the rows ``source`` out anew, head after head."""
+        self._lay_out(lengths)
+        within = torch.arange(len(source), device=self.device) - (lengths.cumsum(0) - lengths).repeat_interleave(
+            lengths
+        )
+        target = self.starts.repeat_interleave(lengths) + within
+        for name in self.per_row:
+            buffer = getattr(self, name)
+            buffer[target] = buffer[source]
+        self.stats[:, target] = self.stats[:, source]
+
+    def reset(self) -> None:
+        super().reset()
+        if self.is_initialized:
+            self._lay_out(torch.zeros_like(self.lengths))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_initialized:
+            beam_idx = beam_idx.to(self.device)
+            heads = (beam_idx[:, None] * self.H + torch.arange(self.H, device=self.device)).flatten()
+            rows = [
+                torch.arange(start, start + length) for start, length in (self._stretches[i] for i in heads.tolist())
+            ]
+            self._move(torch.cat(rows).to(self.device), self.lengths[heads])
+            self._reorder_rest(beam_idx)
