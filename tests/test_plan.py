@@ -184,8 +184,8 @@ def planned(policy: str, family: str, bits: int | None) -> int:
     ],
 )
 def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
-    """Three layers of the real sizes on the meta device, attention fused and unmasked as on a GPU."""
-    monkeypatch.setattr("locret_kit.cache.attention.causal_lower_right", lambda *args: None)
+    """Three layers of the real sizes on the meta device, attention fused and without a mask as on a GPU (`lower_right`)."""
+    monkeypatch.setattr("locret_kit.cache.attention.lower_right", lambda *args: None)
     config = configuration(name, layers=3)
     model, heads = on_meta(config), heads_on_meta(config, 1024, torch.bfloat16)
     with FusedAttention(), LiveBytes() as live:

@@ -7,18 +7,27 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels.backend import function
 
 
 @lru_cache(maxsize=2)
-def causal_lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask ``[T, S]``: the last new token sees the last row; with a window, only the newest ``window`` rows."""
     every_TS = torch.ones(T, S, dtype=torch.bool, device=device)
     hidden = every_TS.triu(S - T + 1)
     if window is not None:
         hidden |= every_TS.tril(S - T - window)
     return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What hides later rows in the form that is fast on ``device``. On CUDA PyTorch's own bias, which reaches flash attention:
+    a mask rules it out, and with grouped queries leaves the kernel that builds the matrix of logits."""
+    if device.type == "cuda" and window is None:
+        return causal_lower_right(T, S)
+    return lower_right_mask(T, S, window, dtype, device)
 
 
 def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None = None) -> Tensor:
@@ -35,7 +44,7 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
         return F.scaled_dot_product_attention(q_BQTD.reshape(B, H, G, D), k_BHSD, v_BHSD, scale=scaling).reshape(
             B, Q, 1, D
         )
-    mask = causal_lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
+    mask = lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
 
@@ -46,7 +55,7 @@ def attend_rows_lse(
     if backend != "reference" or q_BQTD.device.type != "cpu":
         return function("attend", backend)(q_BQTD, k_BHSD, v_BHSD, scaling)
     T, S = q_BQTD.shape[2], k_BHSD.shape[2]
-    mask = causal_lower_right(T, S, None, q_BQTD.dtype, q_BQTD.device) if T > 1 else None
+    mask = lower_right_mask(T, S, None, q_BQTD.dtype, q_BQTD.device) if T > 1 else None
     # What scaled_dot_product_attention itself calls on a CPU; it keeps the log-sum-exp to itself.
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BQTD, k_BHSD, v_BHSD, 0.0, False, attn_mask=mask, scale=scaling
