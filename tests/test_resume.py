@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, tmp_path, m
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tmp_path, monkeypatch, number):
     more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=100", "trainer.val_every=3"]
-    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "part.log"
+    whole, part, log = tmp_path / "whole", tmp_path / "a part", tmp_path / "part.log"
     assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
 
     observe, forwards = HeadTraining.observe, []
@@ -136,9 +137,12 @@ def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tm
         assert status_of(start(lambda: main(arguments(backbone, part, *more)), log)) == 130
     text = log.read_text()
     assert f"{number.name}: stopping after this step" in text and "stopped at step 5; state saved" in text
-    assert "locret-train recipe=tiny" in text and "resume=auto" in text and "Traceback" not in text
+    assert "locret-train: stopped" not in text and "Traceback" not in text, "it is said once"
+    (again,) = [line for line in text.splitlines() if line.startswith("  locret-train recipe=tiny")]
+    again = shlex.split(again)
+    assert again == ["locret-train", *arguments(backbone, part, *more), "resume=auto"]
     assert newest_state(part).name == "interrupted.ckpt"
-    assert status_of(start(lambda: main(arguments(backbone, part, *more, "resume=auto")), log)) == 0
+    assert status_of(start(lambda: main(again[1:]), log)) == 0
     same_run(whole, part)
 
 
@@ -176,3 +180,70 @@ def test_a_full_disk_keeps_the_previous_checkpoint(backbone, tmp_path, monkeypat
     kept = list((tmp_path / "state").iterdir())
     assert [path.name for path in kept] == ["step=2.ckpt"]
     assert torch.load(kept[0], weights_only=True)["global_step"] == 2
+
+
+# ---- what is said before a step is made -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(backbone, tmp_path_factory) -> Path:
+    """A run of 2 steps."""
+    out = tmp_path_factory.mktemp("run")
+    assert main(arguments(backbone, out, "optim.steps=2")) == 0
+    return out
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line of a command that failed."""
+    capsys.readouterr()
+    assert main(list(argv)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
+    return line
+
+
+def files(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_the_same_command_again_leaves_the_first_run_as_it_is(run, capsys):
+    before = files(run)
+    said = refused(capsys, *arguments(Path("checkpoints/nothing"), run, "optim.steps=2"))
+    assert said == f"locret-train: out={run} holds a run of 2 steps: resume=auto goes on with it, or name another out"
+    assert files(run) == before
+
+
+def test_auto_in_an_empty_folder_begins_anew_and_in_a_finished_run_ends_at_once(backbone, run, tmp_path):
+    assert main(arguments(backbone, tmp_path, "optim.steps=2", "resume=auto")) == 0
+    same_run(run, tmp_path)
+    states = files(tmp_path / "state")
+    assert main(arguments(backbone, tmp_path, "optim.steps=2", "resume=auto")) == 0
+    assert files(tmp_path / "state") == states and len(read_curves(tmp_path)["loss"]) == 2
+
+
+def test_a_damaged_or_foreign_checkpoint_is_one_line_before_the_backbone_is_loaded(run, tmp_path, capsys):
+    whole = (run / "state" / "step=2.ckpt").read_bytes()
+    for name, content in (("half.ckpt", whole[: len(whole) // 2]), ("empty.ckpt", b""), ("text.ckpt", b"not a file")):
+        (tmp_path / name).write_bytes(content)
+    torch.save(torch.zeros(3), tmp_path / "tensor.ckpt")
+    for path in (*tmp_path.glob("*.ckpt"), run / "heads.pt", run / "state"):
+        said = refused(capsys, *arguments(Path("checkpoints/nothing"), tmp_path / "out", f"resume={path}"))
+        assert f"resume={path} cannot be read as the state of a run" in said and "out/state" in said, said
+
+
+def test_a_checkpoint_of_other_settings_is_one_line(backbone, run, tmp_path, capsys):
+    path = run / "state" / "step=2.ckpt"
+    for out, resume in ((run, "auto"), (tmp_path, path)):
+        said = refused(capsys, *arguments(backbone, out, "optim.steps=4", "heads.d_hidden=8", f"resume={resume}"))
+        assert f"{path} was saved with other settings" in said and "[16, " in said and "[8, " in said, said
+    said = refused(capsys, *arguments(backbone, run, "trains=pool", "pool.slots=8", "resume=auto"))
+    assert "[16, 64] there and missing here" in said
+
+
+def test_a_signal_while_the_backbone_loads_is_said_in_one_line(backbone, tmp_path, monkeypatch, capsys):
+    def load(*args, **more):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(fit, "load_backbone", load)
+    assert main(arguments(backbone, tmp_path)) == 130
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line == "locret-train: stopped; resume=auto goes on from the newest state that was saved, if there is one"

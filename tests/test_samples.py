@@ -138,6 +138,8 @@ def test_chat_errors():
         encode_chat(TOK, [{"role": "user", "content": None}])
     with pytest.raises(ValueError, match=r"shows messages\[0\] \(user\) 0 times"):
         encode_chat(make_tokenizer("{% for m in messages %}x{% endfor %}"), chat("q", "a"))
+    with pytest.raises(ValueError, match="the chat template refuses the conversation: roles must alternate"):
+        encode_chat(make_tokenizer("{{ raise_exception('roles must alternate') }}"), chat("q", "a"))
     with pytest.raises(ValueError, match="ordered, disjoint spans"):
         Sample((1, 2, 3), ((1, 4),))
     assert Sample((1, 2, 3), ()).prompt_len == 3
@@ -178,6 +180,11 @@ def test_schema_errors():
     assert all(name in str(error.value) for name in ("LongAlpaca", "LongAlign", "anti-haystack", "L-Eval", "from"))
     with pytest.raises(ValueError, match="turn 0 needs a 'role' of"):
         to_messages({"messages": [{"role": "wizard", "content": "x"}]})
+    with pytest.raises(ValueError, match=r"turn 0 needs a 'from' of .*\['gpt'\]"):
+        to_messages({"conversations": [{"from": ["gpt"], "value": "x"}]})
+    for record in ({"messages": chat("q")}, {"conversations": []}):
+        with pytest.raises(ValueError, match="no assistant turn"):
+            to_messages(record)
     with pytest.raises(ValueError, match="must be as many"):
         to_messages({"input": "d", "instructions": ["p"], "outputs": []})
     with pytest.raises(ValueError, match="output=3 must be a string"):

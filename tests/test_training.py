@@ -10,13 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSORS, EventAccumulator
-from tiny_tokenizer import save_tiny_backbone
+from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import RetainingHeads
+from locret_kit.cli.config import DataConfig
 from locret_kit.cli.train import main
+from locret_kit.samples.chat import encode_chat
+from locret_kit.samples.records import to_messages
 from locret_kit.training.board import cis_image, marked_text, most_kept, ranks
 from locret_kit.training.curves import read_curves
+from locret_kit.training.data import Samples
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 
@@ -114,6 +119,72 @@ def test_exported_heads_come_with_their_settings_and_curves(backbone, tmp_path):
     assert [float(row["loss"]) for row in rows] == pytest.approx([curve[step] for step in (1, 2, 3)], rel=1e-4)
 
 
+# ---- records that cannot be used ------------------------------------------------------------------------------------------
+
+GOOD = [{"instruction": f"What is {i}? " * 9, "output": f"It is {i}."} for i in range(4)]
+BAD = [
+    ({"foo": 1}, "no known schema has the keys ['foo']"),
+    ({"instruction": "What?", "output": " "}, "is an empty answer"),
+    ({"messages": [{"role": "user", "content": "What?"}]}, "no assistant turn"),
+    ({"instruction": "What?", "output": "It is quiet. " * 400}, "max_tokens=200 must be at least"),
+    ({"input": "What?", "instructions": [], "outputs": []}, "instructions and outputs must be as many"),
+    ({"conversations": [{"from": ["gpt"], "value": "It is."}]}, "turn 0 needs a 'from' of"),
+]
+
+
+def jsonl(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def samples_of(source: Path, tokenizer=None) -> Samples:
+    data = DataConfig(sources=[str(source)], max_tokens=200)
+    return Samples(data, tokenizer or tiny_tokenizer(), seed=0)
+
+
+def test_a_record_that_cannot_be_used_is_named_once_and_another_is_drawn(tmp_path, capsys):
+    records = [record for pair in zip(BAD, GOOD + GOOD[:2], strict=True) for record in (pair[0][0], pair[1])]
+    source, n = jsonl(tmp_path / "mixed.jsonl", records), 80
+    samples = samples_of(source)
+    drawn = [samples[i] for i in range(n)] + [samples[i] for i in range(n)]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(BAD)
+    for number, (_, reason) in enumerate(BAD):
+        (line,) = [line for line in said if f"{str(source)!r}, record {2 * number} " in line]
+        assert reason in line, line
+    again = samples_of(source)
+    assert [again[i] for i in reversed(range(n))] == drawn[n - 1 :: -1] == drawn[: n - 1 : -1], "of the index alone"
+    usable = [encode_chat(tiny_tokenizer(), to_messages(record), max_tokens=200) for record in GOOD]
+    assert all(sample in usable for sample in drawn) and all(sample in drawn for sample in usable)
+    whole = samples_of(jsonl(tmp_path / "whole.jsonl", [GOOD[0] if i % 2 == 0 else r for i, r in enumerate(records)]))
+    kept = [whole[i] == drawn[i] for i in range(n) if whole[i] != usable[0]]
+    assert all(kept) and len(kept) > n / 4, "what is usable at once is what it is without bad records"
+
+
+def test_an_answer_with_nothing_in_front_of_it_cannot_be_used(tmp_path, capsys):
+    """Without a template, an answer may come first: no slot is there to be scored."""
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    source = jsonl(tmp_path / "bare.jsonl", [{"messages": [{"role": "assistant", "content": "It is."}]}, GOOD[0]])
+    samples = samples_of(source, bare)
+    assert all(samples[i].prompt_len for i in range(20))
+    assert "record 0 is left out: nothing stands in front of its answer" in capsys.readouterr().err
+
+
+def test_a_source_without_a_usable_record_is_one_error_and_no_list(tmp_path, capsys):
+    source = jsonl(tmp_path / "bad.jsonl", [BAD[3][0]] * 7)
+    with pytest.raises(ValueError, match=r"bad\.jsonl' has no usable record.*max_tokens=200 must be at least \d+"):
+        samples_of(source)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_trains_past_a_bad_record(backbone, tmp_path, capsys):
+    source = jsonl(tmp_path / "mixed.jsonl", [BAD[2][0], *GOOD])
+    assert train(backbone, tmp_path / "run", f"data.sources=[{source}]", "optim.accumulate=4") == 0
+    assert "record 0 is left out: no assistant turn" in capsys.readouterr().err
+    assert len(curve(tmp_path / "run")) == 4
+
+
 # ---- pictures and texts -------------------------------------------------------------------------------------------
 
 
@@ -159,12 +230,30 @@ def test_marks_can_be_taken_out_again(pieces):
 
 
 def test_errors_are_one_line(backbone, tmp_path, capsys):
+    bad = jsonl(tmp_path / "bad.jsonl", [BAD[2][0]])
     for arguments, said in (
         (["recipe=smolm2-135m"], "smollm2-135m"),
         ([*SETTINGS, "backbone.model=checkpoints/nothing"], "no such folder"),
         ([*SETTINGS, f"backbone.model={backbone}", "optim.learning=1"], "optim.lr"),
         ([*SETTINGS, f"backbone.model={backbone}", "data.sources=[nowhere.jsonl]"], "nowhere.jsonl"),
+        ([*SETTINGS, f"backbone.model={backbone}", f"data.sources=[{bad}]", "data.num_workers=1"], "no assistant turn"),
     ):
-        assert main([*arguments, f"out={tmp_path}"] if "recipe=smolm2-135m" not in arguments else arguments) == 1
-        error = [e for e in capsys.readouterr().err.splitlines() if e.startswith("locret-train:")]
-        assert len(error) == 1 and said in error[0], error
+        more = [] if "recipe=smolm2-135m" in arguments else [f"out={tmp_path}"]
+        assert said in refused(capsys, *arguments, *more)
+
+
+def test_an_accelerator_that_is_not_there_is_one_line_before_the_backbone_is_loaded(tmp_path, monkeypatch, capsys):
+    for accelerator in (CUDAAccelerator, MPSAccelerator):
+        monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: False))
+    settings = ["recipe=tiny", "backbone.model=checkpoints/nothing", f"out={tmp_path}"]
+    for name in ("gpu", "cuda"):
+        error = refused(capsys, *settings, f"trainer.accelerator={name}")
+        assert f"trainer.accelerator={name}" in error and "choose another trainer.accelerator" in error
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line of a command that failed."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 1
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
+    return error

@@ -8,7 +8,7 @@ from typing import Any
 from .command import command
 
 
-@command("locret-train", stopped="")  # the run has said how it goes on
+@command("locret-train", stopped="stopped; resume=auto goes on from the newest state that was saved, if there is one")
 def main(argv: list[str] | None = None) -> int:
     """Train, and print where the result is and how to use it."""
     from .recipes import USAGE, load_config
@@ -20,10 +20,13 @@ def main(argv: list[str] | None = None) -> int:
     cfg = load_config(argv)
     import torch
 
+    from ..training.callbacks import Stopped
     from ..training.fit import fit
 
     try:
         folder = fit(cfg, argv)
+    except Stopped:  # it has said how it goes on
+        return 130
     except torch.OutOfMemoryError as error:
         raise OSError(out_of_memory(str(error), cfg)) from error
     if folder is not None:

@@ -53,8 +53,8 @@ def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None =
             then of the next longest; head and tail of the message stay, answers are never cut.
 
     Raises:
-        ValueError: for a malformed message, a slow tokenizer, a template that hides a message, or a conversation that
-            does not fit `max_tokens` without cutting answers.
+        ValueError: for a malformed message, a slow tokenizer, a template that hides a message or refuses the
+            conversation, or one that does not fit `max_tokens` without cutting answers.
     """
     _check(messages)
     if has_template(tokenizer):
@@ -150,7 +150,12 @@ def _check(messages: Sequence[dict]) -> None:
 
 
 def _render(tokenizer, messages: Sequence[dict], generation: bool = False) -> str:
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
 def _marker(contents: Sequence[str]) -> str:

@@ -63,14 +63,15 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
         index: which instruction of an L-Eval record is asked (modulo their number).
 
     Raises:
-        ValueError: an unknown schema (the record's keys and the known schemas are listed) or a field of a wrong type.
+        ValueError: an unknown schema (the record's keys and the known schemas are listed), a field of a wrong type, or
+            a conversation without an assistant turn.
     """
     name, question = _first(record, "document", "context", "passage"), _first(record, "question", "query")
     answer = _first(record, "answer", "answers")
     if isinstance(record.get("messages"), list):
-        return [_message(turn, "role", "content", i) for i, turn in enumerate(record["messages"])]
+        return _conversation(record["messages"], "role", "content")
     if isinstance(record.get("conversations"), list):
-        return [_message(turn, "from", "value", i) for i, turn in enumerate(record["conversations"])]
+        return _conversation(record["conversations"], "from", "value")
     if "input" in record and isinstance(record.get("instructions"), list) and isinstance(record.get("outputs"), list):
         asked, given = record["instructions"], record["outputs"]
         if not asked or len(asked) != len(given):
@@ -85,10 +86,10 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
         if isinstance(value, list) and value:  # several accepted answers: the first
             value = value[0]
         if not isinstance(value, str):
-            raise ValueError(f"{answer}={value!r} must be a string")
+            raise ValueError(f"{answer}={value!r:.200} must be a string")
         return _turn(f"{_text(record, name)}\n\n{_text(record, question)}", value)
     known = "\n".join(f"  {schema}" for schema in SCHEMAS.values())
-    raise ValueError(f"no known schema has the keys {sorted(map(str, record))}; known are\n{known}")
+    raise ValueError(f"no known schema has the keys {sorted(map(str, record))}\nKnown are\n{known}")
 
 
 def _read_file(path: Path) -> Iterator[dict]:
@@ -147,7 +148,7 @@ def _first(record: dict, *names: str) -> str | None:
 
 def _text(record: dict, name: str) -> str:
     if not isinstance(record[name], str):
-        raise ValueError(f"{name}={record[name]!r} must be a string")
+        raise ValueError(f"{name}={record[name]!r:.200} must be a string")
     return record[name]
 
 
@@ -155,7 +156,14 @@ def _turn(question: str, answer: str) -> list[dict]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
+def _conversation(turns: list, role: str, content: str) -> list[dict]:
+    messages = [_message(turn, role, content, i) for i, turn in enumerate(turns)]
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError(f"no assistant turn among the {len(messages)} of the conversation")
+    return messages
+
+
 def _message(turn: dict, role: str, content: str, i: int) -> dict:
-    if not isinstance(turn, dict) or turn.get(role) not in ROLES or not isinstance(turn.get(content), str):
+    if not isinstance(turn, dict) or str(turn.get(role)) not in ROLES or not isinstance(turn.get(content), str):
         raise ValueError(f"turn {i} needs a {role!r} of {sorted(ROLES)} and a string {content!r}; it is {turn!r:.200}")
     return {"role": ROLES[turn[role]], "content": turn[content]}

@@ -95,6 +95,10 @@ class Last(Callback):
         self.gathered, self.trained = True, gather(trainer)
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was stopped, has saved its state and said how it goes on."""
+
+
 class StopWhole(Callback):
     """Ctrl-C and SIGTERM let the step that runs finish, save the state and print the command that goes on from there.
 
@@ -103,7 +107,7 @@ class StopWhole(Callback):
 
     def __init__(self, path: Path, command: str) -> None:
         self.path, self.command = path, command
-        self.asked = self.whole = False
+        self.asked = self.whole = self.saved = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.whole = True
@@ -131,6 +135,7 @@ class StopWhole(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt) and self.whole and trainer.global_step > 0:
             trainer.save_checkpoint(self.path)
+            self.saved = True
             if trainer.is_global_zero:
                 said = f"\nstopped at step {trainer.global_step}; state saved. To go on:\n  {self.command}"
                 print(said, file=sys.stderr)

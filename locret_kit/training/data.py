@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -15,9 +16,18 @@ from ..samples.records import read_records, to_messages
 from ..samples.synthetic import synthetic_sample
 from ..samples.text import load_text
 
+DRAWS = 100
+"""So many records in a row that cannot be used end a run."""
+
 
 class Samples:
-    """The mixture that ``data`` (the configuration's section) describes; any index from 0."""
+    """The mixture that ``data`` (the configuration's section) describes; any index from 0.
+
+    Where a record cannot be used, another of its source is drawn, and stderr names it once with the reason.
+
+    Raises:
+        ValueError: a source without records, or one that gave no usable record in ``DRAWS`` draws (at once where it has none).
+    """
 
     def __init__(self, data: Any, tokenizer: Any, *, seed: int) -> None:
         self.data, self.tokenizer, self.seed = data, tokenizer, seed
@@ -25,6 +35,9 @@ class Samples:
         self.records = {s: list(read_records(s, split=data.split)) for s in data.sources if s != "synthetic"}
         if empty := [source for source, records in self.records.items() if not records]:
             raise ValueError(f"data.sources: {empty[0]!r} holds no records")
+        self._named: set[tuple[str, int]] = set()
+        for source in self.records:
+            self._draw(source, random.Random(f"{seed}:{source}"))
 
     def __getitem__(self, index: int) -> Sample:
         rng = random.Random(f"{self.seed}:{index}")
@@ -33,10 +46,37 @@ class Samples:
             return synthetic_sample(
                 self.tokenizer, self.texts, self.data.max_tokens, self.seed, index, self.data.repetitive
             )
-        record = rng.choice(self.records[source])
+        return self._draw(source, rng)
+
+    def _draw(self, source: str, rng: random.Random) -> Sample:
+        """A usable record's sample; ``rng`` alone decides which."""
+        records, refused = self.records[source], {}
+        for _ in range(DRAWS):
+            number = rng.randrange(len(records))
+            try:
+                sample = self._encode(records[number], rng)
+            except ValueError as error:
+                refused[number] = str(error).partition("\n")[0]
+            else:
+                self._name(source, refused)
+                return sample
+        raise ValueError(
+            f"data.sources: {source!r} has no usable record among {DRAWS} drawn; the last was record {number}: {refused[number]}"
+        )
+
+    def _encode(self, record: dict, rng: random.Random) -> Sample:
         questions = len(record["instructions"]) if isinstance(record.get("instructions"), list) else 1
-        messages = to_messages(record, index=rng.randrange(questions))
-        return encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens)
+        messages = to_messages(record, index=rng.randrange(max(1, questions)))
+        sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens)
+        if not sample.prompt_len:
+            raise ValueError("nothing stands in front of its answer")
+        return sample
+
+    def _name(self, source: str, refused: dict[int, str]) -> None:
+        for number, reason in refused.items():
+            if (source, number) not in self._named:
+                self._named.add((source, number))
+                print(f"data.sources: {source!r}, record {number} is left out: {reason}", file=sys.stderr)
 
 
 Step = list[list[Sample]]

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..backbones.load import load_backbone, pick_device, pick_dtype
 from ..checkpoint import write_beside
 from .base import FrozenTraining
-from .callbacks import Bar, Last, SaveEvery, SeedSteps, StopWhole, gather
+from .callbacks import Bar, Last, SaveEvery, SeedSteps, Stopped, StopWhole, gather
 from .curves import write_curves
 from .data import SampleModule
 from .module import HeadTraining
@@ -35,65 +40,98 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         write_beside(Path(path), lambda beside: torch.save(checkpoint, beside))
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """A run's checkpoint; its tensors stay in the file until they are used.
+
+    Raises:
+        ValueError: it is damaged, or of another kind.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        itemgetter("global_step", "state_dict", SampleModule.__name__)(dict(state))
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as the state of a run ({type(error).__name__})") from error
+    return state
+
+
 def newest_state(out: Path) -> Path | None:
     """The checkpoint with the highest step under ``out/state``, unreadable ones left aside."""
     best: tuple[int, Path] | None = None
     for path in (out / "state").glob("*.ckpt"):
         try:
-            step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
-        except Exception as error:
-            print(f"{path.name} cannot be read and is left aside ({type(error).__name__})", file=sys.stderr)
+            step = read_state(path)["global_step"]
+        except ValueError as error:
+            print(f"{error}: it is left aside", file=sys.stderr)
             continue
         best = max(best or (-1, path), (step, path))
     return best[1] if best else None
 
 
+def begin_from(resume: str, out: Path) -> Path | None:
+    """The checkpoint that a run begins from.
+
+    Raises:
+        ValueError: a new run in the folder of another, or ``resume`` is no checkpoint of a run.
+    """
+    if resume == "never":
+        if any((out / "state").glob("*.ckpt")):
+            newest = newest_state(out)
+            steps = read_state(newest)["global_step"] if newest else 0
+            raise ValueError(
+                f"out={out} holds a run of {steps} steps: resume=auto goes on with it, or name another out"
+            )
+        return None
+    if resume == "auto":
+        return newest_state(out)
+    try:
+        read_state(Path(resume))
+    except ValueError as error:
+        raise ValueError(f"resume={error}: name a whole checkpoint in an earlier run's out/state, or auto") from error
+    return Path(resume)
+
+
+def require_shapes(path: Path, module: FrozenTraining) -> None:
+    """Raise ValueError where a checkpoint holds other weights than ``module``."""
+    saved, mine = (
+        {name: list(weight.shape) for name, weight in weights.items()}
+        for weights in (read_state(path)["state_dict"], module.state_dict())
+    )
+    for name in sorted(saved.keys() | mine.keys()):
+        theirs, ours = saved.get(name, "missing"), mine.get(name, "missing")
+        if theirs != ours:
+            raise ValueError(
+                f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; go on with the settings "
+                "of that run, or begin a new one with another out"
+            )
+
+
 def fit(cfg: Any, argv: list[str]) -> Path | None:
-    """Train, and return the folder of what was exported (``out/heads`` or ``out/pool``); None in every process but the first."""
+    """Train, and return the folder of what was exported (``out/heads`` or ``out/pool``); None in every process but the first.
+
+    Raises:
+        Stopped: after Ctrl-C or SIGTERM, with the state saved. KeyboardInterrupt: after Ctrl-C without.
+        ValueError: settings with which nothing can be trained here, or not from this checkpoint.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
-    resume = newest_state(out) if cfg.resume == "auto" else None if cfg.resume == "never" else Path(cfg.resume)
-    if resume is not None and not resume.exists():
-        raise FileNotFoundError(f"resume={cfg.resume!r}: no such file")
+    resume, state = begin_from(cfg.resume, out), out / "state"
+    again = shlex.join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
+    stop, last = StopWhole(state / "interrupted.ckpt", again), Last()
+    trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
     backbone, tokenizer = _backbone(cfg, device=None if strategy == "auto" else "cpu")
     module = TRAININGS[cfg.trains](backbone, cfg)
+    if resume is not None:
+        require_shapes(resume, module)
     data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
-    state, last = out / "state", Last()
-    again = " ".join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
-    trainer = L.Trainer(
-        accelerator=cfg.trainer.accelerator,
-        devices=cfg.trainer.devices,
-        num_nodes=cfg.trainer.num_nodes,
-        strategy=strategy,
-        use_distributed_sampler=False,
-        max_steps=cfg.optim.steps,
-        max_epochs=-1,
-        val_check_interval=cfg.trainer.val_every,
-        limit_val_batches=cfg.data.val_samples,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        inference_mode=False,  # weights that are gathered for validation must still be good for training
-        logger=TensorBoardLogger(str(out), name="", version="tensorboard"),
-        plugins=[AtomicCheckpointIO()],
-        callbacks=[
-            Bar(cfg.optim.steps),
-            SeedSteps(cfg.seed),
-            SaveEvery(state, cfg.trainer.save_every),
-            StopWhole(state / "interrupted.ckpt", again),
-            last,
-        ],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )  # fmt: skip
     if trainer.is_global_zero:
         for left in state.glob(".*.ckpt.*"):  # half written when a run was killed
             left.unlink()
     try:
         trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
-    except SystemExit as stop:  # Lightning turns Ctrl-C into exit(1) after its callbacks
+    except SystemExit as ended:  # Lightning turns Ctrl-C into exit(1) after its callbacks
         if trainer.interrupted:
-            raise KeyboardInterrupt from stop
+            raise (Stopped if stop.saved else KeyboardInterrupt) from ended
         raise
     trained = last.trained if last.gathered else gather(trainer)  # not gathered: the run had ended before
     if trained is None:
@@ -103,6 +141,35 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
     write_beside(folder / "training.json", lambda path: path.write_text(settings))
     write_curves(out, folder / "curves.csv")
     return folder
+
+
+def _trainer(cfg: Any, strategy: Strategy | str, callbacks: list[Callback]) -> L.Trainer:
+    where = cfg.trainer
+    try:
+        return L.Trainer(
+            accelerator=where.accelerator,
+            devices=where.devices,
+            num_nodes=where.num_nodes,
+            strategy=strategy,
+            use_distributed_sampler=False,
+            max_steps=cfg.optim.steps,
+            max_epochs=-1,
+            val_check_interval=where.val_every,
+            limit_val_batches=cfg.data.val_samples,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            inference_mode=False,  # weights that are gathered for validation must still be good for training
+            logger=TensorBoardLogger(cfg.out, name="", version="tensorboard"),
+            plugins=[AtomicCheckpointIO()],
+            callbacks=[Bar(cfg.optim.steps), SeedSteps(cfg.seed), *callbacks],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+    except MisconfigurationException as error:
+        raise ValueError(
+            f"trainer.accelerator={where.accelerator} with trainer.devices={where.devices} cannot run here, choose another "
+            f"trainer.accelerator (cpu, auto) or fewer trainer.devices: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _backbone(cfg: Any, device: str | None) -> tuple[Any, Any]:

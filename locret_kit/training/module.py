@@ -48,7 +48,7 @@ class HeadTraining(FrozenTraining):
                 cfg.heads.d_hidden,
                 target=cfg.target.kind,
                 adapter=cfg.backbone.adapter,
-                inference=inference_settings(cfg),
+                inference=inference_settings(cfg) | ({"policy": cfg.infer.policy} if cfg.infer.policy else {}),
             )
         )
         if cfg.heads.init is not None:
