@@ -132,6 +132,29 @@ def test_summaries_and_likelihood_of_short_texts(tmp_path):
     assert task.kind == "nll_prefill" and BOOK.startswith(made.prompt)
 
 
+@pytest.mark.parametrize("shard", ["train-{:05}-of-00002", "train-{:05}-of-00002-0b1c2d", "train/{:04}"])
+def test_all_shards_of_the_hub_s_layout_are_read_in_order(tmp_path, shard):
+    """OpenWebText's only split is 'train'."""
+    folder = tmp_path / "openwebtext" / "plain_text"
+    (folder / "train").mkdir(parents=True)
+    for number in (1, 0):
+        write(folder, shard.format(number), *({"text": f"Text {2 * number + i}. {BOOK}"} for i in range(2)))
+    task = example("openwebtext", tmp_path)[0]
+    assert task.size == 4
+    prompts = [example("openwebtext", tmp_path, i)[1].prompt for i in range(4)]
+    assert [prompt[:7] for prompt in prompts] == [f"Text {i}." for i in range(4)]
+
+
+def test_a_data_set_s_other_files_are_not_shards(tmp_path):
+    for version in ("1.0.0", "3.0.0"):
+        folder = tmp_path / "cnn_dailymail" / version
+        folder.mkdir(parents=True)
+        for split, n in (("test", 2), ("test_other", 1), ("train", 1)):
+            write(folder, split, *({"article": BOOK, "highlights": f"{version} {split} {i}"} for i in range(n)))
+    made = [example("cnn_dailymail", tmp_path, i)[1].answer for i in range(2)]
+    assert example("cnn_dailymail", tmp_path)[0].size == 2 and made == ["3.0.0 test 0", "3.0.0 test 1"]
+
+
 def test_fidelity_of_a_labelled_task(tmp_path):
     write(tmp_path, "xsum", {"document": BOOK, "summary": "S"})
     (task,) = find_tasks(["fidelity:xsum"], data=[str(tmp_path)])

@@ -20,7 +20,8 @@ from locret_kit.cli.eval import main
 from locret_kit.evals import kept, page
 from locret_kit.evals.rows import Row
 
-BROWSER = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 TEXT = "The harbour was quiet, naïve \U0001f600 boats came in. The pass key is 12345. "
 EVIL = "</script><img src=x onerror=alert(1)>"
 TOKENIZER = tiny_tokenizer()
@@ -102,7 +103,12 @@ def test_tables_sort_by_numbers_and_the_settings_are_there(report):
     assert "1 failed" in report and "version of torch" in report
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium to look with")
+def test_the_settings_of_the_rows_are_those_that_a_cell_shares(run):
+    rows = [replace(row, kv_bits=4) for row in page.read_rows(run)]
+    assert "<tr><td>kv_bits</td><td>4</td></tr>" in page.settings(run, rows)
+
+
+@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
 def test_in_a_browser(report, tmp_path):
     """Sort the last table's numbers both ways, then open the example that wrote markup."""
     script = """<script>
@@ -164,7 +170,7 @@ def test_the_terminal_shows_kept_bright_and_evicted_dim(run, capsys):
 
 def test_errors_say_what_is_missing(run, tmp_path, capsys):
     for words, said in (
-        (["kept", f"out={run}", "sample=9"], "keep=N"),
+        (["kept", f"out={run}", "sample=9"], "keep=10 or more in another out stores them"),
         (["kept", f"out={run}", "layer=5"], "layer=5 must be from 0 to 1"),
         (["kept", f"out={run}", "color=sometimes"], "color=sometimes"),
         (["report", f"out={tmp_path}"], "holds no rows"),

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import TEXT, save_tiny_backbone
+from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.fork import CannotFork
@@ -306,6 +308,41 @@ def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, head
     assert main(words(heads, out, policies="[locret,random]", tasks="[passkey]")) == 0
     wanted = figures(alone)
     assert dropped and all(wanted[key] == found for key, found in figures(out).items())
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_alone(
+    alone, heads, tmp_path, monkeypatch, always
+):
+    """While a prompt goes on from a shared beginning, or from then on, the model finds no room to decode."""
+    forward, fork, fresh = LlamaForCausalLM.forward, prefix.BoundedCache.fork, prefix.BoundedCache.__init__
+    forks, freed, left = [], [], []
+
+    def forks_are_known(cache, prompt_length=None):
+        forks.append(weakref.ref(made := fork(cache, prompt_length)))
+        return made
+
+    def made_anew(cache, *given, **rest):
+        if len(left) < len(freed):
+            left.append(sum(one() is not None for one in forks))
+        fresh(cache, *given, **rest)
+
+    def no_room(model, input_ids=None, **rest):
+        shared = any(one() is rest["past_key_values"] for one in forks)
+        if input_ids.shape[1] == 1 and (shared or (always and freed)):
+            raise torch.OutOfMemoryError("no room")
+        return forward(model, input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
+    monkeypatch.setattr(prefix.BoundedCache, "fork", forks_are_known)
+    monkeypatch.setattr(prefix.BoundedCache, "__init__", made_anew)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(forks)))
+    out = tmp_path / "run"
+    assert main(words(heads, out, policies="[locret]", tasks="[passkey]")) == always
+    assert freed and left and not any(left)  # neither a cache nor what had failed is held meanwhile
+    found, wanted = figures(out), figures(alone)
+    assert always == any(row["error"] == "OutOfMemory: no room" for row in found.values())
+    assert always or all(wanted[key] == row for key, row in found.items())
 
 
 def test_a_prompt_that_cannot_be_made_does_not_stop_the_others(heads, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from locret_kit.evals.summary import summarize, to_csv
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.provenance import weights_hash
+from locret_kit.samples.text import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}
@@ -99,6 +101,8 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     assert (one.backend, one.adapter, one.heads_hash) == (
         "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
     )  # fmt: skip
+    text = hashlib.sha256(load_text("pydoc").encode()).hexdigest()[:16]
+    assert {row.text_hash for row in rows} == {text}
     hashes = {(row.task, row.sample): set() for row in rows}
     for row in rows:
         hashes[row.task, row.sample].add(row.prompt_hash)
@@ -284,7 +288,7 @@ def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
     assert len(rows) == 2 * 5 and all(row.answer == reference[row.sample] for row in rows)
 
 
-def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
+def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[passkey]", keep=1, budgets="[32]")) == 0
     rows = read_rows(out)
@@ -296,8 +300,12 @@ def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
             assert len(kept["ids"]) == row.tokens and kept["heads"].shape == (3, row.tokens) and kept["n_heads"] == 2
             wanted = row.tokens if row.policy == "full" else 32
             assert (kept["heads"].astype(int).sum(1) == 2 * wanted).all()
-    with pytest.raises(FileNotFoundError, match="keep=N"):
-        read_kept(out, next(row for row in rows if row.kept is None))
+    assert main(words(heads, out, tasks="[passkey]", keep=3, budgets="[32]")) == 0
+    assert read_rows(out) == rows  # none is done again, so the advice is another folder
+    with pytest.raises(FileNotFoundError, match=r"keep=2 or more in another out stores them"):
+        read_kept(out, next(row for row in rows if row.sample == 1))
+    assert main(["kept", f"out={out}", "sample=2"]) == 1
+    assert "keep=3 or more in another out stores them" in capsys.readouterr().err
 
 
 def test_one_table_of_needles_perplexity_and_reconstruction(heads, tmp_path, capsys, monkeypatch):
@@ -489,6 +497,8 @@ def test_help_needs_no_model():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert "usage: locret-eval" in done.stdout and done.stdout.endswith("False\n")
+    assert "torchrun --nproc_per_node" in done.stdout and "accelerate" not in done.stdout
+    assert "lm-evaluation-harness" in done.stdout and "kvzip" in done.stdout
 
 
 def test_a_reader_that_leaves_gets_no_traceback():

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,9 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from locret_kit.evals.page import score_tables
 from locret_kit.evals.progress import duration
 from locret_kit.evals.rows import Row, read_rows
-from locret_kit.evals.summary import mean_and_stderr, summarize, table, to_csv, to_markdown, write_summary
+from locret_kit.evals.summary import (
+    Cell,
+    mean_and_stderr,
+    overview,
+    summarize,
+    table,
+    to_csv,
+    to_markdown,
+    write_summary,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = Row("R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0)
@@ -69,6 +80,73 @@ def test_a_table_puts_full_attention_into_every_column_of_its_length():
     assert lines[5].startswith("| locret (h) | 1.00") and lines[6] == "| h2o | 0.00 (n=1) | - | - | - |"
     alone = table("x", "-", summarize([replace(ROW, budget=0, policy="full", heads="-", metric="nll", length=1000)]))
     assert "| policy | 1000 |" in alone and "**x** (nll: nats a token, lower is better" in alone
+
+
+def cells_of(**samples: Sequence[int]) -> list[Cell]:
+    """Cells of policies with the examples of these numbers; `full` has no budget."""
+    return summarize(
+        replace(ROW, policy=name, heads="-", budget=0 if name == "full" else 512, sample=i, score=1.0)
+        for name, numbers in samples.items()
+        for i in numbers
+    )
+
+
+def test_cells_of_other_texts_than_most_of_their_column_are_marked():
+    cells = cells_of(full=range(4), h2o=range(4), streaming=range(3), tova=(0, 1, 2, 9))
+    assert [cell.samples for cell in cells] == ["0-3", "0-3", "0-2", "0-2 9"]
+    marked = table("x", "-", cells)
+    shown = {line.split(" | ")[0][2:]: line.split(" | ")[1][:-2] for line in marked.splitlines()[4:8]}
+    even = "1.00 ± 0.00 (n=4)"
+    assert shown == {"full": even, "h2o": even, "streaming": "1.00 ± 0.00 (n=3)†", "tova": f"{even}†"}
+    assert marked.endswith("|\n\n† on other texts than most of its column\n") and marked.count("†") == 3
+    assert "†" not in table("x", "-", cells_of(full=range(4), h2o=range(4)))
+    elsewhere = [replace(cell, length=8192, samples="0") for cell in cells[:1]]  # another column
+    assert table("x", "-", [*cells[:2], *elsewhere]).count("†") == 0
+
+
+def test_of_two_sets_of_texts_the_larger_is_the_column_s_own():
+    marked = table("x", "-", cells_of(full=range(4), h2o=range(6)))
+    assert "(n=4)†" in marked and "(n=6)†" not in marked
+
+
+def test_full_attention_is_marked_in_the_columns_of_other_texts_alone():
+    rows = [replace(ROW, policy=p, heads="-", budget=b, sample=i) for p in ("a", "b") for b, n in ((256, 2), (512, 3))
+            for i in range(n)]  # fmt: skip
+    rows += [replace(ROW, policy="full", heads="-", budget=0, sample=i) for i in range(3)]
+    line = table("x", "-", summarize(rows)).splitlines()[4]
+    assert line == "| full | 1.00 ± 0.00 (n=3)† | 1.00 ± 0.00 (n=3) |"
+
+
+def test_a_cell_without_scores_counts_for_nothing():
+    failed = [replace(ROW, policy=p, heads="-", score=None, error="X: y") for p in ("a", "b")]
+    shown = table("x", "-", summarize([ROW, *failed]))
+    assert "†" not in shown and shown.count("- (n=0, 1 failed)") == 2
+
+
+def test_the_table_of_all_tasks_and_the_page_mark_them_too():
+    rows = [
+        replace(ROW, task=task, policy=policy, heads="-", sample=i)
+        for task in ("one", "two") for policy in ("a", "b", "c") for i in range(2 if (task, policy) == ("one", "c") else 3)
+    ]  # fmt: skip
+    shown = overview(rows)
+    assert shown.count("(n=2)†") == 1 and shown.count("(n=3)†") == 0
+    assert shown.endswith("|\n\n† on other texts than most of its column\n")
+    one, two = score_tables(summarize(rows))
+    assert "(n=2)†" in one and "; † on other texts than most of its column)</caption>" in one and "†" not in two
+    assert "†" not in overview([row for row in rows if row.sample < 2])
+
+
+def test_rows_of_two_texts_by_one_name_are_refused(tmp_path):
+    """Another policy's and another budget's too: they stand in one column. Rows without the field are as before."""
+    older, one = replace(ROW, policy="h2o", heads="-"), replace(ROW, text_hash="a" * 16)
+    for change in ({"sample": 1}, {"policy": "h2o", "heads": "-"}, {"budget": 256}):
+        write(tmp_path / "rows.0.jsonl", older, one, replace(one, **change, text_hash="b" * 16))
+        with pytest.raises(
+            ValueError, match=rf"R\.PassKey, jargon, length=4096.* text_hash={'a' * 16} and text_hash=b"
+        ):
+            read_rows(tmp_path)
+    write(tmp_path / "rows.0.jsonl", older, one, replace(one, task="other", text_hash="b" * 16))
+    assert len(read_rows(tmp_path)) == 3
 
 
 def test_rows_survive_the_file_and_older_rows_read_on(tmp_path):
@@ -189,6 +267,7 @@ def test_summary_files(tmp_path):
     write_summary(tmp_path)
     (line,) = csv.DictReader(io.StringIO((tmp_path / "summary.csv").read_text()))
     assert (line["n"], line["mean"], line["stderr"], line["policy"]) == ("2", "0.5", "0.5", "locret")
+    assert line["samples"] == "0-1"
     assert "0.50 ± 0.50 (n=2)" in (tmp_path / "summary.md").read_text()
 
 

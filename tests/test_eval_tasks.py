@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_text import tiny_tokenizer
 
 from locret_kit.evals.metrics import get_metric
-from locret_kit.evals.tasks import ALIASES, ALONE, OVER_REAL_TEXT, OVER_TEXT, Request, find_tasks, known_tasks
+from locret_kit.evals.tasks import ALIASES, ALONE, OVER_REAL_TEXT, OVER_TEXT, Request, find_tasks, known_tasks, ruler
 from locret_kit.evals.tasks.base import count_ids, spread_depth
 from locret_kit.evals.tasks.retrieval import find
 from locret_kit.evals.tasks.ruler import insert
@@ -160,6 +161,19 @@ def test_variable_chain():
         assert task.count(f"= {value}.") == 1
 
 
+def test_the_shown_chain_has_a_value_of_its_own(monkeypatch):
+    drawn = itertools.cycle(["12345", "54321"])
+
+    class Unlucky(ruler._Draw):
+        def __init__(self, rng) -> None:
+            super().__init__(rng)
+            self._make["values"] = lambda: next(drawn)
+
+    monkeypatch.setattr(ruler, "_Draw", Unlucky)
+    _, made = example("ruler.vt")
+    assert made.prompt.count("= 12345.") == made.prompt.count("= 54321.") == 1
+
+
 def test_common_and_frequent_words():
     _, made = example("ruler.cwe")
     task = made.prompt[made.prompt.rindex("Below is a numbered list") :]
@@ -283,6 +297,8 @@ def test_real_text_is_read_where_none_is_named():
     ]  # fmt: skip
     tasks = find_tasks(["passkey", "perplexity"], haystacks=["repeated", "pydoc"])
     assert [task.haystack for task in tasks] == ["repeated", "pydoc", "pydoc"]
+    assert [bool(task.text_hash) for task in tasks] == [False, True, True] and tasks[1].text_hash == tasks[2].text_hash
+    assert find_tasks(["fidelity:ruler.vt"], haystacks=["pydoc"])[0].text_hash == tasks[1].text_hash
 
 
 def test_every_listed_name_is_a_task():

@@ -199,7 +199,8 @@ def _kept(argv: list[str]) -> int:
     rows = [row for row in chosen_rows(config) if row.sample == config.sample and row.kept is not None]
     if not rows:
         raise ValueError(
-            f"out={config.out} holds no such rows with kept positions: run with keep=N above sample={config.sample}"
+            f"out={config.out} holds no such rows with kept positions: keep={config.sample + 1} or more in another out stores "
+            "them"
         )
     color = config.color == "always" or (
         config.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ

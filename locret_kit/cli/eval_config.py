@@ -20,11 +20,14 @@ USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
       samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
   locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
   locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
-  accelerate launch -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
+  torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
 A rerun does only what is missing, and what prompts have in common at their beginning is read once.
 An unknown key, task or policy is an error that names the nearest.
-Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies."""
+Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies, and here also kvzip and
+kvzip(joint=true) (oracles that read the whole prompt first) and random-heads (locret with untrained heads).
+`locret-eval lm_eval` is lm-evaluation-harness's own command line (pip install 'locret-kit[harness]') with one model more,
+locret; its --model_args take policy=, budget= and this command's keys, such as ckpt= and chunk=."""
 
 
 @dataclass
@@ -76,7 +79,8 @@ class EvalConfig:
     max_new_tokens: int | None = None
     """Answer tokens; null takes each task's own."""
     keep: int = 0
-    """For the first so many examples of each task: store what the cache holds behind the prompt."""
+    """For the first so many examples of each task: store what the cache holds behind the prompt. A rerun leaves rows that
+    are there as they are, so to store more of them takes another ``out``."""
     retry: str = "never"
     """'errors' does examples again that ended with an error."""
     share_prefix: bool = True

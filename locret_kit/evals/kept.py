@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime.tokens import load_tokenizer
+from ..backbones.load import load_tokenizer
 from .rows import Row, read_kept
 
 BRIGHT, DIM, PLAIN = "\033[1m", "\033[2m", "\033[0m"

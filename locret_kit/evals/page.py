@@ -19,7 +19,7 @@ from ..checkpoint import write_beside
 from .figures import FIGURES, draw
 from .kept import shares, token_texts, tokenizer_of
 from .rows import Row, read_rows
-from .summary import Cell, describe, show, size, summarize
+from .summary import OTHERS, Cell, describe, show, size, summarize, usual_samples
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PAGE = "report.html"
@@ -88,13 +88,16 @@ def score_tables(cells: Sequence[Cell]) -> list[str]:
         columns = sorted({(c.length, c.budget) for c in members}, key=lambda c: (c[0], c[1] == 0, c[1]))
         found = {(c.label, c.length, c.budget): c for c in members}
         head = ["policy", *(f"{size(n)}, {f'budget {b}' if b else 'full'}" for n, b in columns)]
+        usual = {column: usual_samples(members, *column) for column in columns}
         lines = [
-            [(label, None), *(_score(found.get((label, n, b))) for n, b in columns)]
+            [(label, None), *(_score(found.get((label, n, b)), usual[n, b]) for n, b in columns)]
             for label in dict.fromkeys(c.label for c in members)
         ]
         metric = next((c.metric for c in members if c.n), "-")
         over = "" if haystack == "-" else f", haystack: {haystack}"
-        out.append(table(head, lines, f"{task}{over} ({describe(metric)})"))
+        marked = any(text.endswith(OTHERS[0]) for line in lines for text, _ in line[1:])
+        says = f"{describe(metric)}; {OTHERS}" if marked else describe(metric)
+        out.append(table(head, lines, f"{task}{over} ({says})"))
     return out
 
 
@@ -134,8 +137,8 @@ def _field(text: str, number: float | None) -> str:
     return f"<td{value}>{html.escape(text)}</td>"
 
 
-def _score(cell: Cell | None) -> Field:
-    return show(cell), None if cell is None else cell.mean
+def _score(cell: Cell | None, usual: str) -> Field:
+    return show(cell, usual), None if cell is None else cell.mean
 
 
 def _number(value: float | None, digits: int = 0) -> Field:
@@ -181,6 +184,7 @@ def settings(out: Path, rows: Sequence[Row]) -> str:
         "local_len",
         "one_shot",
         "decode_every",
+        "kv_bits",
         "seed",
     )
     found = {name: _joined(getattr(row, name) for row in rows if not row.error) for name in names}

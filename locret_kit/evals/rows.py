@@ -29,8 +29,10 @@ SETTINGS = (
     "kv_bits", "ending", "seed", "metric",
 )  # fmt: skip
 """What must not differ among the examples of one cell of a table."""
-RECORDED = ("model", "heads_hash", "dtype")
-"""Of these, what an older row may not tell: ''."""
+RECORDED = ("model", "heads_hash", "dtype", "text_hash")
+"""What an older row may not tell: ''."""
+COLUMN = KEY[:3]
+"""What the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
 """Of these, what says nothing of full attention and of a one-shot cache, whose chunk is its prompt."""
 
@@ -102,6 +104,9 @@ class Row:
     """Bits of a stored key or value; None is the precision of `dtype`."""
     prompt_hash: str = ""
     """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
+    text_hash: str = ""
+    """First 16 hexadecimal digits of the SHA-256 of the haystack's text (UTF-8), which may change under the same name; ''
+    for tasks that make or bring their own text, and in older rows."""
     kept: str | None = None
     """Stem of the file in ``kept/`` (see `read_kept`), for the first examples of a task."""
     seed: int = 0
@@ -208,17 +213,16 @@ def check_cells(rows: Iterable[Row]) -> None:
     """Raise ValueError where rows that a table would average differ in more than their number; names cell and setting."""
     first: dict[tuple, Any] = {}
     for row in rows:
-        cell = row.key[:-1]
-        for name in SETTINGS if row.error is None else ():
+        for name in (*SETTINGS, "text_hash") if row.error is None else ():
             value = getattr(row, name)
             unset = (name in RECORDED and not value) or (name in SCHEDULED and (row.one_shot or not row.budget))
             if unset:
                 continue
-            if first.setdefault((cell, name), value) != value:
-                task, haystack, length, budget, policy, *_ = cell
+            shared = row.key[: len(COLUMN)] if name == "text_hash" else row.key[:-1]
+            if first.setdefault((shared, name), value) != value:
                 raise ValueError(
-                    f"rows of {task}, {haystack}, length={length}, policy={policy}, budget={budget} have "
-                    f"{name}={first[cell, name]} and {name}={value}: one table cannot hold both"
+                    f"rows of {row.task}, {row.haystack}, length={row.length}, policy={row.policy}, budget={row.budget} "
+                    f"have {name}={first[shared, name]} and {name}={value}: one table cannot hold both"
                 )
 
 
@@ -311,6 +315,8 @@ def read_kept(out: str | Path, row: Row) -> dict[str, Any]:
     import numpy as np
 
     if row.kept is None:
-        raise FileNotFoundError(f"example {row.key} was run without kept positions; run with keep=N above its number")
+        raise FileNotFoundError(
+            f"example {row.key} was run without kept positions: keep={row.sample + 1} or more in another out stores them"
+        )
     with np.load(Path(out) / "kept" / f"{row.kept}.npz") as file:
         return {"ids": file["ids"], "heads": file["heads"], "n_heads": int(file["n_heads"])}

@@ -23,6 +23,7 @@ import torch
 
 from ..cache.bounded import BoundedCache
 from ..checkpoint import write_beside
+from ..runtime.memory import OutOfMemory
 from ..runtime.report import Report, peak_memory
 from ..runtime.session import generate
 from ..runtime.tokens import stream_ids
@@ -240,26 +241,35 @@ def _turns(engine: Engine, variant: Variant, prompts: list[Prompt]) -> Iterable[
 def _answer(
     plan: Run, variant: Variant, prompt: Prompt, turn: Turn, beginnings: Beginnings, reference: Row | None
 ) -> Row:
-    """The row of one example; an exception becomes its error."""
-    engine, group, known = plan.engine, prompt.group, _example_fields(prompt)
-    if engine.model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(engine.model.device)
+    """The row of one example; an exception becomes its error. Out of memory, a prompt is tried once more by itself."""
+    group, known, device = prompt.group, _example_fields(prompt), plan.engine.model.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     try:
-        if reference is not None and reference.error is not None:
-            raise ValueError(f"full attention, the reference, failed: {reference.error}")
-        if is_oracle(variant.policy):
-            start = oracle.start(engine, variant, prompt.ids, chat=not prompt.example.special)
-        else:
-            start = beginnings.start(turn, prompt.ids)
-        measured = _likelihood if group.task.kind.startswith("nll") else _written
-        return _row(plan, group, variant, **{**known, **measured(plan, variant, prompt, start, reference)})
+        return _row(plan, group, variant, **{**known, **_measured(plan, variant, prompt, turn, beginnings, reference)})
     except Exception as error:
         beginnings.drop()
-        if isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()
-            if turn.held:  # by itself it takes less room
-                return _answer(plan, variant, prompt, Turn(turn.prompt), beginnings, reference)
-        return _failed(plan, group, variant, error, **known)
+        failed = _failed(plan, group, variant, error, **known)
+        no_memory = isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
+    if no_memory:  # out here, where the error no longer holds what the example had allocated
+        torch.cuda.empty_cache()
+        if turn.held:
+            return _answer(plan, variant, prompt, Turn(turn.prompt), beginnings, reference)
+    return failed
+
+
+def _measured(
+    plan: Run, variant: Variant, prompt: Prompt, turn: Turn, beginnings: Beginnings, reference: Row | None
+) -> dict[str, Any]:
+    """Fields of one example's row."""
+    if reference is not None and reference.error is not None:
+        raise ValueError(f"full attention, the reference, failed: {reference.error}")
+    if is_oracle(variant.policy):
+        start = oracle.start(plan.engine, variant, prompt.ids, chat=not prompt.example.special)
+    else:
+        start = beginnings.start(turn, prompt.ids)
+    measure = _likelihood if prompt.group.task.kind.startswith("nll") else _written
+    return measure(plan, variant, prompt, start, reference)
 
 
 def _written(plan: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> dict[str, Any]:
@@ -336,6 +346,7 @@ def _row(plan: Run, group: Group, variant: Variant, **fields: Any) -> Row:
     engine = plan.engine
     record.update(seed=engine.seed, model=engine.name, adapter=engine.adapter, rank=plan.rank)
     record["heads_hash"] = engine.hashes.get(variant.heads, "")
+    record["text_hash"] = group.task.text_hash
     record["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record.update(fields)
     for name in ("prefill_s", "decode_s"):

@@ -7,7 +7,7 @@ import fcntl
 import io
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,6 +17,8 @@ from ..checkpoint import write_beside
 from .rows import Row, label_of, read_rows
 
 LIKELIHOOD = ("nll", "nll_prefill")
+OTHERS = "† on other texts than most of its column"
+"""Beside a cell its first character, under the table all of it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Cell:
     metric: str
     n: int
     """Examples with a score."""
+    samples: str
+    """Their numbers, such as '0-3 7'."""
     mean: float | None
     """Of the metric; None without a score."""
     stderr: float | None
@@ -75,13 +79,36 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
         task, haystack, length, policy, heads, budget = key
         cells.append(
             Cell(
-                task, haystack, length, policy, heads, budget, good[0].metric if good else "-", len(good), mean, stderr,
+                task, haystack, length, policy, heads, budget, good[0].metric if good else "-", len(good),
+                ranges(row.sample for row in good), mean, stderr,
                 errors=len(members) - len(good), tokens=math.fsum(row.tokens for row in costs) / len(costs),
                 prefill_s=math.fsum(row.prefill_s for row in costs) / len(costs),
                 peak_bytes=max(row.peak_bytes for row in costs),
             )
         )  # fmt: skip
     return cells
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0-3 7`` for 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def usual_samples(cells: Iterable[Cell], length: int, budget: int) -> str:
+    """The examples that most cells of a column have; of two sets as frequent the larger. `full` stands in every column of
+    its length, and all others in its own (``budget=0``)."""
+    counts = Counter(
+        (cell.n, cell.samples)
+        for cell in cells
+        if cell.n and cell.length == length and (not budget or cell.budget in (0, budget))
+    )
+    return max(counts, key=lambda one: (counts[one], one), default=(0, ""))[1]
 
 
 def to_csv(cells: list[Cell]) -> str:
@@ -112,9 +139,17 @@ def overview(rows: Iterable[Row]) -> str:
     )
     lines = [f"| length | budget | policy | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
     for length, budget, label in keys:
-        shown = " | ".join(show(found.get((length, budget, label))) for found in columns.values())
+        shown = " | ".join(
+            show(found.get((length, budget, label)), usual_samples(found.values(), length, budget))
+            for found in columns.values()
+        )
         lines.append(f"| {size(length)} | {budget or '-'} | {label} | {shown} |")
-    return "\n".join(["**All tasks** (mean ± standard error)", "", *lines]) + "\n"
+    return _with_legend("\n".join(["**All tasks** (mean ± standard error)", "", *lines]) + "\n")
+
+
+def _with_legend(text: str) -> str:
+    """A table with what its mark means, where it has one."""
+    return f"{text}\n{OTHERS}\n" if f"){OTHERS[0]}" in text else text
 
 
 def _figures(row: Row) -> list[str]:
@@ -156,21 +191,23 @@ def table(task: str, haystack: str, cells: list[Cell]) -> str:
         f"| policy | {head} |",
         "|---" * (len(columns) + 1) + "|",
     ]
+    usual = {column: usual_samples(cells, *column) for column in columns}
     for label in labels:
-        figures = [show(found.get((label, n, b)) or found.get((label, n, 0))) for n, b in columns]
+        figures = [show(found.get((label, n, b)) or found.get((label, n, 0)), usual[n, b]) for n, b in columns]
         lines.append(f"| {label} | {' | '.join(figures)} |")
-    return "\n".join(lines) + "\n"
+    return _with_legend("\n".join(lines) + "\n")
 
 
-def show(cell: Cell | None) -> str:
-    """``0.50 ± 0.13 (n=16)``; errors are named."""
+def show(cell: Cell | None, usual: str | None = None) -> str:
+    """``0.50 ± 0.13 (n=16)``; errors are named, and other examples than the column's ``usual`` ones, if given, are marked."""
     if cell is None:
         return "-"
     failed = f", {cell.errors} failed" if cell.errors else ""
     if cell.mean is None:
         return f"- (n=0{failed})"
     spread = "" if cell.stderr is None else f" ± {cell.stderr:.2f}"
-    return f"{cell.mean:.2f}{spread} (n={cell.n}{failed})"
+    mark = "" if usual in (None, cell.samples) else OTHERS[0]
+    return f"{cell.mean:.2f}{spread} (n={cell.n}{failed}){mark}"
 
 
 def describe(metric: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from ...naming import nearest
@@ -92,13 +94,20 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
         return [ALONE[name]()]
     if name in entries():
         return [document_task(name, data, samples)]
+    real = [haystack for haystack in haystacks if haystack != "repeated"]
     if name in OVER_TEXT:
-        return [OVER_TEXT[name](h, None if h == "repeated" else _text(h)) for h in haystacks]
+        return [_over(OVER_TEXT[name], h) if h in real else OVER_TEXT[name](h, None) for h in haystacks]
     if name in OVER_REAL_TEXT:
-        real = [haystack for haystack in haystacks if haystack != "repeated"] or [REAL_TEXT]
-        return [OVER_REAL_TEXT[name](haystack, _text(haystack)) for haystack in real]
+        return [_over(OVER_REAL_TEXT[name], haystack) for haystack in real or [REAL_TEXT]]
     known = [*known_tasks(), *GROUPS]
     raise ValueError(f"task={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}")
+
+
+def _over(make: Callable[[str, str], Task], haystack: str) -> Task:
+    """The task over a real text, with its hash."""
+    text = _text(haystack)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return replace(make(haystack, text), text_hash=digest[:16])
 
 
 @lru_cache(maxsize=8)

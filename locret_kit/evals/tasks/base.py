@@ -70,6 +70,8 @@ class Task:
     kind: str = "answer"
     size: int | None = None
     """How many examples there are; None for tasks that make as many as are asked for."""
+    text_hash: str = ""
+    """Of the haystack's text, see `rows.Row.text_hash`."""
     begins_alike: bool = False
     """Whether many of its prompts have a long beginning in common."""
 

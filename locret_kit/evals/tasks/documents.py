@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -94,34 +94,42 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
-def _records(entry: Entry, data: Sequence[str], split: str = "test") -> Iterator[dict]:
-    """Records from the first folder that has them, else from the Hub."""
+def _records(entry: Entry, data: Sequence[str], split: str | None = None) -> Iterator[dict]:
+    """Records of a split, by default the task's own, from the first folder that has them, else from the Hub."""
     for folder in data:
-        path = find_file(Path(folder), entry.file, split)
-        if path is not None:
-            return read_records(path)
+        if paths := _find_files(entry, Path(folder), split):
+            return chain.from_iterable(map(read_records, paths))
     return _hub_records(entry, data, split)
 
 
-def find_file(folder: Path, name: str, split: str) -> Path | None:
-    """``name.jsonl`` (.json, .parquet) anywhere below the folder, or a folder ``name`` with files of the split.
+def _find_files(entry: Entry, folder: Path, split: str | None) -> list[Path]:
+    """The task's own ``file.jsonl`` (.json, .parquet) anywhere below the folder; or, in a folder by that name, the split's
+    file or its shards in order, first where the data set's version (the Hub's ``name``) has a folder.
 
     Raises:
         FileNotFoundError: no such folder.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"data={folder} is no folder")
-    for path in sorted(folder.rglob(f"{name}*")):
-        if path.is_file() and path.suffix in SUFFIXES and path.stem == name and split != "train":
-            return path
-    for parent in sorted(path for path in (folder, *folder.rglob(name)) if path.is_dir() and path.name == name):
-        found = [path for path in sorted(parent.rglob(f"{split}*")) if path.suffix in SUFFIXES]
+    for path in sorted(folder.rglob(f"{entry.file}*")) if split is None else ():
+        if path.is_file() and path.suffix in SUFFIXES and path.stem == entry.file:
+            return [path]
+    split = split or entry.hub.get("split", "test")
+    named = [path for path in (folder, *sorted(folder.rglob(entry.file))) if path.is_dir() and path.name == entry.file]
+    for place in (place for path in named for place in (path / entry.hub.get("name", ""), path)):
+        files = [path for path in sorted(place.rglob("*")) if path.suffix in SUFFIXES]
+        found = [path for path in files if path.name.startswith(split) or path.parent.name == split]
         if found:
-            return found[0]
-    return None
+            return [path for path in found if _series(path) == _series(found[0])]
+    return []
 
 
-def _hub_records(entry: Entry, data: Sequence[str], split: str) -> Iterator[dict]:
+def _series(path: Path) -> tuple[Path, str, str]:
+    """What the shards of a file have in common: ``train`` of ``train-00000-of-00080.parquet``, nothing of ``0000.parquet``."""
+    return path.parent, re.sub(r"(^|[-_])\d.*$", "", path.stem), path.suffix
+
+
+def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterator[dict]:
     import datasets
 
     where = {key: value.format(file=entry.file) for key, value in entry.hub.items()}

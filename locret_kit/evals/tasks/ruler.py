@@ -27,6 +27,8 @@ UNIT = 6
 """Characters of real text that count as one item."""
 COMMON = 10
 """Common words that are asked for."""
+SHOWN_VALUE = "12345"
+"""What the variables of 'ruler.vt' have in the chain that is shown with its answer, and there alone."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Ta
     def make(request: Request) -> Example:
         def build(rng: random.Random, n: int) -> Draft:
             draw = _Draw(rng)
-            example = _chain(draw, "\n".join(_noise(5 * len(SENTENCES))), hops, "12345")
+            draw.used.add(SHOWN_VALUE)
+            example = _chain(draw, "\n".join(_noise(5 * len(SENTENCES))), hops, SHOWN_VALUE)
             body = "\n".join(_noise(n)) if text is None else _piece(rng, text, n)
             draw.avoid = body
             task = _chain(draw, body, hops, draw.one("values"))
