@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .checkpoint import CONFIG, FORMAT, save_heads
 from .evals.rows import Row, check_cells
 from .evals.summary import Cell, show, summarize
@@ -33,6 +31,7 @@ def publish(
     *,
     private: bool = False,
     message: str = "Upload retaining heads",
+    token: str | None = None,
     **facts: Any,
 ) -> str:
     """Upload the heads, with what ``source`` (their folder or file) has beside them; the commit's address.
@@ -41,7 +40,7 @@ def publish(
     """
     with tempfile.TemporaryDirectory() as work:
         write_release(heads, repo, Path(work), source, **facts)
-        return push(Path(work), repo, private=private, message=message, marker=(CONFIG, FORMAT))
+        return push(Path(work), repo, private=private, message=message, marker=(CONFIG, FORMAT), token=token)
 
 
 def write_release(
@@ -71,10 +70,9 @@ def write_release(
         backbone=_hub_name("base_model", base_model or given.get("base_model"), heads.config.backbone),
         adapter=heads.config.adapter and _hub_name("adapter", adapter, heads.config.adapter),
     )
-    dtype = torch.bfloat16 if all(_fits_bfloat16(weight) for weight in heads.parameters()) else torch.float32
     released = RetainingHeads(config)
     released.load_state_dict(heads.state_dict())
-    save_heads(released, target, dtype)
+    save_heads(released, target)
     for pattern in EXTRAS if beside else ():
         for file in sorted(beside.glob(pattern)):  # type: ignore[union-attr]
             if file.name not in (CARD, TRAINING):
@@ -148,7 +146,6 @@ from locret_kit.backbones.load import load_backbone
 
 heads = RetainingHeads.from_pretrained("{repo}")
 model, tokenizer = load_backbone("{config.backbone}"{adapter})
-heads.to(model.device, model.dtype)
 prompt = open("long.txt").read() + "\\n\\nQuestion: what is this text about?\\nAnswer:"
 ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
 cache = BoundedCache(budget={inference["budget"]}, policy="locret", heads=heads, prompt_length=ids.shape[1])
@@ -266,7 +263,3 @@ def _hub_name(field: str, given: str | None, recorded: str) -> str:
         raise ValueError(
             f"{field}: the heads name {recorded!r}, which others cannot load: give {flag} user/name"
         ) from None
-
-
-def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    return torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)

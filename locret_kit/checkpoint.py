@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,17 @@ def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def save_heads(heads: RetainingHeads, target: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a folder, or one file where ``target`` ends in ``.pt``."""
+def lossless_dtype(heads: RetainingHeads) -> torch.dtype:
+    """bfloat16 where that loses nothing, else float32."""
+    exact = all(torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight) for weight in heads.parameters())
+    return torch.bfloat16 if exact else torch.float32
+
+
+def save_heads(heads: RetainingHeads, target: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write a folder, or one file where ``target`` ends in ``.pt``; by default nothing is rounded (`lossless_dtype`)."""
     from safetensors.torch import save_file
 
-    target, state = Path(target), state_of(heads, dtype)
+    target, state = Path(target), state_of(heads, dtype or lossless_dtype(heads))
     config = {"format": FORMAT, **heads.config.to_dict()}
     if target.suffix == ".pt":
         write_beside(target, lambda path: torch.save({"config": config, "state": state}, path))
@@ -79,11 +85,13 @@ def load_heads(
     revision: str | None = None,
     config: HeadsConfig | None = None,
     backbone: str | None = None,
+    **hub: Any,
 ) -> RetainingHeads:
     """Heads from a folder, a ``.pt`` file, a published ``.bin`` or a Hub repository id.
 
     A ``.bin`` says nothing of its backbone: ``config`` does, or ``backbone`` (a folder or Hub id) whose configuration
-    gives the sizes, or a ``config.json`` beside the file.
+    gives the sizes, or a ``config.json`` beside the file; those of the paper's authors are known by name (`PUBLISHED`).
+    ``hub``: token, cache_dir and local_files_only, as ``huggingface_hub`` takes them.
 
     Raises:
         FileNotFoundError: nothing there. ValueError: not a heads checkpoint, or names and shapes do not fit; each is named.
@@ -103,10 +111,25 @@ def load_heads(
         or str(source).count("/") != 1
     ):
         raise FileNotFoundError(f"ckpt={str(source)!r}: no such file or folder")
-    return _from_hub(str(source), revision, config, backbone)
+    return _from_hub(str(source), revision, config, backbone, hub)
 
 
-def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None, backbone: str | None) -> RetainingHeads:
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "hyx21/Locret-phi-3-mini-128K": (
+        "microsoft/Phi-3-mini-128k-instruct",
+        {"budget": 6000, "chunk": 3072, "stabilizers": 2500, "local_len": 100, "positions": "compact"},
+    ),
+    "hyx21/Locret-llama-3.1-8B-instruct": (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        {"budget": 16384, "chunk": 1024, "stabilizers": 2500, "local_len": 100, "positions": "compact"},
+    ),
+}
+"""Repositories of the paper's authors, whose files say nothing of them: backbone, and the settings of the paper's table 3."""
+
+
+def _from_hub(
+    repo: str, revision: str | None, config: HeadsConfig | None, backbone: str | None, hub: dict[str, Any]
+) -> RetainingHeads:
     from .hub import pull
 
     def choose(names: list[str]) -> list[str]:
@@ -117,8 +140,14 @@ def _from_hub(repo: str, revision: str | None, config: HeadsConfig | None, backb
             raise ValueError(f"{repo} holds neither {WEIGHTS} nor one .bin file")
         return bins
 
-    file = pull(repo, choose, revision=revision)[0]
-    return load_heads(file.parent if file.name == WEIGHTS else file, config=config, backbone=backbone)
+    file = pull(repo, choose, revision=revision, **hub)[0]
+    if file.name == WEIGHTS:
+        return load_heads(file.parent, config=config)
+    known, settings = PUBLISHED.get(repo, (None, {}))
+    heads = load_heads(file, config=config, backbone=backbone or known)
+    if known is not None and config is None:
+        heads.config = replace(heads.config, backbone=known, inference=settings)
+    return heads
 
 
 def _from_torch_file(path: Path, config: HeadsConfig | None, backbone: str | None) -> RetainingHeads:
@@ -140,12 +169,10 @@ def _from_torch_file(path: Path, config: HeadsConfig | None, backbone: str | Non
 
 def _config_of_backbone(backbone: str, state: dict[str, Tensor]) -> HeadsConfig:
     """Sizes from the backbone's configuration, the heads' width from their weights."""
-    from transformers import AutoConfig
-
     from .backbones.families import spec_of
-    from .backbones.load import resolve_model
+    from .backbones.load import load_config
 
-    spec = spec_of(AutoConfig.from_pretrained(resolve_model(backbone)).get_text_config(decoder=True))
+    spec = spec_of(load_config(backbone))
     width = next(weight.shape[0] for name, weight in state.items() if name.endswith("fc1.weight"))
     return HeadsConfig.for_backbone(spec, backbone, width)
 
@@ -182,19 +209,24 @@ def _config(raw: dict[str, Any], path: Path) -> HeadsConfig:
     if unknown := sorted(set(raw) - known):
         raise ValueError(f"{path}: unknown configuration fields {', '.join(unknown)}")
     try:
-        return HeadsConfig(**raw)
-    except TypeError as error:
+        config = HeadsConfig(**raw)
+        config.check()
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+    return config
 
 
 def _build(state: dict[str, Tensor], config: HeadsConfig, path: Path) -> RetainingHeads:
     """Strict: every head there, none extra, every shape right."""
-    try:
-        heads = RetainingHeads(config)
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path}: its configuration builds no heads: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} holds something else than tensors by name")
+    if config.n_layers > 2 * len(state) + 8:  # before anything of the size that a file names is built
+        raise ValueError(f"{path} holds {len(state)} tensors: most of its n_layers={config.n_layers} heads are missing")
+    try:
+        with torch.device("meta"):
+            heads = RetainingHeads(config)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path}: its configuration builds no heads: {error}") from error
     wanted = {
         f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight
         for i, head in enumerate(heads.layers)
@@ -210,7 +242,9 @@ def _build(state: dict[str, Tensor], config: HeadsConfig, path: Path) -> Retaini
     if wrong:
         more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
         raise ValueError(f"{path} does not fit {config.backbone}: " + "; ".join(wrong[:4]) + more)
+    heads.to_empty(device="cpu")
     with torch.no_grad():
-        for name, weight in wanted.items():
-            weight.copy_(state[name])
+        for i, head in enumerate(heads.layers):
+            for name in ("fc1", "fc2"):
+                getattr(head, name).weight.copy_(state[f"model.layers.{i}.self_attn.{name}.weight"])
     return heads

@@ -15,6 +15,9 @@ from transformers.activations import ACT2FN
 
 from .backbones.families import BackboneSpec
 
+NAMES = ("positions", "policy")
+"""The settings for inference that are words; the others are integers."""
+
 
 @dataclass(frozen=True)
 class HeadsConfig:
@@ -35,7 +38,7 @@ class HeadsConfig:
     adapter: str | None = None
     """PEFT adapter on the backbone while the heads were trained."""
     inference: dict[str, Any] = field(default_factory=dict)
-    """Settings used when the caller gives none: budget, chunk, stabilizers, local_len, positions."""
+    """Settings used when the caller gives none: budget, chunk, stabilizers, local_len, positions, policy."""
 
     @classmethod
     def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: Any) -> HeadsConfig:
@@ -44,6 +47,23 @@ class HeadsConfig:
             k: getattr(spec, k) for k in ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim", "activation")
         }
         return cls(backbone=backbone, d_hidden=d_hidden, **dims, **rest)
+
+    def check(self) -> None:
+        """Raise ValueError naming the first field of another type, or out of its bound."""
+        for name, kind in (("backbone", str), ("model_type", str), ("activation", str), ("inference", dict)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
+        integers = {name: getattr(self, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "d_hidden")}
+        integers |= {f"inference.{name}": value for name, value in self.inference.items() if name not in NAMES}
+        for name, value in integers.items():
+            low = 0 if name in ("inference.stabilizers", "inference.local_len") else 1
+            if type(value) is not int or value < low:
+                raise ValueError(f"{name}={value!r} must be an integer, at least {low}")
+        words = {"adapter": self.adapter, "target": self.target}
+        words |= {f"inference.{name}": self.inference.get(name) for name in NAMES}
+        for name, value in words.items():
+            if not isinstance(value, (str, type(None))):
+                raise ValueError(f"{name}={value!r} must be a name")
 
     def mismatches(self, spec: BackboneSpec) -> list[str]:
         """One line for each dimension in which a backbone is not the one the heads were made for."""
@@ -88,23 +108,39 @@ class RetainingHeads(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, source: str, *, revision: str | None = None, backbone: str | None = None
+        cls,
+        source: str,
+        *,
+        revision: str | None = None,
+        backbone: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | None = None,
+        local_files_only: bool = False,
     ) -> RetainingHeads:
         """Load from a folder, a ``.pt`` or published ``.bin`` file, or a Hub repository. See ``checkpoint.load_heads``."""
         from .checkpoint import load_heads
 
-        return load_heads(source, revision=revision, backbone=backbone)
+        return load_heads(
+            source, revision=revision, backbone=backbone,
+            token=token, cache_dir=cache_dir, local_files_only=local_files_only,
+        )  # fmt: skip
 
-    def save_pretrained(self, folder: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write ``model.safetensors`` and ``config.json`` into ``folder``, atomically."""
+    def save_pretrained(self, folder: str, dtype: torch.dtype | None = None) -> None:
+        """Write ``model.safetensors`` and ``config.json`` into ``folder``, atomically; by default nothing is rounded."""
         from .checkpoint import save_heads
 
         save_heads(self, folder, dtype)
 
     def push_to_hub(
-        self, repo: str, *, private: bool = False, commit_message: str = "Upload retaining heads", **facts: Any
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        commit_message: str = "Upload retaining heads",
+        token: str | None = None,
+        **facts: Any,
     ) -> str:
         """Publish as one commit with a model card, and return its address. ``facts``: see ``card.write_release``."""
         from .card import publish
 
-        return publish(self, repo, private=private, message=commit_message, **facts)
+        return publish(self, repo_id, private=private, message=commit_message, token=token, **facts)

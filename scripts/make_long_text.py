@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from transformers import AutoTokenizer
-
-from locret_kit.backbones.load import resolve_model
+from locret_kit.backbones.load import load_tokenizer
 from locret_kit.samples.needles import make_needle
 from locret_kit.samples.text import load_text
 
@@ -30,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", default="checkpoints/SmolLM2-135M-Instruct", help="folder or Hub id")
     args = parser.parse_args(argv)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(args.tokenizer))
+        tokenizer = load_tokenizer(args.tokenizer)
         text = None if args.haystack == "repeated" else load_text(args.haystack)
         needle = make_needle(
             args.task, tokenizer, n_tokens=args.tokens, depth=args.depth, seed=args.seed, haystack=text

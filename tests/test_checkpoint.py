@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_tokenizer import save_tiny_backbone
+from transformers import AutoConfig
 
-from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.backbones.families import BackboneSpec
+from locret_kit import HeadsConfig, RetainingHeads, checkpoint
+from locret_kit.backbones.families import BackboneSpec, spec_of
 from locret_kit.checkpoint import load_heads, save_heads, state_of
 
 SPEC = BackboneSpec("llama", 2, 4, 2, 8, "silu", (None, None))
@@ -125,6 +127,13 @@ def test_every_wrong_head_is_named(tmp_path, kind):
         ({"config": {**CONFIG.to_dict(), "n_layers": "two"}, "state": {}}, "heads.pt"),
         ({"config": CONFIG.to_dict(), "state": {"model.layers.0.self_attn.fc1.weight": "text"}}, "heads.pt"),
         ({"config": CONFIG.to_dict(), "state": [1]}, "heads.pt"),
+        ({"config": {**CONFIG.to_dict(), "n_layers": 10**9}, "state": {}}, "n_layers=1000000000"),
+        ({"config": {**CONFIG.to_dict(), "d_hidden": 10**12}, "state": state_of(make(), torch.float32)}, "expected"),
+        ({"config": {**CONFIG.to_dict(), "backbone": 7}, "state": {}}, "backbone=7 must be a str"),
+        ({"config": {**CONFIG.to_dict(), "inference": "abc"}, "state": {}}, "inference='abc' must be a dict"),
+        ({"config": {**CONFIG.to_dict(), "inference": {"budget": "x"}}, "state": {}}, "inference.budget='x' must be"),
+        ({"config": {**CONFIG.to_dict(), "inference": {"budget": 0}}, "state": {}}, "at least 1"),
+        ({"config": {**CONFIG.to_dict(), "inference": {"positions": 3}}, "state": {}}, "positions=3 must be a name"),
     ],
 )
 def test_a_file_of_something_else(tmp_path, content, words):
@@ -258,3 +267,33 @@ def test_an_unreachable_hub_is_one_line(monkeypatch, error):
         RetainingHeads.from_pretrained("someone/heads")
     assert str(caught.value).startswith("ckpt='someone/heads': not a local file, and the Hub says:")
     assert "\n" not in str(caught.value)
+
+
+def test_heads_are_saved_without_loss_unless_a_type_is_named(tmp_path):
+    heads = make()
+    heads.save_pretrained(str(tmp_path / "exact"))
+    assert equal(load_heads(tmp_path / "exact"), heads)
+    rounded = load_heads(tmp_path / "exact").to(torch.bfloat16).float()
+    rounded.save_pretrained(str(tmp_path / "small"))
+    assert equal(load_heads(tmp_path / "small"), rounded)
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("exact", "small")]
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_published_heads_are_known_by_name(tmp_path, monkeypatch):
+    """A repository of the authors holds one flat .bin, which says nothing of its backbone or its settings."""
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    spec = spec_of(AutoConfig.from_pretrained(backbone))
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec, "x", 8))
+    torch.save(state_of(heads, torch.float32), tmp_path / "heads.bin")
+    monkeypatch.setitem(checkpoint.PUBLISHED, "lab/heads", (str(backbone), {"budget": 60, "chunk": 30}))
+    monkeypatch.setattr(
+        "locret_kit.hub.pull", lambda repo, choose, **hub: [tmp_path / choose(["a.md", "heads.bin"])[0]]
+    )
+    loaded = load_heads("lab/heads")
+    assert equal(loaded, heads)
+    assert (loaded.config.backbone, loaded.config.inference) == (str(backbone), {"budget": 60, "chunk": 30})
+    with pytest.raises(ValueError, match="name it"):
+        load_heads("lab/unknown")
+    for name, settings in checkpoint.PUBLISHED.values():
+        HeadsConfig(name, "llama", 1, 1, 1, 8, "silu", 8, inference=settings).check()

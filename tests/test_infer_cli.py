@@ -256,5 +256,5 @@ def test_list_policies_names_every_policy(capsys):
 
     assert main(["--list-policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(NAMED)
+    assert [line.split()[0] for line in lines] == [*NAMED, "kvzip"]
     assert "sinks=4" in next(line for line in lines if line.startswith("streaming"))

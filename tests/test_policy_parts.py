@@ -234,7 +234,12 @@ def test_parameters_are_read():
         ("score=cis allocation=pyramid(beta=0.5)", "beta must be at least 1"),
         ("score=cis selection=top-q", "Did you mean 'top-k'?"),
         ("score=cis selection=sampled(ratio=1.2)", "ratio must be from 0 to 1"),
+        ("score=cis allocation=pyramid(beta=inf)", "beta must be at least 1, and finite"),
         ("scope=sinks", "names no score"),
+        ("score=cis score=aas", "'score' is given twice"),
+        ("h2o(window=0.1,window=0.5)", "'window' is given twice"),
+        ("h2o(0.1,window=0.5)", "'window' is given twice"),
+        ("kvzip", "locret-eval sets it beside the policies"),
         ("score=expected-attention(value_norm=maybe)", "value_norm='maybe' must be bool"),
     ],
 )

@@ -52,6 +52,44 @@ def resolve_model(name: str, field: str = "model") -> str:
     return name
 
 
+def load_config(name: str, field: str = "model") -> Any:
+    """The configuration of a backbone's text model, by folder or Hub id. Code that comes with it is never run.
+
+    Raises:
+        FileNotFoundError: there is none that can be read; names ``field``.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(name, field), trust_remote_code=False)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{field}={name!r} cannot be loaded: {first_line(error)}") from error
+    return config.get_text_config(decoder=True)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer of a backbone, by folder or Hub id, without its weights. Code that comes with it is never run.
+
+    Raises:
+        FileNotFoundError: there is none that can be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"model={name!r} cannot be loaded: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def load_backbone(
     name: str,
     *,
@@ -68,7 +106,7 @@ def load_backbone(
         device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
             CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -77,11 +115,17 @@ def load_backbone(
     precision = pick_dtype(dtype, where)
     spread = {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=precision, revision=revision, **spread)
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True, **spread,
+        )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as error:  # absent; an unknown architecture; truncated weights
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"model={name!r} cannot be loaded: {said}") from error
+        raise FileNotFoundError(f"model={name!r} cannot be loaded: {first_line(error)}") from error
+    model, found = loaded
+    if absent := [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]:
+        some = ", ".join(sorted(absent)[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        raise ValueError(f"model={name!r}: its files lack weights, or hold them in another shape: {some}")
+    tokenizer = load_tokenizer(name, revision)
     if adapter:
         if any(weight.is_meta for weight in model.parameters()):
             raise ValueError(
@@ -117,8 +161,7 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError, UserWarning, SafetensorError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"adapter={adapter!r} cannot be put on {type(model).__name__}: {said}") from error
+        raise ValueError(f"adapter={adapter!r} cannot be put on {type(model).__name__}: {first_line(error)}") from error
     if not hasattr(wrapped.base_model, "merge_and_unload"):
         kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
         raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights; LoRA and its kin can")
@@ -133,6 +176,13 @@ def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None,
     trained = f"with adapter={recorded!r}" if recorded else "without an adapter"
     runs = f"with adapter={adapter!r}" if adapter else "without it"
     return adapter, f"warning: the heads were trained {trained}, and this runs {runs}: their scores may be off"
+
+
+def other_backbone(recorded: str, name: str) -> str | None:
+    """A warning where heads run on another backbone than the one they were trained on; its shapes alone may be right."""
+    if name == recorded or Path(name).name == Path(recorded).name or _same_folder(name, recorded):
+        return None
+    return f"warning: the heads were trained on {recorded!r}, and this runs {name!r}: their scores may be off"
 
 
 def _same_folder(a: str, b: str) -> bool:

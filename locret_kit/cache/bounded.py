@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from locret_kernels.backend import choose, function
@@ -62,8 +62,10 @@ class BoundedCache(Cache):
         budget: slots that a key/value head of a full-attention layer keeps after an eviction, everything counted; the mean
             over layers and heads where the policy's allocation tells them apart. What ``heads`` were published with
             stands in for budget, chunk, stabilizers, local_len and positions that are not given (see `run_settings`).
-        policy: a name or an expression of the policy grammar, or a ``Policy``.
-        heads: retaining heads, for policies that score by predicted importance.
+        policy: a name or an expression of the policy grammar, or a ``Policy``; by default what ``heads`` were published
+            with, or locret.
+        heads: retaining heads, for policies that score by predicted importance; the first forward moves them to the
+            model's device and dtype.
         chunk: tokens between evictions; the buffers hold ``budget + chunk`` rows.
         prompt_length: tokens of the prompt. When given, the last ``local_len`` of them are never evicted before
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). When not, every
@@ -88,7 +90,7 @@ class BoundedCache(Cache):
     def __init__(
         self,
         budget: int | None = None,
-        policy: str | Policy = "locret",
+        policy: str | Policy | None = None,
         heads: RetainingHeads | None = None,
         *,
         chunk: int | None = None,
@@ -103,9 +105,11 @@ class BoundedCache(Cache):
         backend: str | None = None,
     ) -> None:
         super().__init__(layers=[])
+        published = heads.config.inference if heads is not None else {}
+        policy = published.get("policy") or "locret" if policy is None else policy
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy
         settings = run_settings(
-            heads.config.inference if heads is not None else {},
+            published,
             budget=budget, chunk=chunk, stabilizers=stabilizers, local_len=local_len, positions=positions,
         )  # fmt: skip
         positions = settings.pop("positions")
@@ -140,7 +144,7 @@ class BoundedCache(Cache):
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
-    def bind(self, model: nn.Module) -> None:
+    def bind(self, model: Any) -> None:
         """Size the layers for ``model`` at the first forward; later calls only check that the model is the same."""
         spec = spec_of(text_config(model))
         if self.spec is not None:
@@ -157,6 +161,7 @@ class BoundedCache(Cache):
             require_adapter(config)
         if self.heads is not None:
             self.heads.check_backbone(spec)
+            self.heads.to(model.device, model.dtype)
         if self.policy.merge is not None:
             self.policy.merge.bind(spec, model.device)
         self.backend = choose(self.backend, model.device, spec.head_dim)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
+
+from ..naming import nearest
 
 P = ParamSpec("P")
+
+
+class Flags(argparse.ArgumentParser):
+    """A parser whose errors are one line like all others, with the nearest flag that there is. Exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        flags = (flag for action in self._actions for flag in action.option_strings)
+        near = nearest(unknown[1], flags) if unknown else ""
+        self.exit(2, f"{self.prog}: {message}.{near} (--help lists what there is)\n")
 
 
 def command(

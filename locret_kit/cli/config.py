@@ -155,6 +155,8 @@ class InferConfig:
     """Last prompt tokens that are never evicted."""
     positions: str = "compact"
     """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between)."""
+    policy: str | None = None
+    """A policy's name or an expression of the grammar; null is locret."""
 
 
 @dataclass
@@ -196,7 +198,8 @@ class TrainConfig:
     seed: int = 0
     """Seeds the heads and the samples."""
     resume: str = "never"
-    """'auto' (the newest checkpoint in ``out``, if any), 'never', or a checkpoint's path."""
+    """'auto' (the newest checkpoint in ``out``, if any), 'never' (an ``out`` that holds a run is refused), or a
+    checkpoint's path."""
 
     def validate(self) -> None:
         """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
@@ -227,6 +230,8 @@ class TrainConfig:
             raise ValueError(
                 f"backbone.gpu_memory={self.backbone.gpu_memory} needs a backbone.device_map, such as auto"
             )
+        if self.trains == "pool" and self.infer.policy is not None:
+            raise ValueError(f"infer.policy={self.infer.policy} has no effect on a pool: name pool.policy")
         if self.trains == "pool" and self.pool.slots >= infer.budget:
             raise ValueError(f"pool.slots={self.pool.slots} must be below infer.budget={infer.budget}")
         for name in ("stabilizers", "local_len"):
@@ -256,6 +261,12 @@ def _reads_as_positions(x: str) -> bool:
         return Positions.parse(x, 1) is not None
     except ValueError:
         return False
+
+
+def _reads_as_policy(x: str) -> bool:
+    from ..policies.registry import parse_policy
+
+    return parse_policy(x) is not None  # its own error says what is there
 
 
 _POSITIVE: Bound = (lambda x: 0 < x < float("inf"), "above 0")
@@ -297,6 +308,7 @@ _BOUNDS: dict[str, Bound] = {
     "infer.chunk": _at_least(1),
     "infer.stabilizers": _at_least(0),
     "infer.local_len": _at_least(0),
+    "infer.policy": (_reads_as_policy, "a policy"),
     "infer.positions": (_reads_as_positions, "compact, original, clipped or clipped(SPAN)"),
     "seed": _at_least(0),
 }

@@ -11,16 +11,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .command import command
+from .command import Flags, command
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags; defaults of None come from the checkpoint, scaled to the budget."""
-    p = argparse.ArgumentParser(prog="locret-infer", description=__doc__, allow_abbrev=False)
+    p = Flags(prog="locret-infer", description=__doc__, allow_abbrev=False)
     p.add_argument("--ckpt", help="heads: a folder, a .pt or .bin file, or a Hub repository")
     p.add_argument("--model", help="backbone: a folder or a Hub id (default: the one the heads name)")
     p.add_argument("--adapter", help="PEFT adapter for the backbone, or none (default: the one the heads name)")
-    p.add_argument("--policy", help="a policy's name or an expression (default: locret with --ckpt)")
+    p.add_argument(
+        "--policy",
+        help="a policy's name or an expression (default: the heads' own, or locret)",
+    )
     p.add_argument("--list-policies", action="store_true", help="print every policy with its parts and leave")
     p.add_argument("--budget", type=int, help="slots kept per key/value head and layer")
     p.add_argument("--chunk", type=int, help="tokens between evictions")
@@ -51,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA)")
     run.add_argument(
         "--graph",
-        action=argparse.BooleanOptionalAction,
-        help="replay decoding steps (default: on CUDA, where possible)",
+        action="store_true",
+        help="replay decoding steps as CUDA graphs; an error where the policy or the machine does not allow it",
     )
     run.add_argument(
         "--gpu-memory",
@@ -69,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     from ..cache.quantised import check_storage
     from ..cache.schedule import run_settings
     from ..policies.registry import parse_policy
+    from ..policies.scopes import Stabilizers
 
-    policy = parse_policy(args.policy or ("locret" if args.ckpt else "streaming"))
-    check_storage(args.kv_bits, policy)
-    if policy.needs_heads and not args.ckpt:
-        raise ValueError(f"policy={policy.name!r} needs retaining heads: give --ckpt")
+    named = parse_policy(args.policy) if args.policy else None
+    if named is not None and named.needs_heads and not args.ckpt:
+        raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
     if not args.ckpt and not args.model:
         raise ValueError("give --ckpt (heads, which name their backbone) or --model")
     if args.max_new_tokens < 1:
@@ -82,22 +85,25 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("give --question or --question-file, not both")
     if args.budget is not None and args.budget < 1:
         raise ValueError(f"budget={args.budget} must be at least 1")
-    if args.report and not os.access(args.report.resolve().parent, os.W_OK):
-        raise ValueError(f"report={str(args.report)!r}: its folder is missing or cannot be written")
+    if args.report and (args.report.is_dir() or not os.access(args.report.resolve().parent, os.W_OK)):
+        raise ValueError(f"report={str(args.report)!r} is a folder, or its folder is missing or cannot be written")
+    if args.no_chat and not (args.question or args.question_file):
+        raise ValueError("--no-chat has no effect without --question: stdin is then the whole prompt")
 
     say = (lambda *a, **k: None) if args.quiet else lambda *a, **k: print(*a, file=sys.stderr, flush=True, **k)
-    from ..backbones.load import choose_adapter, load_backbone
+    from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone
     from ..cache.bounded import BoundedCache
     from ..heads import RetainingHeads
     from ..runtime.memory import hold
     from ..runtime.provenance import provenance, weights_hash
     from ..runtime.session import Sampling, generate
-    from ..runtime.tokens import load_tokenizer
 
     cap = hold(args.gpu_memory, args.device) if args.gpu_memory else None
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
     config = heads.config if heads else None
+    policy = named or parse_policy((config.inference.get("policy") or "locret") if config else "streaming")
+    check_storage(args.kv_bits, policy)
     heads_hash = weights_hash(heads) if heads is not None and args.report else ""  # before they are cast
     settings = run_settings(
         config.inference if config else {}, budget=args.budget, chunk=args.chunk, stabilizers=args.stabilizers,
@@ -111,14 +117,16 @@ def run(args: argparse.Namespace) -> int:
     if cap is not None:
         settings["chunk"] = plan_chunk(args, name, policy, config, settings, len(ids), cap, say)
     adapter, warning = choose_adapter(config.adapter if config else None, args.adapter)
-    if warning:
-        print(warning, file=sys.stderr)
+    protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
+    idle = None if protects or args.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
     model, tokenizer = load_backbone(name, dtype=args.dtype, device=args.device, adapter=adapter)
     if heads is not None:
         from ..backbones.families import spec_of, text_config
 
         heads.check_backbone(spec_of(text_config(model)))
-        heads.to(model.device, model.dtype)
+    for line in (warning, idle, other_backbone(config.backbone, name) if config else None):
+        if line:
+            print(line, file=sys.stderr)
     cache = BoundedCache(
         policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, decode_every=args.decode_every,
         one_shot=args.one_shot, kv_bits=args.kv_bits, backend=args.backend, **settings,
@@ -173,9 +181,7 @@ def plan_chunk(
 ) -> int:
     """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
     chunk is made larger: results would change with the card."""
-    from transformers import AutoConfig
-
-    from ..backbones.load import pick_device, pick_dtype, resolve_model
+    from ..backbones.load import load_config, pick_device, pick_dtype
     from ..runtime.memory import PLANNED_CHUNK, planned
     from ..runtime.plan import Setting
     from ..runtime.sizes import show
@@ -186,8 +192,7 @@ def plan_chunk(
         str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."), heads.d_hidden if heads else 0,
         policy, args.kv_bits, settings["stabilizers"], settings["local_len"], args.one_shot,
     )  # fmt: skip
-    config = AutoConfig.from_pretrained(resolve_model(name)).get_text_config(decoder=True)
-    setting, plan = planned(config, setting, cap, chunk_is_fixed=args.chunk is not None)
+    setting, plan = planned(load_config(name), setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
     return setting.chunk
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .command import command
+from .command import Flags, command
 
 CONTEXT, RESERVE = 131072, "1GiB"
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
@@ -16,7 +16,7 @@ D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 
 def parser() -> argparse.ArgumentParser:
     """The flags; defaults of None come from the recipe."""
-    p = argparse.ArgumentParser(prog="locret-plan", description=__doc__, allow_abbrev=False)
+    p = Flags(prog="locret-plan", description=__doc__, allow_abbrev=False)
     p.add_argument("--model", required=True, help="a recipe, a folder with config.json, or a Hub id")
     p.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory that the run may take, such as 24GiB")
     p.add_argument(
@@ -47,7 +47,7 @@ def resolve(name: str) -> tuple[Any, dict[str, Any]]:
     """
     from transformers import AutoConfig
 
-    from ..backbones.load import resolve_model
+    from ..backbones.load import load_config, resolve_model
     from ..naming import nearest
     from .recipes import known_recipes, read_recipe
 
@@ -69,10 +69,9 @@ def resolve(name: str) -> tuple[Any, dict[str, Any]]:
     if "/" not in name and not Path(path).exists():
         raise ValueError(f"model={name!r} is no recipe and no folder.{nearest(name, known)}")
     try:
-        return AutoConfig.from_pretrained(path).get_text_config(decoder=True), recipe
-    except (OSError, ValueError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"model={name!r} cannot be resolved: {first}{nearest(name, known)}") from error
+        return load_config(name), recipe
+    except FileNotFoundError as error:
+        raise ValueError(f"{error}{nearest(name, known)}") from error
 
 
 def shipped_configs() -> dict[str, dict[str, Any]]:

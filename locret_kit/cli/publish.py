@@ -7,12 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .command import command
+from .command import Flags, command
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags; what they leave open comes from the checkpoint and from what lies beside it."""
-    p = argparse.ArgumentParser(prog="locret-publish", description=__doc__, allow_abbrev=False)
+    p = Flags(prog="locret-publish", description=__doc__, allow_abbrev=False)
     p.add_argument("--ckpt", required=True, help="heads: a folder or a .pt file; a .bin needs --base-model")
     p.add_argument("--repo", required=True, metavar="USER/NAME", help="where they go; made if it is not there")
     p.add_argument("--private", action="store_true", help="make a new repository private")

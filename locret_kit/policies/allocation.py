@@ -42,8 +42,8 @@ class Pyramid(_Heads):
     beta: float = 20.0
 
     def __post_init__(self) -> None:
-        if not self.beta >= 1:
-            raise ValueError(f"pyramid(beta={self.beta}): beta must be at least 1")
+        if not 1 <= self.beta < float("inf"):
+            raise ValueError(f"pyramid(beta={self.beta}): beta must be at least 1, and finite")
 
     def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
         free = budget - window

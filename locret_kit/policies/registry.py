@@ -183,6 +183,10 @@ NAMED: dict[str, Callable[..., Policy]] = {
 _CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 
 
+UNBOUNDED = "kvzip"
+ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"
+
+
 def parse_policy(text: str) -> Policy:
     """A named policy (``roco``, ``streaming(sinks=8)``), a composition of parts, separated by blanks, or a named policy and
     the parts in which it is changed.
@@ -192,6 +196,8 @@ def parse_policy(text: str) -> Policy:
     """
     text = text.strip()
     items = split_outside(text, " ")
+    if items[:1] == [UNBOUNDED]:
+        raise ValueError(f"policy={text!r} reads the whole prompt into an unbounded cache first: {ORACLE}")
     parts = [item for item in items if "=" in item.split("(")[0]]
     if not parts:
         return replace(_call(text, "policy", NAMED), name=text)
@@ -210,6 +216,8 @@ def _changed(base: Policy, items: list[str]) -> Policy:
         key, eq, value = item.partition("=")
         if not eq or key not in PARTS:
             raise ValueError(f"policy part {item!r} is unknown.{nearest(key, PARTS)} Parts: {', '.join(PARTS)}.")
+        if key in given:
+            raise ValueError(f"policy part {key!r} is given twice: {given[key]!r} and {value!r}")
         given[key] = value
     if base.score is None and "score" not in given:
         raise ValueError(f"policy={base.name!r} names no score; known: {', '.join(SCORES)}")
@@ -269,6 +277,8 @@ def _call(text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> Any:
         if key not in allowed:
             there = ", ".join(allowed) or "none"
             raise ValueError(f"{what}={name}: parameter {key!r} is unknown.{nearest(key, allowed)} There are: {there}.")
+        if key in given:
+            raise ValueError(f"{what}={name}: parameter {key!r} is given twice")
         given[key] = _value(value.strip(), allowed[key].annotation, f"{what}={name}: {key}")
     if missing := [key for key, p in allowed.items() if p.default is p.empty and key not in given]:
         raise ValueError(f"{what}={name}: parameter {missing[0]!r} is missing: {name}({missing[0]}=...)")
@@ -323,4 +333,4 @@ def describe_policies() -> list[str]:
         parameters = ", ".join(f"{p.name}={p.default}" for p in inspect.signature(make).parameters.values()) or "-"
         composed = "-" if policy.keeps_everything else " ".join(f"{k}={v}" for k, v in parts_of(policy).items())
         lines.append(f"{name:<14} {composed}  parameters: {parameters}  {policy.source}".rstrip())
-    return lines
+    return [*lines, f"{UNBOUNDED:<14} an unbounded oracle; {ORACLE}  arXiv 2505.23416"]

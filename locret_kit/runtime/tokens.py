@@ -10,25 +10,6 @@ BLOCK = 1 << 16
 CONTEXT = 512
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a backbone, by folder or Hub id, without its weights.
-
-    Raises:
-        FileNotFoundError: there is none that can be read.
-    """
-    from transformers import AutoTokenizer
-
-    from ..backbones.load import resolve_model
-
-    try:
-        return AutoTokenizer.from_pretrained(resolve_model(name))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"model={name!r} cannot be loaded: {said}") from error
-
-
 def read_utf8(stream: BinaryIO, block: int = BLOCK) -> Iterator[str]:
     """Decode a byte stream block by block, without a byte-order mark at its beginning.
 

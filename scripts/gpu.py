@@ -1,0 +1,238 @@
+"""What 128K tokens cost on the device at hand, in under nine minutes: one table, and CSV rows with where they come from.
+
+    python scripts/gpu.py                                           # everything, under a cap of 24 GiB
+    python scripts/gpu.py --model phi3-mini --part prefill decode
+    python scripts/gpu.py --list                                    # what would be measured
+    python scripts/gpu.py --device cpu --model tiny --tokens 2048   # does it run to its end
+
+The card's own ceilings (a bfloat16 matmul, a copy) come first, then a gate on correctness, then what is timed: see
+`kernels/benchmarks/end_to_end.py`, and `bench.py` beside it for operations alone, whose rows have a file of their own. Every
+row is on disk as soon as it is there; what no longer fits into ``--minutes``, or into memory, gets a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from locret_kit.backbones.load import first_line, pick_device
+from locret_kit.cli.plan import resolve
+from locret_kit.runtime.memory import hold
+from locret_kit.runtime.plan import Setting
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import bench  # noqa: E402
+import end_to_end as e2e  # noqa: E402
+
+PARTS = ("prefill", "decode", "peers", "full", "ops")
+MODELS = (*bench.SHAPES, "tiny")
+TOKENS, MINUTES = 131072, 9.0
+TINY = dict(
+    vocab_size=199, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, initializer_range=0.2, max_position_embeddings=TOKENS, bos_token_id=1,
+    eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure and where it comes from."""
+
+    model: str
+    part: str
+    measurement: str
+    value: float | None
+    unit: str
+    target: str
+    note: str
+    context: int
+    setting: str
+    cap: str
+    device: str
+    driver: str
+    torch: str
+    triton: str
+    transformers: str
+    commit: str
+    date: str
+
+
+class Step(NamedTuple):
+    """Measurements that are made together."""
+
+    part: str
+    says: str
+    expected: Callable[[e2e.Run], float]
+    """Seconds, from what is known so far."""
+    figures: Callable[[e2e.Run], Iterator[e2e.Figure]]
+
+
+def steps(parts: Sequence[str]) -> list[Step]:
+    """In the order in which they are made; the gate always is."""
+    compiling, tokens = e2e.COMPILING, 4 * (e2e.WARM + e2e.TIMED)
+
+    def short(run: e2e.Run) -> float:
+        return compiling + run.floor(e2e.short(run.setting)) / run.share
+
+    def decoding(run: e2e.Run) -> float:
+        return compiling + 0.1 * tokens + run.floor(e2e.short(run.setting)) / run.share + run.expected()
+
+    def full(run: e2e.Run) -> float:
+        return run.expected() + run.floor(run.setting.context, run.setting.context) / max(run.share, e2e.SHARE)
+
+    every = [
+        Step("gate", "operations and logits against references", lambda run: 2 * compiling, e2e.check),
+        Step("prefill", "share of prefill in scoring, selecting and compacting", short, e2e.shares),
+        Step("prefill", "prefill, and its peak memory against the plan", e2e.Run.expected, e2e.prefilling),
+        Step("decode", "decode at a full cache, dynamic and as a graph", decoding, e2e.decoding),
+    ]
+    for name in ("h2o", "roco", "tova"):
+        expected, figures = partial(e2e.Run.expected, policy=name), partial(e2e.peer, name)
+        every.append(Step("peers", f"prefill of {name} against locret", expected, figures))
+    every.append(Step("full", "prefill and cache against full attention", full, e2e.full_attention))
+    return [step for step in every if step.part in ("gate", *parts)]
+
+
+def subject(name: str, tokens: int, dtype: str) -> tuple[Any, Setting]:
+    """Configuration and setting of a model, by its recipe. Raises ValueError for a prompt that does not fill the cache."""
+    if name == "tiny":
+        config, setting = AutoConfig.for_model("llama", **TINY), Setting(tokens, 256, 128, dtype, d_hidden=32)
+    else:
+        config, recipe = resolve(name)
+        rest: dict[str, Any] = {key: recipe.get(f"infer.{key}") for key in ("stabilizers", "local_len")}
+        setting = Setting(
+            tokens, recipe["infer.budget"], recipe["infer.chunk"], dtype, recipe["heads.d_hidden"], **rest
+        )
+    if tokens < (least := e2e.short(setting)):
+        raise ValueError(f"tokens={tokens} must be at least {least} for {name}: {setting}")
+    return config, setting
+
+
+class Table:
+    """Rows as they come: on disk, and printed."""
+
+    def __init__(self, out: Path | None, device: torch.device, cap: str, seconds: float) -> None:
+        self.where = {**bench.provenance(device), "transformers": transformers.__version__}
+        slug = re.sub(r"[^a-z0-9]+", "-", self.where["device"].lower())
+        self.out = out or BENCHMARKS / "results" / f"{slug}.csv"
+        self.cap, self.began, self.seconds = cap, time.monotonic(), seconds
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (time.monotonic() - self.began)
+
+    def add(self, model: str, part: str, figure: e2e.Figure, setting: Setting | None = None) -> None:
+        name, value, unit, target, note = figure
+        context, said = (0, "") if setting is None else (setting.context, str(setting))
+        bench.append(self.out, Row(model, part, name, value, unit, target, note, context, said, self.cap, **self.where))
+        number = "-" if value is None else f"{value:.4g}"
+        aim = f" (target: {target})" if target else ""
+        print(f"{model:<12} {part:<8} {name:<58} {number:>10} {unit}{aim}{'; ' if note else ''}{note}", flush=True)
+
+    def make(self, step: Step, run: e2e.Run, reason: str = "") -> str:
+        """The step's rows, or one that says why there are none; returns that reason."""
+        expected, left = step.expected(run), max(0.0, self.left())
+        if not reason and expected > left:
+            reason = f"out of time: it may take {expected:.0f} s of the {left:.0f} s left"
+        if not reason:
+            try:
+                for figure in step.figures(run):
+                    self.add(run.name, step.part, figure, run.setting)
+            except (RuntimeError, ValueError) as error:  # out of memory, above all
+                reason = f"{type(error).__name__}: {first_line(error)}"
+        if reason:
+            self.add(run.name, step.part, e2e.Figure(step.says, None, "", "", f"not measured: {reason}"), run.setting)
+        return reason
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> Path:
+    """Everything that was asked for; the file of the rows."""
+    on_gpu = device.type == "cuda"
+    subjects = {name: subject(name, args.tokens, "bfloat16" if on_gpu else "float32") for name in args.model}
+    table = Table(args.out, device, args.gpu_memory if on_gpu else "none", 60 * args.minutes)
+    torch.manual_seed(0)
+    matmul, copy = (
+        bench.measure(c, c.runs["torch"], "torch", 200, _origin(table), device) for c in bench.ceilings(device)
+    )
+    assert matmul.tflops is not None and copy.gb_s is not None
+    table.add("-", "ceiling", e2e.Figure("bfloat16 matmul", matmul.tflops, "TFLOP/s", "", matmul.shape))
+    table.add("-", "ceiling", e2e.Figure("copy", copy.gb_s, "GB/s", "", copy.shape))
+    for name, (config, setting) in subjects.items():
+        if on_gpu:
+            torch.cuda.empty_cache()
+            hold(args.gpu_memory, str(device))
+        run = e2e.Run(name, config, setting, device, 1e12 * matmul.tflops, 1e9 * copy.gb_s)
+        run.build()
+        gate, *rest = steps(args.part)
+        reason = table.make(gate, run)
+        for step in rest:
+            table.make(step, run, reason and "the gate was not passed")
+        del run
+        e2e.free(device)
+    if "ops" in args.part:
+        operations(table, {name: bench.SHAPES.get(name, bench.TINY) for name in args.model}, device)
+    return table.out
+
+
+def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.device) -> None:
+    """Each operation alone, into a file beside the table's, as long as there is time."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    out = table.out.with_name(f"{table.out.stem}-operations.csv")
+    for row in bench.timed(shapes, 100, _origin(table), device):
+        bench.append(out, row)
+        print(bench.line(row), flush=True)
+        if table.left() < e2e.COMPILING:
+            table.add(
+                "-", "ops", e2e.Figure(f"operations behind {row.operation}", None, "", "", "not measured: out of time")
+            )
+            return
+
+
+def _origin(table: Table) -> dict[str, str]:
+    return {key: value for key, value in table.where.items() if key != "transformers"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", nargs="+", default=list(bench.SHAPES), choices=MODELS)
+    p.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
+    p.add_argument("--tokens", type=int, default=TOKENS, help=f"of the prompt (default {TOKENS})")
+    p.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"start nothing that would end later (default {MINUTES})"
+    )
+    p.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="cap on the bounded runs (default 24GiB)")
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--out", type=Path, help="CSV file; rows are appended (default: in kernels/benchmarks/results)")
+    p.add_argument("--list", action="store_true", help="print what would be measured and leave")
+    args = p.parse_args(argv)
+    if args.list:
+        print("-            ceiling  bfloat16 matmul, copy")
+        for name in args.model:
+            print("\n".join(f"{name:<12} {step.part:<8} {step.says}" for step in steps(args.part)))
+        print(
+            "\n".join(f"{name:<12} ops      every operation of bench.py" for name in args.model if "ops" in args.part)
+        )
+        return 0
+    try:
+        print(f"rows: {measure(args, pick_device(args.device))}")
+    except ValueError as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
