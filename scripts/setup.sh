@@ -7,16 +7,19 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 locret_setup() {
-    local venv="${VIRTUAL_ENV:-$root/.venv}" stamp want torch
-    if [ ! -x "$venv/bin/python" ]; then
-        echo "setup: creating $venv"
-        "${PYTHON:-python3}" -m venv "$venv"
-    fi
-    export PATH="$venv/bin:$PATH"
-    if ! python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        echo "error: constraints.txt needs Python 3.11 or newer, $venv has $(python -V); PYTHON=python3.11 picks another" >&2
+    local venv="${VIRTUAL_ENV:-$root/.venv}" stamp want torch made
+    made="$venv/bin/python"
+    [ -x "$made" ] || made="${PYTHON:-python3}"
+    if ! "$made" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "error: constraints.txt needs Python 3.11 or newer, $made is $("$made" -V); PYTHON=python3.11 picks another" \
+            "for a new $venv" >&2
         return 1
     fi
+    if [ ! -x "$venv/bin/python" ]; then
+        echo "setup: creating $venv"
+        "$made" -m venv "$venv"
+    fi
+    export PATH="$venv/bin:$PATH"
 
     # What is installed depends on these two files and on where the project is.
     stamp="$venv/.locret-setup"
