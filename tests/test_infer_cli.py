@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,9 @@ BAD = [
         ["--graph", "--device", "cpu"],
         "graph=True is not possible here: CUDA graphs need a CUDA device, not cpu",
     ),
+    (b"text", ["--budget", "3000000000"], "budget=3000000000 + chunk=32 rows must be below 2**31"),
+    (b"text", ["--no-chat"], "--no-chat has no effect without --question"),
+    (b"text", ["--report", "{place}"], "is a folder"),
     (b"text", ["--top-k", "5"], "--top-k 5 has no effect at temperature 0"),
 ]
 
@@ -234,6 +238,28 @@ def test_a_closed_pipe_is_an_error_without_a_traceback(place):
     )  # fmt: skip
     assert "status 1" in done.stderr and "stdout was closed" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_flag_is_one_line_with_the_nearest(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--modle", "x"])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and len(err.splitlines()) == 1 and "Did you mean '--model'?" in err
+
+
+def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, monkeypatch, capsys):
+    heads = RetainingHeads.from_pretrained(str(place / "heads"))
+    inference = {**heads.config.inference, "policy": "kvcrush(base=locret)"}
+    heads.config = replace(heads.config, inference=inference)
+    heads.save_pretrained(str(tmp_path / "heads"))
+    for flags, policy in (([], inference["policy"]), (["--policy", "h2o", "--stabilizers", "3"], "h2o")):
+        status, _, err = infer(
+            monkeypatch, capsys, TEXT, "--ckpt", str(tmp_path / "heads"), "--budget", "40", "--max-new-tokens", "2",
+            "--report", str(tmp_path / "report.json"), *flags,
+        )  # fmt: skip
+        assert status == 0, err
+        assert json.loads((tmp_path / "report.json").read_text())["policy"] == policy
+        assert ("protects no stabilizers" in err) == bool(flags)
 
 
 def test_help_and_import_stay_light():

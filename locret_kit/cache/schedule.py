@@ -33,6 +33,10 @@ class Schedule:
         for name, low in (("budget", 1), ("chunk", 1), ("stabilizers", 0), ("local_len", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        if self.capacity >= 2**31:
+            raise ValueError(
+                f"budget={self.budget} + chunk={self.chunk} rows must be below 2**31, what positions are counted in"
+            )
         for name in ("stabilizers", "local_len"):
             if getattr(self, name) >= self.budget:
                 raise ValueError(f"{name}={getattr(self, name)} must be below budget={self.budget}")
