@@ -80,6 +80,8 @@ def prefill(
         if progress:
             progress(done, total)
     assert logits is not None
+    if logits.is_cuda:  # so that the time of a prefill is a prefill's
+        torch.cuda.synchronize(logits.device)
     return logits[0, -1].float()
 
 
