@@ -27,22 +27,22 @@ def module():
 check = module()
 
 
-def test_one_card_and_head_size_within_the_table():
-    """All of them take minutes: run compile_check.py without --arch and --head-size."""
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "compile_check.py"),
-        "--arch",
-        "89",
-        "--head-size",
-        "128",
-        "--against",
-        str(TABLE),
-    ]
+@pytest.mark.parametrize(
+    ("choice", "compilations"),
+    [("--arch 89 --head-size 128", 24), ("--arch 80 90 --every 11", 192 // 11)],
+    ids=["one card and head size", "a round of the other cards"],
+)
+def test_compilations_within_the_table(choice, compilations):
+    """All of them take minutes: run compile_check.py without --arch, --head-size and --every."""
+    command = [sys.executable, str(BENCHMARKS / "compile_check.py"), *choice.split(), "--against", str(TABLE)]
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(command, capture_output=True, text=True, env=clean)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert "24 compilations, 0 problems" in run.stdout
+    assert f"{compilations} compilations, 0 problems" in run.stdout
+    if "--every" in choice:
+        rows = [line.split("\t") for line in run.stdout.splitlines() if "\t" in line]
+        assert {row[2] for row in rows} == {"80", "90"} and {row[3] for row in rows} == {"64", "96", "128", "256"}
+        assert len({row[0] for row in rows}) >= 6
 
 
 def test_the_table_is_whole():
@@ -60,6 +60,7 @@ def test_the_table_is_whole():
         (dict(shared_bytes=99 * 1024 + 1), "101377 bytes of shared memory, above 99 KiB"),
         (dict(stack_bytes=8), "8 bytes of stack a thread: registers spill"),
         (dict(shared_bytes=40_001), "shared memory grew from 40000 to 40001 bytes"),
+        (dict(registers=133), "registers grew from 120 to 133, by over 10%"),
         (dict(head_size=96), "not in the committed table"),
     ],
 )
@@ -69,9 +70,15 @@ def test_what_the_check_finds(change, message):
     assert any(message in line for line in check.problems([replace(row, **change)], [row]))
 
 
-def test_a_table_of_another_triton_binds_nothing():
+def test_what_a_compiler_may_choose():
     row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0)
-    assert check.problems([replace(row, shared_bytes=50_000)], [replace(row, triton="0.0")]) == []
+    assert check.problems([replace(row, registers=132, shared_bytes=30_000)], [row]) == []
+
+
+def test_a_table_of_another_triton_is_a_problem_of_its_own():
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0)
+    (found,) = check.problems([replace(row, shared_bytes=50_000)], [replace(row, triton="0.0")] * 2)
+    assert found == f"the table was made with triton 0.0, this is {check.triton.__version__}: write it again"
 
 
 def test_rows_survive_the_disk(tmp_path):

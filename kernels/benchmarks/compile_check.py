@@ -1,10 +1,12 @@
 """Compile every kernel for cards that are not here, and print what each takes.
 
-    python kernels/benchmarks/compile_check.py [--arch 80 89 90] [--head-size 64 96 128 256] [--csv FILE] [--against FILE]
+    python kernels/benchmarks/compile_check.py [--arch 80 89 90] [--head-size 64 96 128 256] [--every N] [--csv FILE]
+                                               [--against FILE]
 
 The wrappers run on meta tensors of real sizes; where they would launch, the kernel is compiled with the same arguments,
 their types and their divisibility. A kernel above its card's shared memory fails, and so does one that spills.
-``--against`` fails where a row takes more shared memory or spills more than in a table made with the same Triton.
+``--against`` fails where a row takes more shared memory, spills more or takes over 10% more registers than in the table, and
+where the table was made with another Triton: then write it again, and look at what changed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from locret_kernels.ragged_decode import PackedRows
 
 LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 """Shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of capabilities)."""
+REGISTERS = 1.1
+"""A kernel may take so many times the registers of the table: a compiler's choice varies, a rewrite's cost shows."""
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
     torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
@@ -69,7 +73,6 @@ def calls(D: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for want in ({"sum"}, {"sum", "square"}, {"above"}, {"sum", "square", "above", "last"}):
         yield lambda want=frozenset(want): f["column_stats"](q, k, 0.1, lse, want=want)
     yield lambda: f["log_sum_exp"](q, k, 0.1)
-    yield lambda: f["log_sum_exp"](q, k, 0.1, q_pos_T=pos)
     yield lambda: f["column_max"](q, k, pos, 0.1)
     yield lambda: f["column_max"](q, k, pos, 0.1, log_prob=True)
     yield lambda: f["attend"](q, k, k, 0.1)
@@ -127,9 +130,10 @@ def compile_launch(
     return compiled.metadata.shared, registers, stack
 
 
-def table(archs: list[int], head_sizes: list[int], dtypes: list[torch.dtype]) -> list[Row]:
-    """Every launch of every wrapper, compiled."""
-    rows: dict[tuple, Row] = {}
+def table(archs: list[int], head_sizes: list[int], dtypes: list[torch.dtype], every: int = 1) -> list[Row]:
+    """Every launch of every wrapper, compiled; or each ``every``-th of them, which go round cards and kernels where
+    ``every`` has no factor in common with the number of cards."""
+    rows: dict[tuple, Row | None] = {}
     real = tiles.launch
 
     for D in head_sizes:
@@ -144,10 +148,13 @@ def table(archs: list[int], head_sizes: list[int], dtypes: list[torch.dtype]) ->
                     options += f" {TYPES[args[0].dtype]}"
                 for arch in archs:
                     row = Row(kernel.__name__.strip("_"), options, arch, D, TYPES[dtype], 0, 0, 0)  # noqa: B023
-                    if row.key not in rows:
+                    if row.key in rows:
+                        continue
+                    rows[row.key] = None
+                    if len(rows) % every == 0:
                         taken = compile_launch(kernel, arch, args, constants, num_warps, num_stages)
                         rows[row.key] = Row(*row.key, *taken)
-                        print(*astuple(rows[row.key]), sep="\t", flush=True)
+                        print(*row.key, *taken, sep="\t", flush=True)
 
             tiles.launch = record
             try:
@@ -155,13 +162,17 @@ def table(archs: list[int], head_sizes: list[int], dtypes: list[torch.dtype]) ->
                     call()
             finally:
                 tiles.launch = real
-    return list(rows.values())
+    return [row for row in rows.values() if row is not None]
 
 
 def problems(rows: list[Row], committed: list[Row]) -> list[str]:
-    """One line for each row above its card's limit, with spills, or worse than the table of the same Triton."""
+    """One line for each row above its card's limit, with spills, or worse than the committed table, and for a table of
+    another Triton, with which nothing can be compared."""
+    others = sorted({row.triton for row in committed} - {triton.__version__})
+    found = [
+        f"the table was made with triton {other}, this is {triton.__version__}: write it again" for other in others
+    ]
     before = {row.key: row for row in committed if row.triton == triton.__version__}
-    found = []
     for row in rows:
         name = f"{row.kernel} ({row.options}) sm_{row.arch} head size {row.head_size} {row.dtype}"
         if row.shared_bytes > LIMIT_KIB[row.arch] * 1024:
@@ -171,6 +182,8 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
             found.append(f"{name}: {row.stack_bytes} bytes of stack a thread: registers spill")
         if old and row.shared_bytes > old.shared_bytes:
             found.append(f"{name}: shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes")
+        if old and row.registers > REGISTERS * old.registers:
+            found.append(f"{name}: registers grew from {old.registers} to {row.registers}, by over 10%")
         if before and old is None:
             found.append(f"{name}: not in the committed table")
     return found
@@ -198,12 +211,13 @@ def main() -> int:
     p.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90], choices=sorted(LIMIT_KIB))
     p.add_argument("--head-size", type=int, nargs="+", default=list(tiles.HEAD_SIZES), choices=list(tiles.HEAD_SIZES))
     p.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=tiles.DTYPES)
+    p.add_argument("--every", type=int, default=1, metavar="N", help="compile each N-th launch only")
     p.add_argument("--csv", type=Path, help="write the table")
     p.add_argument("--against", type=Path, help="a committed table that no row may be worse than")
     args = p.parse_args()
     if tiles.INTERPRETED:
         raise SystemExit("compile_check: TRITON_INTERPRET is set, so nothing would be compiled")
-    rows = table(args.arch, args.head_size, [getattr(torch, name) for name in args.dtype])
+    rows = table(args.arch, args.head_size, [getattr(torch, name) for name in args.dtype], args.every)
     if args.csv:
         write(args.csv, rows)
     found = problems(rows, read(args.against) if args.against else [])

@@ -8,15 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..bounds import check_queries
+
 
 def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Output ``[B, Q, T, D]`` in the queries' type, and natural log-sum-exp ``[B, Q, T]`` (float32 or wider) of each query's
     scaled logits over the rows it sees: the last query sees all ``S`` rows and each one before it one row less.
 
     Raises:
-        ValueError: more queries than rows, so that the first would see none.
+        ValueError: no query, or more queries than rows, so that the first would see none.
     """
-    check_rows(q_BQTD, k_BHSD)
+    check_queries(q_BQTD, k_BHSD)
     B, Q, T = q_BQTD.shape[:3]
     H, S = k_BHSD.shape[1:3]
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
@@ -30,10 +32,3 @@ def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
             lse[b, head] = logits.logsumexp(-1)
             out[b, head] = (logits.sub_(lse[b, head, :, None]).exp_() @ v).to(out.dtype)
     return out, lse
-
-
-def check_rows(q_BQTD: Tensor, k_BHSD: Tensor) -> None:
-    """Raise ValueError unless there are queries and every one of them has its own row."""
-    T, S = q_BQTD.shape[2], k_BHSD.shape[2]
-    if not 1 <= T <= S:
-        raise ValueError(f"{T} queries must be at least 1 and at most the {S} rows, of which the last are their own")

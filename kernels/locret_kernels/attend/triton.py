@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tiles
+from ..bounds import check_queries
 from ..tiles import cdiv, check, check_heads, dot_rows, head_blocks, load_rows
-from .reference import check_rows
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
     """See ``reference.attend``."""
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     check(v=v_BHSD)
-    check_rows(q_BQTD, k_BHSD)
+    check_queries(q_BQTD, k_BHSD)
     if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:
         raise ValueError(
             f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"

@@ -8,28 +8,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..bounds import check_some
 
-def column_max(
-    q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, *, log_prob: bool = False, tile: int = 64
-) -> Tensor:
+TILE = 64
+"""Queries at a time."""
+
+
+def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, *, log_prob: bool = False) -> Tensor:
     """``[B, H, S]`` (float32): the maximum over queries and group of the scaled logit, minus the log-sum-exp of the query's
     row with ``log_prob``. Query ``t`` sees the slots up to ``q_pos_T[t]``; ``-inf`` where none sees a slot.
 
     Args:
         q_BQTD: queries and keys after RoPE; slot ``s`` is at position ``s``.
-        tile: queries at a time.
 
     Raises:
         ValueError: no query.
     """
     B, Q, T, D = q_BQTD.shape
     H, S = k_BHSD.shape[1:3]
-    if not T:
-        raise ValueError("a target needs at least one answer query")
+    check_some("q", T, "answer queries")
     k = k_BHSD.float().transpose(-1, -2)
     best_BHS = torch.full((B, H, S), float("-inf"), device=q_BQTD.device)
-    for start in range(0, T, tile):
-        part = slice(start, start + tile)
+    for start in range(0, T, TILE):
+        part = slice(start, start + TILE)
         q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling
         logits = (q @ k).view(B, H, Q // H, -1, S)
         future_TS = torch.arange(S, device=q.device) > q_pos_T[part, None]

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tiles
-from ..column_stats.triton import log_sum_exp
+from ..bounds import check_some
+from ..column_stats.triton import norms
 from ..tiles import cdiv, check_heads, dot_rows, head_blocks, load_rows
 
 
@@ -47,11 +48,10 @@ def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, 
     """See ``reference.column_max``."""
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     tiles.check(q_pos=q_pos_T)
-    if not T:
-        raise ValueError("a target needs at least one answer query")
+    check_some("q", T, "answer queries")
     D0, D1 = head_blocks(D)
     out = torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device)
-    lse = log_sum_exp(q_BQTD, k_BHSD, scaling, q_pos_T=q_pos_T) if log_prob else out
+    lse = norms(q_BQTD, k_BHSD, scaling, q_pos_T) if log_prob else out
     block_t, block_s = (64, 128) if D < 256 else (32, 64)
     tiles.launch(
         _column_max, (cdiv(S, block_s), B * H), q_BQTD, k_BHSD, q_pos_T, lse, out, scaling,

@@ -1,7 +1,7 @@
 """What attention gave each slot, reduced over queries without the attention matrix: the definition, in torch.
 
 A first pass of attention returns the log-sum-exp of every query's row; here ``exp(logit - lse)`` is computed again, a tile of
-queries at a time, and reduced over the queries. No more than ``[G, tile, S]`` weights exist at once.
+queries at a time, and reduced over the queries. No more than ``[G, TILE, S]`` weights exist at once.
 
 Source: NaCl, appendix A.7 (two passes); RoCo, appendix A (mean over the query heads of a group).
 """
@@ -14,6 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bounds import check_queries
+
+TILE = 64
+"""Queries at a time."""
 STATISTICS = frozenset({"sum", "square", "above", "last"})
 MARGIN = 1e-5
 """An attention weight is above average from ``(1 + MARGIN) / n`` on: what is equal must not count by rounding."""
@@ -33,7 +37,7 @@ class ColumnStats(NamedTuple):
 
 
 def column_stats(
-    q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, lse_BQT: Tensor, *, want: frozenset[str], tile: int = 64
+    q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, lse_BQT: Tensor, *, want: frozenset[str]
 ) -> ColumnStats:
     """Statistics over the ``T`` queries, of which the last sees all ``S`` slots and each one before it one slot less.
 
@@ -41,19 +45,19 @@ def column_stats(
         q_BQTD: queries and keys as attention saw them (rotated).
         lse_BQT: natural log-sum-exp of each query's scaled logits over the slots it sees.
         want: some of ``STATISTICS``.
-        tile: queries at a time.
 
     Raises:
-        ValueError: a statistic that does not exist.
+        ValueError: a statistic that does not exist; no query, or more queries than slots.
     """
     if unknown := want - STATISTICS:
         raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
+    check_queries(q_BQTD, k_BHSD)
     B, T = q_BQTD.shape[0], q_BQTD.shape[2]
     H, S = k_BHSD.shape[1:3]
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     out = {name: torch.zeros(B, H, S, dtype=dtype, device=q_BQTD.device) for name in sorted(want)}
     heads = want - {"sum"}  # these need the mean over the group before they are reduced
-    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype, tile):
+    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
         G, t, n = logit_GTN.shape
         lse_GT = lse_BQT[b, h * G : (h + 1) * G, start : start + t].to(dtype)
         p_GTN = _causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0)
@@ -73,28 +77,30 @@ def column_stats(
     return ColumnStats(**{name: value.float() for name, value in out.items()})
 
 
-def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float, tile: int = 64) -> Tensor:
+def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     """Attention ``[B, H, S]`` (float32) that the ``W`` newest queries give each slot: sum over queries, mean over the group.
 
     ``W`` is at most ``S``; the last query sees all slots and each one before it one slot less.
     """
+    check_queries(q_BQWD, k_BHSD)
     B, H, S = k_BHSD.shape[:3]
     dtype = torch.promote_types(q_BQWD.dtype, torch.float32)
     out = torch.zeros(B, H, S, dtype=dtype, device=q_BQWD.device)
-    for b, h, _, logit_GTN in _tiles(q_BQWD, k_BHSD, scaling, dtype, tile):
+    for b, h, _, logit_GTN in _tiles(q_BQWD, k_BHSD, scaling, dtype):
         p_GTN = _causal(logit_GTN, float("-inf")).softmax(-1)
         out[b, h, : p_GTN.shape[-1]] += p_GTN.sum((0, 1)) / p_GTN.shape[0]
     return out.float()
 
 
-def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, tile: int = 64) -> Tensor:
+def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     """Natural log-sum-exp ``[B, Q, T]`` (float32 or wider) of each query's scaled logits over the slots it sees, where
     attention does not hand it out."""
+    check_queries(q_BQTD, k_BHSD)
     B, Q, T, _ = q_BQTD.shape
     G = Q // k_BHSD.shape[1]
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     out = torch.empty(B, Q, T, dtype=dtype, device=q_BQTD.device)
-    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype, tile):
+    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
         out[b, h * G : (h + 1) * G, start : start + logit_GTN.shape[1]] = _causal(logit_GTN, float("-inf")).logsumexp(
             -1
         )
@@ -102,7 +108,7 @@ def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, tile: int = 64) 
 
 
 def _tiles(
-    q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, dtype: torch.dtype, tile: int
+    q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, dtype: torch.dtype
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """Batch, head, first query and scaled logits ``[G, t, n]`` of a tile over the ``n`` slots that any of its queries sees."""
     B, Q, T, D = q_BQTD.shape
@@ -111,8 +117,8 @@ def _tiles(
         for h in range(H):
             q_GTD = q_BQTD[b, h * (Q // H) : (h + 1) * (Q // H)].to(dtype) * scaling
             k_DS = k_BHSD[b, h].to(dtype).T
-            for start in range(0, T, tile):
-                stop = min(start + tile, T)
+            for start in range(0, T, TILE):
+                stop = min(start + TILE, T)
                 n = S - T + stop
                 rows = q_GTD[:, start:stop].reshape(-1, D)
                 yield b, h, start, (rows @ k_DS[:, :n]).view(-1, stop - start, n)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tiles
+from ..bounds import check_queries
 from ..tiles import cdiv, check_heads, dot_rows, head_blocks, load_rows
 from .reference import MARGIN, STATISTICS, ColumnStats
 
@@ -108,6 +109,7 @@ def column_stats(
     """See ``reference.column_stats``."""
     if unknown := want - STATISTICS:
         raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
+    check_queries(q_BQTD, k_BHSD)
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     tiles.check(lse=lse_BQT)
     D0, D1 = head_blocks(D)
@@ -124,8 +126,14 @@ def column_stats(
     return ColumnStats(**out)
 
 
-def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, *, q_pos_T: Tensor | None = None) -> Tensor:
-    """See ``reference.log_sum_exp``. With ``q_pos_T`` query ``t`` sees the slots up to ``q_pos_T[t]`` instead.
+def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
+    """See ``reference.log_sum_exp``."""
+    check_queries(q_BQTD, k_BHSD)
+    return norms(q_BQTD, k_BHSD, scaling, None)
+
+
+def norms(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor | None) -> Tensor:
+    """``log_sum_exp``, or with ``q_pos_T`` that over the slots up to ``q_pos_T[t]`` for query ``t``.
 
     Few queries are spread over the card by splitting the slots; the parts are joined afterwards.
     """

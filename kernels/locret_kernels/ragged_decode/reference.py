@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bounds import check_some
+
 
 class PackedRows(NamedTuple):
     """Keys and values of all heads in 4 or 2 bits, flat as ``ragged_decode`` takes them: ``N`` rows, one stretch after
@@ -75,6 +77,9 @@ def ragged_decode(
             (halves convention); the query comes rotated.
         place_N: integers; a row is rotated by this where it is more than its rank.
         received: return what each row got, too.
+
+    Raises:
+        ValueError: ``longest`` below 1.
     """
 
     def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,6 +143,7 @@ def _decode(
     received: bool,
 ) -> Decoded:
     """Attention over keys and values ``[S, D]`` that ``read(b * H + h, rows, which of them the head has)`` returns."""
+    check_some("longest", longest, "rows")
     dtype = torch.promote_types(q_BQD.dtype, torch.float32)
     (B, Q, _), H = q_BQD.shape, starts_BH.shape[1]
     G, rank_S = Q // H, torch.arange(longest, device=q_BQD.device)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tiles
+from ..bounds import check_some
 from ..tiles import cdiv, check, dot_rows, head_blocks, load_rows
 from .reference import Decoded, PackedRows
 
@@ -344,6 +345,7 @@ def _tables(
 
 def _splits(longest: int, block_s: int, heads: int) -> tuple[int, int]:
     """``(programs for each head, rows of each)``: about 512 programs, none with less than four blocks."""
+    check_some("longest", longest, "rows")
     splits = max(1, min(cdiv(longest, 4 * block_s), cdiv(512, heads)))
     per_split = cdiv(cdiv(longest, splits), block_s) * block_s
     return cdiv(longest, per_split), per_split

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..bounds import check_some
+
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
@@ -20,8 +22,9 @@ def score_head(
         activation: one of ``ACTIVATIONS``.
 
     Raises:
-        ValueError: an activation that is not there.
+        ValueError: an activation that is not there, or no token.
     """
+    check_some("q", q_BQTD.shape[2], "tokens")
     x_BTE = torch.cat((q_BQTD, k_BHTD, v_BHTD), dim=1).transpose(1, 2).flatten(2).float()
     hidden_BTR = x_BTE @ fc1_RE.float().T
     return (apply(hidden_BTR, activation) @ fc2_HR.float().T).transpose(1, 2)

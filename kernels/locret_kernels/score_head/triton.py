@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tiles
+from ..bounds import check_some
 from ..tiles import cdiv, check, dot_rows, head_blocks, load_rows
 from .reference import ACTIVATIONS
 
@@ -77,6 +78,7 @@ def score_head(
         raise ValueError(f"activation={activation!r} must be one of: {', '.join(ACTIVATIONS)}")
     check(q=q_BQTD, k=k_BHTD, v=v_BHTD, fc1=fc1_RE, fc2=fc2_HR)
     B, Q, T, D = q_BQTD.shape
+    check_some("q", T, "tokens")
     H, R = fc2_HR.shape
     if k_BHTD.shape != (B, H, T, D) or v_BHTD.shape != k_BHTD.shape or fc1_RE.shape != (R, (Q + 2 * H) * D):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q_BQTD, k_BHTD, v_BHTD, fc1_RE, fc2_HR))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..bounds import check_moves
+
 
 def select_rows(score_BHS: Tensor, protected_BHS: Tensor, keep: int) -> Tensor:
     """Rows ``[B, H, keep]`` (int64, ascending) that stay: protected ones first, then those of the largest score; ties go to
@@ -33,8 +35,12 @@ def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
     """In place, row ``j`` of every buffer ``[B, H, S]`` or ``[B, H, S, D]`` becomes row ``index[j]``, for ``j < K``.
 
     ``index`` is ascending, so rows keep their order; rows from ``K`` on are left as they are.
+
+    Raises:
+        ValueError: ``K`` outside ``1..S``.
     """
     K = index_BHK.shape[-1]
     for rows in buffers:
+        check_moves(index_BHK, rows)
         index = index_BHK if rows.dim() == 3 else index_BHK[..., None].expand(-1, -1, -1, rows.shape[-1])
         rows[:, :, :K] = torch.gather(rows, 2, index)

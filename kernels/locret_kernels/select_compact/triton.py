@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tiles
+from ..bounds import check_moves
 from ..tiles import cdiv, check
 from .reference import check_keep
 
@@ -107,6 +108,7 @@ def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
     index = index_BHK.contiguous()
     B, H, K = index.shape
     for buffer in buffers:
+        check_moves(index, buffer)
         rows = buffer if buffer.dim() == 4 else buffer[..., None]
         bits = rows.view(INTEGERS[rows.element_size()])
         check(index=index, buffer=bits[0, 0])

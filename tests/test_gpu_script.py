@@ -1,0 +1,178 @@
+"""``scripts/gpu.py`` runs to its end on a CPU, says what it did not measure, and counts work as the issue's figures do."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "gpu.py"
+
+
+def module():
+    spec = util.spec_from_file_location("gpu", SCRIPT)
+    loaded = util.module_from_spec(spec)
+    sys.modules["gpu"] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+gpu = module()
+e2e = gpu.e2e
+CPU = torch.device("cpu")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_it_runs_to_its_end_on_a_cpu(tmp_path):
+    """A process of its own, since other tests interpret the kernels."""
+    out = tmp_path / "rows.csv"
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--model", "tiny", "--tokens", "2048", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = rows_of(out)
+    assert {row["device"] for row in rows} == {"cpu"} and {row["cap"] for row in rows} == {"none"}
+    assert all(row["commit"] and row["torch"] and row["date"] for row in rows)
+    assert [row["part"] for row in rows[:3]] == ["ceiling", "ceiling", "gate"]
+    assert {row["part"] for row in rows[3:]} == {"prefill", "decode", "peers", "full"}
+    absent = {row["measurement"]: row["note"] for row in rows if not row["value"]}
+    assert set(absent) == {"peak memory, allocated", "decode behind 2048 tokens, graph"}
+    assert "CUDA graphs need a CUDA device, not cpu" in absent["decode behind 2048 tokens, graph"]
+    values = {row["measurement"]: float(row["value"]) for row in rows if row["value"]}
+    assert all(value > 0 for name, value in values.items() if name != "logits with nothing evicted, error")
+    three = [values[f"share of prefill in {name}"] for name in ("scoring", "selecting", "compacting")]
+    assert sum(three) == pytest.approx(values["share of prefill in all three"], rel=1e-2) and sum(three) < 100
+    bytes_full = 2 * 2048 * 64 * 4 * 2  # keys and values, head size 64, float32, two layers of one head
+    assert values["full attention, cache"] * 2**30 == pytest.approx(bytes_full, rel=1e-3)
+    operations = rows_of(tmp_path / "rows-operations.csv")
+    assert {"matmul", "attend", "compact_rows"} <= {row["operation"] for row in operations}
+    assert "triton" not in {row["backend"] for row in operations}
+
+
+def small_run(tokens: int = 1280) -> e2e.Run:
+    run = e2e.Run("tiny", *gpu.subject("tiny", tokens, "float32"), CPU, 1e10, 1e10)
+    run.build()
+    return run
+
+
+def test_nothing_is_timed_behind_a_gate_that_was_not_passed(tmp_path, capsys):
+    out = tmp_path / "rows.csv"
+    argv = ["--device", "cpu", "--model", "tiny", "--tokens", "2048", "--out", str(out), "--part", "prefill", "peers"]
+    assert gpu.main([*argv, "--minutes", "0"]) == 0
+    rows = rows_of(out)[2:]
+    assert len(rows) == 1 + 2 + 3 and not any(row["value"] for row in rows)
+    assert rows[0]["note"].startswith("not measured: out of time: it may take 40 s of the 0 s left")
+    assert {row["note"] for row in rows[1:]} == {"not measured: the gate was not passed"}
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_the_gate_finds_rows_that_are_missing(monkeypatch):
+    """A cache that evicts where it must not is another model. Operations' own gate is in test_kernels_bench.py."""
+    run = small_run()
+    monkeypatch.setattr(gpu.bench, "cases", lambda *where: ())
+    assert next(iter(e2e.check(run))).value < 1e-3
+    real = run.cache
+    with mock.patch.object(run, "cache", lambda **given: real("streaming", **{**given, "budget": 128})):
+        figures = e2e.check(run)
+        assert next(figures).value > 0.1
+        with pytest.raises(SystemExit, match="nothing was timed"):
+            next(figures)
+
+
+def test_what_does_not_fit_gets_a_row(tmp_path):
+    table, run = gpu.Table(tmp_path / "rows.csv", CPU, "none", 60.0), small_run()
+
+    def too_much(run):
+        yield e2e.Figure("first", 1.0, "s")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    gpu_row = gpu.Step("full", "something large", lambda run: 1.0, too_much)
+    assert "OutOfMemoryError" in table.make(gpu_row, run)
+    slow = gpu.Step("full", "something slow", lambda run: 61.0, too_much)
+    assert "61 s of the" in table.make(slow, run)
+    assert [(row["measurement"], row["value"]) for row in rows_of(tmp_path / "rows.csv")] == [
+        ("first", "1"), ("something large", ""), ("something slow", ""),
+    ]  # fmt: skip
+
+
+def test_decoding_behind_two_contexts():
+    run = small_run(8448)
+    figures = {figure.name: figure for figure in e2e.decoding(run)}
+    ratio = figures["decode behind 8448 against 8192 tokens, dynamic"].value
+    long, brief = (figures[f"decode behind {n} tokens, dynamic"] for n in (8448, 8192))
+    assert ratio == pytest.approx(long.value / brief.value)
+    assert long.note == brief.note == "256 rows a head"
+    assert run.after is None
+
+
+def test_estimates_follow_what_was_measured():
+    run = small_run()
+    guess = run.expected()
+    assert run.expected("h2o") > guess > 0
+    run.seconds = {"locret": 4.0}
+    assert run.expected() == 0 and run.expected("h2o") == e2e.COMPILING + 6.0
+    run.seconds["h2o"] = 9.0
+    assert run.expected("h2o") == 0 and run.expected("roco") == e2e.COMPILING + 9.0
+
+
+@pytest.mark.parametrize(("name", "gflop", "gib"), [("phi3-mini", 10.8, 9.13), ("llama3.1-8b", 24, 15.98)])
+def test_work_of_the_real_models(name, gflop, gib):
+    """Floating-point operations a token as issue 4 gives them; bytes a decoded token reads, by hand."""
+    config, setting = gpu.subject(name, 131072, "bfloat16")
+    assert e2e.operations(config, setting) / 131072 == pytest.approx(1e9 * gflop, rel=0.06)
+    layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.hidden_size
+    q, mlp = (
+        size * config.num_attention_heads * (D := size // config.num_attention_heads),
+        3 * size * config.intermediate_size,
+    )
+    weights = layers * (2 * q + 2 * size * heads * D + mlp + 2 * size) + config.vocab_size * size + size
+    rows = 2 * layers * heads * D * setting.budget
+    assert e2e.bytes_read(config, "bfloat16", setting.budget) == 2 * (weights + rows)
+    assert 2 * (weights + rows) / 2**30 == pytest.approx(gib, rel=1e-3)
+
+
+def test_work_of_attention():
+    """Pairs of a query and a row it sees, one by one, in a model whose budget holds everything and in one that evicts."""
+    config = gpu.AutoConfig.for_model("llama", **gpu.TINY)
+    for budget, chunk in ((300, 64), (100, 64)):
+        setting = gpu.Setting(300, budget, chunk, "float32", d_hidden=32)
+        none = gpu.Setting(300, budget, chunk, "float32", d_hidden=0)
+        pairs = sum(min(t // chunk * chunk, budget) + t % chunk + 1 for t in range(300))
+        heads = 2 * 32 * ((2 + 2) * 64 + 1)
+        dense = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 192 + 2 * 128) + 128
+        assert e2e.operations(config, none) == 4 * 2 * 2 * 64 * pairs + 2 * 300 * dense
+        assert e2e.operations(config, setting) - e2e.operations(config, none) == 2 * 300 * heads
+
+
+def test_the_list(capsys):
+    assert gpu.main(["--list", "--part", "decode", "ops"]) == 0
+    said = capsys.readouterr().out
+    assert "phi3-mini    decode" in said and "llama3.1-8b  ops" in said and "peers" not in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tokens", "1000"], "tokens=1000 must be at least 1024 for tiny"),
+        (["--out", "{tmp}/card.csv"], "holds rows of Some card, not of cpu"),
+    ],
+)
+def test_what_is_refused(argv, message, tmp_path, capsys):
+    where = {**gpu.bench.provenance(CPU), "device": "Some card", "transformers": "1"}
+    gpu.bench.append(tmp_path / "card.csv", gpu.Row("-", "-", "-", 1.0, "", "", "", 0, "", "", **where))
+    argv = [word.format(tmp=tmp_path) for word in argv]
+    assert gpu.main(["--device", "cpu", "--model", "tiny", *argv]) == 1
+    assert message in capsys.readouterr().err

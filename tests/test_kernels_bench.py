@@ -1,0 +1,131 @@
+"""The gate before timings: every operation passes it, and no result passes that is zeroed, shifted or of another kind."""
+
+from __future__ import annotations
+
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import tiles
+
+BENCH = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks" / "bench.py"
+
+
+def module():
+    spec = util.spec_from_file_location("bench", BENCH)
+    loaded = util.module_from_spec(spec)
+    sys.modules["bench"] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+bench = module()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """Every operation at sizes for the interpreter, with what its kernel and its reference return."""
+    assert tiles.INTERPRETED
+    torch.manual_seed(0)
+    found = []
+    for case in bench.cases("tiny", bench.TINY, CPU):
+        runs = case.checked or case.runs
+        found.append((case, runs["triton"](), runs["reference"]()))
+    return found
+
+
+def listed(result) -> list[torch.Tensor | None]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def test_every_operation_passes(cases):
+    from locret_kernels import backend
+
+    for case, mine, theirs in cases:
+        bench.agree(mine, theirs, case.operation, exact=case.exact)
+    timed = {case.operation.split()[0].rstrip(",") for case, *_ in cases}
+    assert timed == set(backend.FUNCTIONS)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        torch.zeros_like,
+        lambda x: x.roll(1, -1),
+        lambda x: x + x if x.is_floating_point() else x + 1,
+        lambda x: x.flatten().index_fill(0, torch.tensor([x.numel() // 2]), 0 if x.flatten()[x.numel() // 2] else 1).view_as(x),
+    ],
+    ids=["zeroed", "shifted", "doubled", "one element zeroed"],
+)  # fmt: skip
+def test_no_spoilt_result_passes(cases, spoil, request):
+    """One element that is wrong shows wherever it is large beside the bound; the smallest may be lost in the noise."""
+    one = "one element" in request.node.name
+    for case, mine, theirs in cases:
+        for i, (a, b) in enumerate(zip(listed(mine), listed(theirs), strict=True)):
+            if a is None:
+                continue
+            spoilt = spoil(a)
+            if one and b.is_floating_point() and not case.exact:
+                size = b.double()[b.isfinite()].square().mean().sqrt()
+                if (spoilt.double() - b).abs().nan_to_num().max() < 0.2 * size:
+                    continue
+            outputs = [*listed(mine)[:i], spoilt, *listed(mine)[i + 1 :]]
+            with pytest.raises(SystemExit, match="disagrees with its reference"):
+                bench.agree(outputs, listed(theirs), case.operation, exact=case.exact)
+
+
+SMALL = 1e-4 * torch.randn(4, 500, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "exact", "message"),
+    [
+        (torch.zeros(4, 500), SMALL, False, "root mean square error is 1 of"),
+        (SMALL.index_fill(0, torch.tensor([1]), float("nan")), SMALL, False, "infinities or NaN elsewhere"),
+        (SMALL.index_fill(0, torch.tensor([1]), float("inf")), -SMALL / 0, False, "infinities or NaN elsewhere"),
+        (SMALL[:, :-1], SMALL, False, r"shape \(4, 499\), not \(4, 500\)"),
+        (SMALL.bfloat16().float(), SMALL, True, "elements differ"),
+        (torch.arange(9000) + (torch.arange(9000) == 8999), torch.arange(9000), False, "1 of 9000 elements differ"),
+        (torch.arange(3) > 1, torch.arange(3) > 0, False, "1 of 3 elements differ"),
+        (torch.arange(3.0), torch.arange(3), False, "torch.float32, not torch.int64"),
+        (None, SMALL, False, "it is missing"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_differences(mine, theirs, exact, message):
+    with pytest.raises(SystemExit, match=message):
+        bench.agree([mine], [theirs], "x", exact=exact)
+
+
+def test_one_wrong_block_of_many_rows():
+    """A block whose share of the sum of squares is below the bound of the mean: the largest error shows it."""
+    large = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
+    spoilt = large.clone()
+    spoilt[1000:1016] = 0
+    with pytest.raises(SystemExit, match="largest error is"):
+        bench.agree(spoilt, large, "x")
+
+
+def test_what_rounding_may_do():
+    bench.agree([SMALL.bfloat16(), None], [SMALL, None], "x")
+    infinite = torch.tensor([float("-inf"), 1.0, 2.0])
+    bench.agree(infinite, infinite.clone(), "x")
+
+
+def test_rows_are_of_one_device(tmp_path):
+    where = bench.provenance(CPU)
+    case = next(bench.ceilings(CPU))
+    row = bench.measure(case, case.runs["torch"], "torch", 1, where, CPU)
+    assert row.device == "cpu" and row.p20_ms <= row.p50_ms <= row.p80_ms and row.tflops > 0
+    path = tmp_path / "new" / "rows.csv"
+    bench.append(path, row)
+    bench.append(path, row)
+    assert len(path.read_text().splitlines()) == 3
+    with pytest.raises(ValueError, match="holds rows of cpu, not of Some card"):
+        bench.append(path, bench.Row(**{**bench.asdict(row), "device": "Some card"}))
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="has other columns: a, b"):
+        bench.append(tmp_path / "other.csv", row)
