@@ -55,7 +55,7 @@ def test_target_equals_loops(kind, H, G, spans):
 
 def test_target_refuses():
     q = torch.zeros(1, 1, 0, 4)
-    with pytest.raises(ValueError, match="at least one answer query"):
+    with pytest.raises(ValueError, match="0 answer queries must be at least 1"):
         cis_target(q, torch.zeros(1, 1, 3, 4), torch.zeros(0, dtype=torch.long), 1.0)
     with pytest.raises(ValueError, match="target='prob'"):
         cis_target(q, q, torch.zeros(0, dtype=torch.long), 1.0, kind="prob")

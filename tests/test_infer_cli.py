@@ -166,7 +166,7 @@ BAD = [
         ["--graph", "--device", "cpu"],
         "graph=True is not possible here: CUDA graphs need a CUDA device, not cpu",
     ),
-    (b"text", ["--budget", "3000000000"], "budget=3000000000 + chunk=32 rows must be below 2**31"),
+    (b"text", ["--budget", "3000000000"], "budget+chunk=3000000032 must be at most 2147483647"),
     (b"text", ["--no-chat"], "--no-chat has no effect without --question"),
     (b"text", ["--report", "{place}"], "is a folder"),
     (b"text", ["--top-k", "5"], "--top-k 5 has no effect at temperature 0"),

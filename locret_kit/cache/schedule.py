@@ -14,6 +14,8 @@ from typing import Any
 PIECE = 512
 """Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""
 
+INT32_MAX = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -33,10 +35,8 @@ class Schedule:
         for name, low in (("budget", 1), ("chunk", 1), ("stabilizers", 0), ("local_len", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
-        if self.capacity >= 2**31:
-            raise ValueError(
-                f"budget={self.budget} + chunk={self.chunk} rows must be below 2**31, what positions are counted in"
-            )
+        if self.capacity > INT32_MAX:
+            raise ValueError(f"budget+chunk={self.capacity} must be at most {INT32_MAX} (32-bit positions)")
         for name in ("stabilizers", "local_len"):
             if getattr(self, name) >= self.budget:
                 raise ValueError(f"{name}={getattr(self, name)} must be below budget={self.budget}")

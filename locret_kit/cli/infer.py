@@ -75,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
     from ..policies.scopes import Stabilizers
 
     named = parse_policy(args.policy) if args.policy else None
-    if named is not None and named.needs_heads and not args.ckpt:
-        raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
+    if named is not None:
+        check_storage(args.kv_bits, named)
+        if named.needs_heads and not args.ckpt:
+            raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
     if not args.ckpt and not args.model:
         raise ValueError("give --ckpt (heads, which name their backbone) or --model")
     if args.max_new_tokens < 1:

@@ -14,13 +14,12 @@ from typing import Any
 
 from ..backbones.families import BackboneSpec, require_adapter, spec_of
 from ..cache.quantised import GROUP, RESIDUAL, SPARE, VALUE_GROUP, check_storage
-from ..cache.schedule import PIECE, Schedule
+from ..cache.schedule import INT32_MAX, PIECE, Schedule
 from ..policies.base import Policy
 from ..policies.registry import parse_policy
 from .sizes import show
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-INT32_MAX = 2**31 - 1
 ROTATION_COPIES = 4
 """Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
 UNPACK_BYTES, QUANTISE_BYTES = 17, 20
@@ -90,16 +89,14 @@ class Setting:
     one_shot: bool = False
 
     def __post_init__(self) -> None:
-        capacity = self.schedule.capacity  # the schedule names the field that is out of bounds
+        _ = self.schedule  # names the field that is out of bounds
         check_storage(self.kv_bits, self.policy)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
         if self.d_hidden < 0:
             raise ValueError(f"d_hidden={self.d_hidden} must be at least 0")
-        if max(self.context, capacity) > INT32_MAX:
-            raise ValueError(
-                f"context={self.context} and budget+chunk={capacity} must be at most {INT32_MAX} (32-bit positions)"
-            )
+        if self.context > INT32_MAX:
+            raise ValueError(f"context={self.context} must be at most {INT32_MAX} (32-bit positions)")
 
     @property
     def schedule(self) -> Schedule:
