@@ -79,8 +79,8 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
             if counts[i, j]:
                 shade = "white" if value < 0.5 else "black"
                 axis.text(j, i, f"{value:.2g}", ha="center", va="center", color=shade, fontsize=7)
-        budget_text = f", budget {size(budget)}" if budget else ""
-        axis.set_title(f"{_over(task, haystack)}\n{label}{budget_text} (n={len(members)})")
+        budget_text = f"budget {size(budget)}, " if budget else ""
+        axis.set_title(f"{_over(task, haystack)}\n{label}\n{budget_text}n={len(members)}")
         axis.set_xticks(range(len(lengths)), [size(n) for n in lengths])
         axis.set_yticks(range(len(edges)), [f"{100 * depth:.0f}" for depth in edges])
         axis.set_xlabel("prompt length (tokens)")
