@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .heads import HeadsConfig, RetainingHeads
+from .naming import first_line
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMAT = "locret_kit.heads.v1"
@@ -41,7 +42,7 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
         if str(error).startswith("cannot write"):
             raise
         free = shutil.disk_usage(target.parent).free
-        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise OSError(f"cannot write {target} ({free / 2**20:.0f} MiB free): {reason}") from error
     finally:
         Path(name).unlink(missing_ok=True)
@@ -49,8 +50,13 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
 
 def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights by their published names, contiguous, in ``dtype``, on the CPU."""
+    return {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in _named(heads).items()}
+
+
+def _named(heads: RetainingHeads) -> dict[str, Tensor]:
+    """Weights by their published names."""
     return {
-        f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight.detach().to("cpu", dtype).contiguous()
+        f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight
         for i, head in enumerate(heads.layers)
         for name in ("fc1", "fc2")
     }
@@ -124,7 +130,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"budget": 16384, "chunk": 1024, "stabilizers": 2500, "local_len": 100, "positions": "compact"},
     ),
 }
-"""Repositories of the paper's authors, whose files say nothing of them: backbone, and the settings of the paper's table 3."""
+"""Repositories of the paper's authors, whose files say nothing of them: backbone, and the settings of the paper's experiments."""
 
 
 def _from_hub(
@@ -220,18 +226,14 @@ def _build(state: dict[str, Tensor], config: HeadsConfig, path: Path) -> Retaini
     """Strict: every head there, none extra, every shape right."""
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} holds something else than tensors by name")
-    if config.n_layers > 2 * len(state) + 8:  # before anything of the size that a file names is built
+    if config.n_layers > len(state):  # before anything of the size that a file names is built
         raise ValueError(f"{path} holds {len(state)} tensors: most of its n_layers={config.n_layers} heads are missing")
     try:
         with torch.device("meta"):
             heads = RetainingHeads(config)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path}: its configuration builds no heads: {error}") from error
-    wanted = {
-        f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight
-        for i, head in enumerate(heads.layers)
-        for name in ("fc1", "fc2")
-    }
+    wanted = _named(heads)
     wrong = [f"{name} is missing" for name in wanted if name not in state]
     wrong += [f"{name} is not expected" for name in state if name not in wanted]
     wrong += [
@@ -244,7 +246,6 @@ def _build(state: dict[str, Tensor], config: HeadsConfig, path: Path) -> Retaini
         raise ValueError(f"{path} does not fit {config.backbone}: " + "; ".join(wrong[:4]) + more)
     heads.to_empty(device="cpu")
     with torch.no_grad():
-        for i, head in enumerate(heads.layers):
-            for name in ("fc1", "fc2"):
-                getattr(head, name).weight.copy_(state[f"model.layers.{i}.self_attn.{name}.weight"])
+        for name, weight in _named(heads).items():
+            weight.copy_(state[name])
     return heads

@@ -48,13 +48,22 @@ class HeadsConfig:
         }
         return cls(backbone=backbone, d_hidden=d_hidden, **dims, **rest)
 
+    @property
+    def policy(self) -> str:
+        """The policy that they were published with."""
+        return self.inference.get("policy") or "locret"
+
     def check(self) -> None:
         """Raise ValueError naming the first field of another type, or out of its bound."""
         for name, kind in (("backbone", str), ("model_type", str), ("activation", str), ("inference", dict)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
         integers = {name: getattr(self, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "d_hidden")}
-        integers |= {f"inference.{name}": value for name, value in self.inference.items() if name not in NAMES}
+        integers |= {
+            f"inference.{name}": value
+            for name, value in self.inference.items()
+            if name not in NAMES and value is not None
+        }
         for name, value in integers.items():
             low = 0 if name in ("inference.stabilizers", "inference.local_len") else 1
             if type(value) is not int or value < low:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from .naming import first_line
+
 REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """``user/name``, as the Hub writes it."""
 
@@ -121,7 +123,7 @@ def explain(error: Exception, repo: str) -> str:
         return "the token is not valid: set HF_TOKEN or run `hf auth login`"
     if status == 403:
         return f"the token may not write to {repo}: it belongs to someone else, or the token is read-only"
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    said = first_line(error)
     if status is not None or isinstance(error, ValueError):
         return said
     if isinstance(error, OSError) and error.errno:

@@ -1,4 +1,4 @@
-"""Suggest the nearest valid name."""
+"""Words of error messages: the nearest valid name, and what an error says first."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the closest known name, or an empty string."""
     close = get_close_matches(word, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

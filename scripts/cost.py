@@ -54,7 +54,6 @@ def main() -> None:
 
     heads = RetainingHeads.from_pretrained(args.ckpt)
     model, tokenizer = load_backbone(args.model or heads.config.backbone)
-    heads.to(model.device, model.dtype)
     for repeat in range(args.repeats):
         for length in args.length:
             needle = make_needle("R.PassKey", tokenizer, n_tokens=length, depth=0.5, seed=repeat)

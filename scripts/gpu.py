@@ -26,8 +26,9 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from locret_kit.backbones.load import first_line, pick_device
+from locret_kit.backbones.load import pick_device
 from locret_kit.cli.plan import resolve
+from locret_kit.naming import first_line
 from locret_kit.runtime.memory import hold
 from locret_kit.runtime.plan import Setting
 

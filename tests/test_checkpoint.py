@@ -123,7 +123,7 @@ def test_every_wrong_head_is_named(tmp_path, kind):
         ([1, 2], "not a heads checkpoint"),
         ({"config": {**CONFIG.to_dict(), "colour": 1}, "state": {}}, "unknown configuration fields colour"),
         ({"config": {"backbone": "x"}, "state": {}}, "missing"),
-        ({"config": {**CONFIG.to_dict(), "activation": "wiggle"}, "state": {}}, "wiggle"),
+        ({"config": {**CONFIG.to_dict(), "activation": "wiggle"}, "state": state_of(make(), torch.float32)}, "wiggle"),
         ({"config": {**CONFIG.to_dict(), "n_layers": "two"}, "state": {}}, "heads.pt"),
         ({"config": CONFIG.to_dict(), "state": {"model.layers.0.self_attn.fc1.weight": "text"}}, "heads.pt"),
         ({"config": CONFIG.to_dict(), "state": [1]}, "heads.pt"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import math
@@ -16,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts_loaded import load_script
 
 from locret_kit.evals.page import score_tables
 from locret_kit.evals.progress import duration
@@ -35,11 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROW = Row("R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0)
 
 
-def results_script():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "scripts" / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+RESULTS = load_script("scripts/results.py")
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=20))
@@ -276,11 +272,11 @@ def test_durations():
 
 
 def test_the_readme_s_results_are_those_of_the_committed_rows(capsys):
-    assert results_script().main(["--check"]) == 0, capsys.readouterr().err
+    assert RESULTS.main(["--check"]) == 0, capsys.readouterr().err
 
 
 def test_results_script(tmp_path, capsys):
-    script, readme, rows = results_script(), tmp_path / "README.md", tmp_path / "results.jsonl"
+    script, readme, rows = RESULTS, tmp_path / "README.md", tmp_path / "results.jsonl"
     rows.write_text(ROW.to_json() + "\n")
     readme.write_text(f"top\n{script.BEGIN}\nold\n{script.END}\nbottom\n")
     arguments = ["--readme", str(readme), "--rows", str(rows)]

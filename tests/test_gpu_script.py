@@ -6,26 +6,18 @@ import csv
 import os
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from scripts_loaded import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "gpu.py"
 
 
-def module():
-    spec = util.spec_from_file_location("gpu", SCRIPT)
-    loaded = util.module_from_spec(spec)
-    sys.modules["gpu"] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-gpu = module()
+gpu = load_script("scripts/gpu.py")
 e2e = gpu.e2e
 CPU = torch.device("cpu")
 

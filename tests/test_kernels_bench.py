@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import util
-from pathlib import Path
-
 import pytest
 import torch
 from interpreted import tiles
+from scripts_loaded import load_script
 
-BENCH = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks" / "bench.py"
-
-
-def module():
-    spec = util.spec_from_file_location("bench", BENCH)
-    loaded = util.module_from_spec(spec)
-    sys.modules["bench"] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-bench = module()
+bench = load_script("kernels/benchmarks/bench.py")
 CPU = torch.device("cpu")
 
 

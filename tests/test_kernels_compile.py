@@ -6,25 +6,17 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import util
 from pathlib import Path
 
 import pytest
 from interpreted import KERNELS, tiles
+from scripts_loaded import load_script
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
 TABLE = BENCHMARKS / "compile_table.csv"
 
 
-def module():
-    spec = util.spec_from_file_location("compile_check", BENCHMARKS / "compile_check.py")
-    loaded = util.module_from_spec(spec)
-    sys.modules["compile_check"] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-check = module()
+check = load_script("kernels/benchmarks/compile_check.py")
 
 
 @pytest.mark.parametrize(

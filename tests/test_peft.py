@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
+from scripts_loaded import load_script
 from tiny_lora import make_lora
 from tiny_tokenizer import save_tiny_backbone
 
@@ -139,9 +139,7 @@ def test_the_adapter_of_the_heads_unless_another_is_named(tmp_path, monkeypatch)
 
 
 def test_the_script_makes_an_adapter_that_lowers_the_loss(backbone, tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("train_lora", ROOT / "scripts" / "train_lora.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("scripts/train_lora.py")
     made = tmp_path / "made"
     assert script.main(["--model", str(backbone), "--to", str(made), "--steps", "12", "--lr", "0.05"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]

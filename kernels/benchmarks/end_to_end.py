@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -279,7 +280,7 @@ def per_token(run: Run, cache: BoundedCache, logits: torch.Tensor, graph: bool) 
             graph=graph,
         ):  # fmt: skip
             clock.append(time.perf_counter())
-    return statistics.median(b - a for a, b in zip(clock[WARM - 1 :], clock[WARM:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(clock[WARM - 1 :]))
 
 
 def peer(policy: str, run: Run) -> Iterator[Figure]:

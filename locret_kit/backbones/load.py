@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from ..naming import first_line
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -83,11 +85,6 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"model={name!r} cannot be loaded: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_backbone(

@@ -105,11 +105,11 @@ class BoundedCache(Cache):
         backend: str | None = None,
     ) -> None:
         super().__init__(layers=[])
-        published = heads.config.inference if heads is not None else {}
-        policy = published.get("policy") or "locret" if policy is None else policy
+        if policy is None:
+            policy = heads.config.policy if heads is not None else "locret"
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy
         settings = run_settings(
-            published,
+            heads.config.inference if heads is not None else {},
             budget=budget, chunk=chunk, stabilizers=stabilizers, local_len=local_len, positions=positions,
         )  # fmt: skip
         positions = settings.pop("positions")

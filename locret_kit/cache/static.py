@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backbones.families import decoder_of
 from ..backbones.rope import rotate
+from ..naming import first_line
 from ..policies.base import Slots
 from .bounded import BoundedCache
 from .decoding import Flat, Turn, decode_rows
@@ -179,7 +180,7 @@ class StaticDecoder:
             try:
                 self.graphs[form] = self._captured(before, after)
             except RuntimeError as error:  # nothing of it has run: the token is still to come
-                self.reason = f"its capture failed: {str(error).splitlines()[0]}"
+                self.reason = f"its capture failed: {first_line(error)}"
             else:
                 return self._run(before, after)
         with HostReads() as reads:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec
 
-from ..naming import nearest
+from ..naming import first_line, nearest
 
 P = ParamSpec("P")
 
@@ -51,7 +51,7 @@ def command(
                 say("stdout was closed before the output ended")
                 return 1
             except mendable as error:
-                say((str(error).strip() or type(error).__name__).splitlines()[0])
+                say(first_line(error))
                 return 1
             except KeyboardInterrupt:
                 if stopped:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
     config = heads.config if heads else None
-    policy = named or parse_policy((config.inference.get("policy") or "locret") if config else "streaming")
+    policy = named or parse_policy(config.policy if config else "streaming")
     check_storage(args.kv_bits, policy)
     heads_hash = weights_hash(heads) if heads is not None and args.report else ""  # before they are cast
     settings = run_settings(

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ..naming import nearest
+from ..naming import first_line, nearest
 from .config import TrainConfig
 
 USAGE = """usage: locret-train recipe=NAME [key=value ...]
@@ -47,7 +47,7 @@ def load_config(argv: list[str]) -> TrainConfig:
     try:
         result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # an interpolation such as ${no.such.key}
-        raise ValueError(_first_line(error)) from error
+        raise ValueError(first_line(error)) from error
     assert isinstance(result, TrainConfig)
     result.validate()
     return result
@@ -105,7 +105,7 @@ def _parse(key: str, text: str, expected: Any) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[call-overload,index]
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{key}={text} is not a valid value: {_first_line(error)}") from error
+        raise ValueError(f"{key}={text} is not a valid value: {first_line(error)}") from error
 
 
 def _assign(config: Any, schema: dict[str, Any], key: str, value: Any, where: str = "") -> None:
@@ -164,7 +164,3 @@ def _type_name(expected: Any) -> str:
     if expected in names:
         return names[expected]
     return "a list of " + {float: "numbers, such as [1,2]", str: "strings, such as [a,b]"}[get_args(expected)[0]]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

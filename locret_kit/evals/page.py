@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import write_beside
+from ..naming import first_line
 from .figures import FIGURES, draw
 from .kept import shares, token_texts, tokenizer_of
 from .rows import Row, read_rows
@@ -236,7 +237,7 @@ def _kept(out: Path, row: Row, prompts: dict[str, list[str]]) -> dict[str, Any]:
         if row.prompt_hash not in prompts:
             prompts[row.prompt_hash] = token_texts(tokenizer_of(row.model), ids)
     except (OSError, ValueError) as error:
-        return {"kept_error": (str(error).splitlines() or [type(error).__name__])[0]}
+        return {"kept_error": first_line(error)}
     return {
         "kept": "".join(str(round(STEPS * share)) for share in share_T.tolist()),
         "mean_kept": float(share_T.mean()),

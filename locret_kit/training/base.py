@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def inference_settings(cfg: Any) -> dict[str, Any]:
     return {name: getattr(cfg.infer, name) for name in INFERENCE}
 
 
-class FrozenTraining(L.LightningModule):
+class FrozenTraining(L.LightningModule, ABC):
     """Trains a module beside a frozen backbone.
 
     The backbone is not a submodule: it is in no checkpoint and sees no optimiser. Scalars are logged at the number of the
@@ -46,17 +47,17 @@ class FrozenTraining(L.LightningModule):
 
     # ---- what a training says of its module ------------------------------------------------------------------------------
 
+    @abstractmethod
     def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
         """The trained module on the CPU, from this module's gathered state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def export(self, trained: Any, out: Path) -> Path:
         """Write what is ready for inference, and return its folder."""
-        raise NotImplementedError
 
+    @abstractmethod
     def used(self) -> nn.Module:
         """The part of the backbone that a step runs."""
-        raise NotImplementedError
 
     # ---- hooks of Lightning ----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from ..naming import first_line
 from ..samples.chat import Sample, encode_chat
 from ..samples.records import read_records, to_messages
 from ..samples.synthetic import synthetic_sample
@@ -56,7 +57,7 @@ class Samples:
             try:
                 sample = self._encode(records[number], rng)
             except ValueError as error:
-                refused[number] = str(error).partition("\n")[0]
+                refused[number] = first_line(error)
             else:
                 self._name(source, refused)
                 return sample

@@ -21,6 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from ...naming import first_line
 from ...samples.chat import encode
 from ...samples.records import SUFFIXES, read_records
 from .base import Example, Request, Task, count_ids, wrap
@@ -141,7 +142,7 @@ def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterat
         rows = datasets.load_dataset(**where, streaming=True)
         yield from (dict(row) for row in rows)
     except Exception as error:  # the client's and its transport's own kinds
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        said = first_line(error)
         looked = f"in {', '.join(map(str, data))}" if data else "in no folder (give data=[FOLDER])"
         raise FileNotFoundError(
             f"task={entry.name}: no {entry.file}{{{','.join(SUFFIXES)}}} {looked}, and the Hub says: {said}"
