@@ -103,19 +103,19 @@ def test_ragged_rows(policy, family):
 
 
 @pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("policy", EVEN)
+@pytest.mark.parametrize("policy", [*EVEN, *RAGGED[::2]])
 def test_rows_in_few_bits(policy, bits):
-    family = ["llama", "llama-mha", "llama-mqa"][EVEN.index(policy) % 3]
-    cache = make(policy, 60, length=150, family=family, kv_bits=bits, positions=PLACES[EVEN.index(policy) % 3])
+    turn = [*EVEN, *RAGGED].index(policy)
+    family = ["llama", "llama-mha", "llama-mqa"][turn % 3]
+    cache = make(policy, 60, length=150, family=family, kv_bits=bits, positions=PLACES[turn // 2 % 3])
     watch = decoded(backbone(family), cache, tokens(150), steps=70)
     # All but those that find the tail full, one in 32, and what an eviction leaves in it.
     assert 3 * 64 <= watch.steps < 3 * 70
     assert bool(watch.gains) == bool(cache.statistics)
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv(6,3)", "h2o"])
-def test_in_float32(policy):
-    bits = None if policy.startswith("ada") else 4
+@pytest.mark.parametrize(("policy", "bits"), [("ada-snapkv(6,3)", None), ("h2o", 4), ("ada-snapkv(6,3)", 2)])
+def test_in_float32(policy, bits):
     model = tiny_model("llama")
     cache = BoundedCache(40, policy, chunk=13, prompt_length=LENGTH, kv_bits=bits)
     assert decoded(model, cache, tokens(), atol=2e-5).steps > STEPS
@@ -138,20 +138,22 @@ def test_a_part_of_the_head_is_rotated():
     assert cache.ropes[0].inv_freq.shape == (2,), "of a head of eight, four are rotated"
 
 
-def test_a_token_reads_no_row_back():
+@pytest.mark.parametrize("policy", ["h2o", "score=random allocation=adaptive"])
+def test_a_token_reads_no_row_back(policy):
     """Rows are brought back from their bits where the tail is full and before an eviction, and for no other token."""
-    model, cache, opened = backbone(), make("h2o", 60, length=150, chunk=50, kv_bits=4), []
+    model, cache, opened = backbone(), make(policy, 60, length=150, chunk=50, kv_bits=4), []
     real = QuantisedLayer._open
     with attach(model), torch.no_grad():
         prefill(model, tokens(150), cache)
-        rows, due, seen = cache.bounded[0], [], []
+        due, seen = [], []
         with mock.patch.object(QuantisedLayer, "_open", lambda layer: (opened.append(layer), real(layer))):
             for token in range(100):
-                due.append(rows.tail == rows.tail_keys.shape[2] or rows.rows == rows.capacity)
+                full = [r.tail == r.tail_keys.shape[2] or r.rows == r.capacity for r in cache.bounded]
+                due.append({layer for layer, is_full in enumerate(full) if is_full})
                 opened.clear()
                 model(input_ids=torch.tensor([[5 + token % 90]]), past_key_values=cache)
-                seen.append(bool(opened))
-    assert seen == due and 3 <= sum(due) <= 6
+                seen.append({cache.bounded.index(layer) for layer in opened})
+    assert seen == due and all(3 <= sum(layer in full for full in due) <= 6 for layer in range(3))
 
 
 def test_the_watch_sees_an_error():

@@ -122,7 +122,7 @@ def test_a_plan_that_cannot_fit_is_refused_before_the_weights(place, card, monke
     monkeypatch.setattr(memory, "RESERVE", 0)
     monkeypatch.setattr(load, "load_backbone", lambda *a, **k: pytest.fail("weights were loaded"))
     run = ["--ckpt", str(place / "heads"), "--budget", "64", "--quiet"]
-    status, out, err = infer(monkeypatch, capsys, *run, "--gpu-memory", "100KB")
+    status, out, err = infer(monkeypatch, capsys, *run, "--gpu-memory", "60KB")
     assert (status, out) == (1, "") and "No setting fits: weights and heads alone take" in err, err
     status, _, err = infer(monkeypatch, capsys, *run, "--gpu-memory", "600KB", "--chunk", "4096")
     assert status == 1 and "These fit: budget 64, chunk " in err and err.count("\n") == 1, err
@@ -132,8 +132,8 @@ def test_a_run_within_a_cap(place, card, monkeypatch, capsys):
     """The weights stay on the CPU here; everything else is as on a card."""
     real = load.load_backbone
 
-    def on_cpu(name, *, device, dtype, adapter):
-        return real(name, device="cpu", dtype="bfloat16", adapter=adapter)
+    def on_cpu(name, **options):
+        return real(name, **{**options, "device": "cpu", "dtype": "bfloat16"})
 
     monkeypatch.setattr(load, "load_backbone", on_cpu)
     run = ["--model", str(place / "backbone"), "--policy", "h2o", "--budget", "64", "--max-new-tokens", "2"]

@@ -358,7 +358,7 @@ def test_errors_say_what_there_is(text, said):
 
 REFUSED = {
     "merge-locret": r"kv_bits=4 stores a slot once; policy='merge-locret' merges evicted slots into it",
-    "ada-snapkv": r"kv_bits=4 needs heads of equal budgets; policy='ada-snapkv' tells them apart",
+    "merge(base=ada-snapkv)": r"kv_bits=4 stores a slot once",
 }
 
 

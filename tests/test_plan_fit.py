@@ -79,9 +79,22 @@ def test_a_refused_plan_names_three_that_fit():
     assert all(str(s) in str(caught.value) for s in near)
 
 
-def test_a_cap_below_the_weights():
-    with pytest.raises(fit.DoesNotFit, match=r"No setting fits: weights and heads alone take 15\.33 GiB"):
-        fit.require_fit(backbone("llama3.1-8b"), p.Setting(131072, 16384, 1024), 15 * GIB)
+def test_a_cap_below_the_weights_asks_for_fewer_bits_of_them():
+    one, setting = backbone("llama3.1-8b"), p.Setting(131072, 16384, 1024)
+    for cap, bits, alone in ((15, [8, 4], True), (9, [4], True), (7, [4, 4, 4], False)):
+        near = fit.nearest_fitting(one, setting, cap * GIB)
+        assert [s.weight_bits for s in near] == bits
+        assert all(p.plan_inference(one, s).peak <= cap * GIB for s in near)
+        assert alone == (replace(near[0], weight_bits=None) == setting)
+    with pytest.raises(
+        fit.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.18 GiB"
+    ):
+        fit.require_fit(one, setting, 15 * GIB)
+    least = r"No setting fits: weights and heads alone take 15\.33 GiB, with 4-bit weights 5\.69 GiB$"
+    with pytest.raises(fit.DoesNotFit, match=least):
+        fit.require_fit(one, setting, 5 * GIB)
+    with pytest.raises(fit.DoesNotFit, match=r"No setting fits: weights and heads alone take 5\.69 GiB$"):
+        fit.require_fit(one, replace(setting, weight_bits=4), 5 * GIB)
 
 
 def test_the_promise_of_24_gib():
@@ -99,9 +112,10 @@ def test_the_promise_of_24_gib():
         ({"dtype": "int8"}, "dtype='int8' must be one of: bfloat16, float16, float32"),
         ({"d_hidden": -1}, "d_hidden=-1 must be at least 0"),
         ({"kv_bits": 3}, "kv_bits=3 must be 4 or 2"),
+        ({"weight_bits": 2}, "weight_bits=2 must be 8 or 4"),
         (
-            {"kv_bits": 4, "policy": parse_policy("ada-locret")},
-            "kv_bits=4 needs heads of equal budgets; policy='ada-locret'",
+            {"kv_bits": 4, "policy": parse_policy("merge-locret")},
+            "kv_bits=4 stores a slot once; policy='merge-locret' merges evicted slots into it",
         ),
         ({"budget": 2**31}, "must be at most 2147483647 (32-bit positions)"),
     ],

@@ -28,6 +28,7 @@ SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_at
 LARGER = dict(
     hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4
 )
+WIDE = {**SMALL, "intermediate_size": 1024}
 WINDOWS = dict(sliding_window=100, layer_types=["sliding_attention", "full_attention", "full_attention"], head_dim=16)
 
 
@@ -44,13 +45,16 @@ def allocated(work: Callable[[], object]) -> tuple[int, int]:
     return most, now
 
 
-def measured(config, setting: p.TrainSetting) -> tuple[int, int]:
-    """``(all, heads)``: bytes at the peak of an optimiser step, and of the heads with gradients and moments."""
+def measured(config, setting: p.TrainSetting, backbone=None) -> tuple[int, int]:
+    """``(all, heads)``: bytes at the peak of an optimiser step, those of a given backbone left out, and of the heads with
+    gradients and moments."""
     torch.manual_seed(0)
     arguments = ["backbone.model=some/model", f"heads.d_hidden={setting.d_hidden}", "target.kind=log_prob"]
     cfg = load_config(["recipe=tiny", *arguments, "loss.top_weight=20"])
-    made: list[torch.nn.Module] = []
-    model_bytes = allocated(lambda: made.append(AutoModelForCausalLM.from_config(config, dtype=torch.float32)))[1]
+    made: list[torch.nn.Module] = [] if backbone is None else [backbone]
+    model_bytes = 0
+    if backbone is None:
+        model_bytes = allocated(lambda: made.append(AutoModelForCausalLM.from_config(config, dtype=torch.float32)))[1]
     heads_bytes = allocated(lambda: made.append(HeadTraining(made[0], cfg)))[1]
     model, module = made[0].eval().requires_grad_(False), made[1]
     rng, answer = random.Random(0), (setting.tokens - setting.answer, setting.tokens)
@@ -85,6 +89,8 @@ def measured(config, setting: p.TrainSetting) -> tuple[int, int]:
         ("phi3", SMALL, 512, 150, 64, 2),
         ("qwen3", SMALL, 512, 32, 64, 3),
         ("gemma3_text", {**SMALL, **WINDOWS}, 512, 32, 64, 2),
+        ("llama", WIDE, 2048, 32, 64, 3),  # MLPs in slices
+        ("phi3", WIDE, 2048, 32, 64, 3),
     ],
 )
 def test_the_peak_of_a_whole_step(kind, sizes, tokens, answer, d_hidden, batch):

@@ -1,7 +1,7 @@
 """The one place where a backbone's attention is met.
 
 ``attach(model)`` routes every attention call of ``model`` to a handler, while one is set, and lets everything else pass
-to the backbone's own attention. A handler is any object with
+to the backbone's own attention. Meanwhile MLPs work in slices (``slices``). A handler is any object with
 
     attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling) -> out_BQTD
 
@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .families import decoder_of, require_adapter, text_config
+from .slices import slice_mlps
 
 NAME = "locret"
 
@@ -104,6 +105,7 @@ class Attachment:
         ]
         if hasattr(self.decoder, "rotary_emb"):
             self._hooks.append(self.decoder.rotary_emb.register_forward_hook(self._unrotate))
+        self._unslice = slice_mlps(model)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         _ACTIVE.stack.append(None)  # first, since `_leave` pops whatever happens below
@@ -166,11 +168,12 @@ class Attachment:
             self._explicit = None
 
     def detach(self) -> None:
-        """Remove every hook and restore the attention implementation; safe to call twice."""
+        """Remove every hook and slice, and restore the attention implementation; safe to call twice."""
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
+            self._unslice()
             self.model.set_attn_implementation(self._previous)
 
     def __enter__(self) -> Attachment:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..naming import first_line
+from .weight_bits import quantisation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,10 +97,12 @@ def load_backbone(
     revision: str | None = None,
     device_map: str | dict[str, Any] | None = None,
     gpu_memory: str | None = None,
+    weight_bits: int | None = None,
 ) -> tuple[Any, Any]:
     """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
 
     Args:
+        weight_bits: 4 or 8 quantises the layers' matrices as they are loaded, see ``weight_bits``.
         device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
             CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
     """
@@ -111,6 +114,14 @@ def load_backbone(
     where, path = pick_device(device), resolve_model(name)
     precision = pick_dtype(dtype, where)
     spread = {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
+    if weight_bits is not None:
+        if adapter:
+            raise ValueError(
+                f"adapter={adapter!r} would be rounded where it is merged into weights of {weight_bits} bits: merge it first "
+                "and name the merged model"
+            )
+        config = quantisation(weight_bits, precision, where)
+        spread = {"device_map": {"": where}} | spread | {"quantization_config": config}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,

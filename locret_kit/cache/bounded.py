@@ -27,10 +27,12 @@ from .decoding import Turn, decode_rows
 from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
 from .fork import fork
+from .groups import SPARE
 from .layers import BoundedLayer, Part
 from .positions import Positions
-from .quantised import SPARE, QuantisedLayer, Scratch, check_storage
+from .quantised import QuantisedLayer, Scratch, check_storage
 from .ragged import RaggedLayer
+from .ragged_quantised import RaggedQuantisedLayer
 from .schedule import Schedule, run_settings
 
 if TYPE_CHECKING:
@@ -184,7 +186,8 @@ class BoundedCache(Cache):
     def _layer(self, capacity: int, statistics: int = 0, recent: int = 0, spare: float = SPARE) -> BoundedLayer:
         """Rows of one layer without a window."""
         if self.kv_bits is not None:
-            return QuantisedLayer(capacity, statistics, recent, bits=self.kv_bits, scratch=self.scratch, spare=spare)
+            stored = RaggedQuantisedLayer if self.policy.ragged else QuantisedLayer
+            return stored(capacity, statistics, recent, bits=self.kv_bits, scratch=self.scratch, spare=spare)
         make = RaggedLayer if self.policy.ragged else BoundedLayer
         merges = self.policy.merge is not None and self.policy.merge.remembers
         return make(capacity, None, statistics, recent, merges=merges)

@@ -3,9 +3,9 @@
 Source: KIVI, arXiv 2402.02750. A value row has its own steps and zero points, one for every ``VALUE_GROUP`` channels, and is
 quantised once. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are consecutive tokens; an
 eviction leaves gaps in them, so here a row carries the number of its group, and the steps and zero points of all groups
-(one of each a channel) stand in a table of fixed size. A group that has lost all of its rows is free. Where too few are
-free for the rows that are to be quantised, the sparsest groups are quantised again together with them: as few groups as
-make room, so full ones never are, and what one eviction requantises is in proportion to what entered since the last.
+(one of each a channel) stand in a table of fixed size (see ``groups``). A group that has lost all of its rows is free. Where too
+few are free for the rows that are to be quantised, the sparsest groups are quantised again together with them: as few groups
+as make room, so full ones never are, and what one eviction requantises is in proportion to what entered since the last.
 
 A row's key is read back within half a step of its group, and every merge of its group with others adds at most half a step
 of the new group. A step is at most ``(range + |min| / 500) / (2^bits - 1)`` of the numbers in the group, but for 0.2%.
@@ -26,17 +26,14 @@ from torch.nn import functional as F
 from locret_kernels.ragged_decode import PackedRows
 
 from ..policies.base import Policy
+from .groups import GROUP, SPARE, regroup, table_size
 from .layers import BoundedLayer
 from .packing import BITS, decode, encode, levels, pack, unpack
 
-GROUP = 32
-"""Rows of a key group."""
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
 VALUE_GROUP = 32
 """Channels of a value row that share a step and a zero point, at most."""
-SPARE = 0.5
-"""Groups in the table beyond what full groups need, as a fraction: a full table's groups are then two thirds full on average."""
 
 
 def check_bits(kv_bits: int | None) -> None:
@@ -46,11 +43,9 @@ def check_bits(kv_bits: int | None) -> None:
 
 
 def check_storage(kv_bits: int | None, policy: Policy) -> None:
-    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: heads must hold as many, and a
-    slot that was quantised is not written again."""
+    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: a slot that was quantised is not
+    written again."""
     check_bits(kv_bits)
-    if kv_bits is not None and policy.ragged:
-        raise ValueError(f"kv_bits={kv_bits} needs heads of equal budgets; policy={policy.name!r} tells them apart")
     if kv_bits is not None and policy.merge is not None:
         raise ValueError(
             f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
@@ -66,7 +61,7 @@ class Scratch:
 
     def lend(self, layer: QuantisedLayer) -> None:
         """Give the buffers to a layer, made anew where they do not fit it."""
-        B, H = layer.positions.shape[:2]
+        B, H = layer.B, layer.H
         for name, size in (("keys", layer.key_size), ("values", layer.value_size)):
             old, shape = getattr(self, name), (B, H, layer.capacity, size)
             fits = old.dim() == 4 and old.shape[2] >= layer.capacity and (*old.shape[:2], old.shape[3]) == (B, H, size)
@@ -82,7 +77,7 @@ class Scratch:
 
 
 class QuantisedLayer(BoundedLayer):
-    """Rows of one layer in ``bits`` bits, as many for every head.
+    """Rows of one layer in ``bits`` bits, as many for every head (``ragged_quantised`` lets heads differ).
 
     Between blocks every row but the newest ``tail`` is quantised. In a block all rows are read into the scratch, new ones are
     written behind them, and ``settle`` quantises those that have left the tail. A row of the tail may be quantised already
@@ -100,7 +95,7 @@ class QuantisedLayer(BoundedLayer):
     group: Tensor
     """``[B, H, capacity]``: a row's key group; -1 where it is not quantised."""
     key_step: Tensor
-    """``[B, H, groups, D]`` float16, and so is the zero point."""
+    """``[B, tables, groups, D]`` float16, and so is the zero point; here each head has a table of its own."""
     key_zero: Tensor
     tail_keys: Tensor
     """``[B, H, residual + group - 1, D]``: the newest ``tail`` rows, and so are the values."""
@@ -124,7 +119,7 @@ class QuantisedLayer(BoundedLayer):
         self.tail = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, H, _, self.key_size = key_states.shape
+        self.B, self.H, _, self.key_size = key_states.shape
         self.value_size = value_states.shape[-1]
         self.dtype, self.device = key_states.dtype, key_states.device
         per_byte = 8 // self.bits
@@ -132,36 +127,75 @@ class QuantisedLayer(BoundedLayer):
             if size % per_byte:
                 raise ValueError(f"kv_bits={self.bits} needs a head size that is a multiple of {per_byte}, not {size}")
         self.value_group = max(n for n in range(1, VALUE_GROUP + 1) if self.value_size % n == 0)
-        tail = self.residual + self.group_rows - 1
+        tables, groups = self._tables()
+        by_row, tail = self._shape(self.B, self.H), (self.B, self.H, self.residual + self.group_rows - 1)
 
-        def rows(dtype: torch.dtype, *size: int) -> Tensor:
-            return torch.empty(B, H, *size, dtype=dtype, device=self.device)
+        def made(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
-        C = self.capacity
         with torch.inference_mode(False):
-            self.key_codes = rows(torch.uint8, C, self.key_size // per_byte)
-            self.value_codes = rows(torch.uint8, C, self.value_size // per_byte)
-            self.value_step = rows(torch.float16, C, self.value_size // self.value_group)
+            self.key_codes = made(torch.uint8, *by_row, self.key_size // per_byte)
+            self.value_codes = made(torch.uint8, *by_row, self.value_size // per_byte)
+            self.value_step = made(torch.float16, *by_row, self.value_size // self.value_group)
             self.value_zero = torch.empty_like(self.value_step)
-            self.group = rows(torch.int16 if self._groups() < 2**15 else torch.int32, C)
-            self.positions, self.scores = rows(torch.int32, C), rows(torch.float32, C)
-            self.tail_keys = rows(self.dtype, tail, self.key_size)
-            self.tail_values = rows(self.dtype, tail, self.value_size)
-            self.stats = torch.empty(self.statistics, B, H, C, dtype=torch.float32, device=self.device)
-            self.key_step = rows(torch.float16, self._groups(), self.key_size)
+            self.group = made(torch.int16 if groups < 2**15 else torch.int32, *by_row)
+            self.positions, self.scores = made(torch.int32, *by_row), made(torch.float32, *by_row)
+            self.tail_keys = made(self.dtype, *tail, self.key_size)
+            self.tail_values = made(self.dtype, *tail, self.value_size)
+            self.stats = made(torch.float32, self.statistics, *by_row)
+            self.key_step = made(torch.float16, self.B, tables, groups, self.key_size)
             self.key_zero = torch.empty_like(self.key_step)
         self.is_initialized = True
 
-    def _groups(self) -> int:
-        """Groups in the table."""
-        return -(-int(self.capacity * (1 + self.spare)) // self.group_rows)
+    # ---- which rows: what heads of different lengths do otherwise ------------------------------------------------
+
+    def _tables(self) -> tuple[int, int]:
+        """Tables of key groups for one item of the batch, and groups in each."""
+        return self.H, table_size(self.capacity, 1, self.spare, self.group_rows)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest head."""
+        return self.rows
+
+    def _written(self, new: slice | Tensor) -> Any:
+        """Index of new rows ``[B, H, T]``."""
+        return slice(None), slice(None), new
+
+    def _newest(self, older: int, newer: int) -> Any:
+        """Index of the rows that are among the newest ``older`` of their head and not among its newest ``newer``."""
+        return slice(None), slice(None), slice(self.rows - older, self.rows - newer)
+
+    def _held(self) -> Any:
+        """Index of all rows ``[B, tables, S]``: those that share a table side by side."""
+        return self._newest(self.rows, 0)
+
+    def _heads(self) -> tuple[Tensor, int]:
+        """Which of the heads that share a table each of all rows ``[B, tables, S]`` (int64) is of, and how many share it."""
+        return torch.zeros((), dtype=torch.int64, device=self.device).expand(self.B, self.H, self.rows), 1
+
+    def _in_tail(self) -> Any:
+        """Index of the rows that are in the tail, among the tail's."""
+        return slice(None), slice(None), slice(0, self.tail)
+
+    def _next_in_tail(self) -> Any:
+        """Index of the tail's next row ``[B, H]``."""
+        return slice(None), slice(None), self.tail
+
+    def _tails(self) -> Tensor:
+        """Rows of each head ``[B, H]`` (int32) that are in its tail."""
+        return torch.full((self.B, self.H), self.tail, dtype=torch.int32, device=self.device)
+
+    def _lent(self, name: str) -> Tensor:
+        """The scratch's keys or values, as this layer's buffers lie."""
+        return getattr(self.scratch, name)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def slots(self, name: str) -> Tensor:
         if name in ("keys", "values"):
             self._open()
-            return getattr(self.scratch, name)[:, :, : self.rows]
+            return self._lent(name)[:, :, : self.rows]
         return super().slots(name)
 
     @property
@@ -169,18 +203,17 @@ class QuantisedLayer(BoundedLayer):
         return self.scratch.owner is not self
 
     def _flat_rows(self) -> PackedRows:
-        B, H = self.positions.shape[:2]
         return PackedRows(
-            self.key_codes.flatten(0, 2),
-            self.value_codes.flatten(0, 2),
+            self.key_codes.flatten(0, -2),
+            self.value_codes.flatten(0, -2),
             self.group.flatten(),
             self.key_step.flatten(0, 1),
             self.key_zero.flatten(0, 1),
-            self.value_step.flatten(0, 2),
-            self.value_zero.flatten(0, 2),
+            self.value_step.flatten(0, -2),
+            self.value_zero.flatten(0, -2),
             self.tail_keys.flatten(0, 1),
             self.tail_values.flatten(0, 1),
-            torch.full((B, H), self.tail, dtype=torch.int32, device=self.device),
+            self._tails(),
         )
 
     def _open(self) -> None:
@@ -188,37 +221,41 @@ class QuantisedLayer(BoundedLayer):
         if self.scratch.owner is self:
             return
         self.scratch.lend(self)
-        old = self.rows - self.tail
-        self.scratch.keys[:, :, :old] = self._read_keys(old)
-        self.scratch.values[:, :, :old] = self._read_values(old)
-        self.scratch.keys[:, :, old : self.rows] = self.tail_keys[:, :, : self.tail]
-        self.scratch.values[:, :, old : self.rows] = self.tail_values[:, :, : self.tail]
+        held, newest, in_tail = self._held(), self._newest(self.tail, 0), self._in_tail()
+        for lent, read, tail in (
+            (self._lent("keys"), self._read_keys, self.tail_keys),
+            (self._lent("values"), self._read_values, self.tail_values),
+        ):
+            lent[held] = read(held)
+            lent[newest] = tail[in_tail]
 
-    def _read_keys(self, n: int) -> Tensor:
-        """The oldest ``n`` keys (float32)."""
-        return decode(unpack(self.key_codes[:, :, :n], self.bits), *self._key_levels(self.group[:, :, :n].long()))
+    def _read_keys(self, at: Any) -> Tensor:
+        """Keys of rows ``[B, tables, S]``; anything where a row is not quantised."""
+        codes = unpack(self.key_codes[at], self.bits)
+        return decode(codes, *self._key_levels(self.group[at].long().clamp(min=0))).to(self.dtype)
 
-    def _key_levels(self, group_BHS: Tensor) -> tuple[Tensor, Tensor]:
-        """Step and zero point ``[B, H, S, D]`` of groups."""
-        B, H, M, D = self.key_step.shape
-        index = group_BHS + M * torch.arange(B * H, device=self.device).view(B, H, 1)
+    def _key_levels(self, group_BTS: Tensor) -> tuple[Tensor, Tensor]:
+        """Step and zero point ``[B, tables, S, D]`` of groups."""
+        B, tables, M, D = self.key_step.shape
+        index = group_BTS + M * torch.arange(B * tables, device=self.device).view(B, tables, 1)
         return F.embedding(index, self.key_step.view(-1, D)), F.embedding(index, self.key_zero.view(-1, D))
 
-    def _read_values(self, n: int) -> Tensor:
-        """The oldest ``n`` values (float32)."""
-        codes = unpack(self.value_codes[:, :, :n], self.bits).unflatten(-1, (-1, self.value_group))
-        return decode(codes, self.value_step[:, :, :n, :, None], self.value_zero[:, :, :n, :, None]).flatten(-2)
+    def _read_values(self, at: Any) -> Tensor:
+        """Values of rows; anything where a row is not quantised."""
+        codes = unpack(self.value_codes[at], self.bits).unflatten(-1, (-1, self.value_group))
+        return decode(codes, self.value_step[at][..., None], self.value_zero[at][..., None]).flatten(-2).to(self.dtype)
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        T = k.shape[2]
+        T, at = k.shape[2], self._written(new)
         if T == 1 and self.reads_flat and self.tail < self.tail_keys.shape[2]:
-            self.tail_keys[:, :, self.tail], self.tail_values[:, :, self.tail] = k[:, :, 0], v[:, :, 0]
+            next_one = self._next_in_tail()
+            self.tail_keys[next_one], self.tail_values[next_one] = k[:, :, 0], v[:, :, 0]
         else:
             self._open()
-            self.scratch.keys[:, :, new], self.scratch.values[:, :, new] = k, v
-        self.group[:, :, new] = -1
+            self._lent("keys")[at], self._lent("values")[at] = k, v
+        self.group[at] = -1
         self.tail += T
 
     def settle(self) -> None:
@@ -228,57 +265,55 @@ class QuantisedLayer(BoundedLayer):
         if ready:
             self._quantise(ready)
         self.tail -= ready
-        newest = slice(self.rows - self.tail, self.rows)
-        self.tail_keys[:, :, : self.tail] = self.scratch.keys[:, :, newest]
-        self.tail_values[:, :, : self.tail] = self.scratch.values[:, :, newest]
+        newest, in_tail = self._newest(self.tail, 0), self._in_tail()
+        self.tail_keys[in_tail], self.tail_values[in_tail] = self._lent("keys")[newest], self._lent("values")[newest]
         self.scratch.owner = None
 
     def _quantise(self, ready: int) -> None:
         """Quantise those of the tail's oldest ``ready`` rows that are not yet."""
-        n, first = self.rows, self.rows - self.tail
-        group_BHS = self.group[:, :, :n].long()
-        leaving_BHS = group_BHS < 0
-        leaving_BHS[:, :, first + ready :] = False
-        self._store_values(slice(first, first + ready), leaving_BHS[:, :, first : first + ready])
-        target_BHS, made_BHM = regroup(group_BHS, leaving_BHS, self.key_step.shape[2], self.group_rows)
-        self._store_keys(target_BHS, made_BHM)
+        held, oldest = self._held(), self._newest(self.tail, self.tail - ready)
+        leaving = torch.zeros_like(self.group, dtype=torch.bool)
+        leaving[oldest] = self.group[oldest] < 0
+        self._store_values(oldest, leaving[oldest])
+        target_BTS, made_BTM = regroup(
+            self.group[held].long(), leaving[held], *self._heads(), self.key_step.shape[2], self.group_rows
+        )
+        self._store_keys(held, target_BTS, made_BTM)
 
-    def _store_values(self, rows: slice, leaving_BHR: Tensor) -> None:
-        x = self.scratch.values[:, :, rows].float().unflatten(-1, (-1, self.value_group))
+    def _store_values(self, at: Any, leaving: Tensor) -> None:
+        """Quantise the values of those of the rows ``at`` that are ``leaving``."""
+        x = self._lent("values")[at].float().unflatten(-1, (-1, self.value_group))
         step, zero = levels(x.amin(-1), x.amax(-1), self.bits)
         codes = pack(encode(x, step[..., None], zero[..., None], self.bits).flatten(-2), self.bits)
-        for name, new in (("value_codes", codes), ("value_step", step), ("value_zero", zero)):
-            held = getattr(self, name)[:, :, rows]
-            held.copy_(torch.where(leaving_BHR[..., None], new, held))
+        for held, new in ((self.value_codes, codes), (self.value_step, step), (self.value_zero, zero)):
+            held[at] = torch.where(leaving[..., None], new, held[at])
 
-    def _store_keys(self, target_BHS: Tensor, made_BHM: Tensor) -> None:
+    def _store_keys(self, at: Any, target_BTS: Tensor, made_BTM: Tensor) -> None:
         """Quantise the rows whose target is a group, by the limits of all rows that have the same target."""
-        B, H, n = target_BHS.shape
-        chosen_BHS = target_BHS >= 0
-        M, x = made_BHM.shape[-1], self.scratch.keys[:, :, :n].float()
-        index = _over(target_BHS.masked_fill(~chosen_BHS, M), self.key_size)
+        chosen_BTS = target_BTS >= 0
+        (B, tables, M), x = made_BTM.shape, self._lent("keys")[at].float()
+        index = target_BTS.masked_fill(~chosen_BTS, M)[..., None].expand_as(x)
         lo, hi = (
-            x.new_zeros(B, H, M + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)[:, :, :M]
+            x.new_zeros(B, tables, M + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)[:, :, :M]
             for how in ("amin", "amax")
         )
         for held, new in zip((self.key_step, self.key_zero), levels(lo, hi, self.bits), strict=True):
-            held.copy_(torch.where(made_BHM[..., None], new, held))
-        codes = pack(encode(x, *self._key_levels(target_BHS.clamp(min=0)), self.bits), self.bits)
-        held = self.key_codes[:, :, :n]
-        held.copy_(torch.where(chosen_BHS[..., None], codes, held))
-        numbers = self.group[:, :, :n]
-        numbers.copy_(torch.where(chosen_BHS, target_BHS, numbers))
+            held.copy_(torch.where(made_BTM[..., None], new, held))
+        codes = pack(encode(x, *self._key_levels(target_BTS.clamp(min=0)), self.bits), self.bits)
+        self.key_codes[at] = torch.where(chosen_BTS[..., None], codes, self.key_codes[at])
+        self.group[at] = torch.where(chosen_BTS, target_BTS.to(self.group.dtype), self.group[at])
 
     # ---- eviction and the rest -----------------------------------------------------------------------------------
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         self._open()
         super().keep(stay_BHS, mean)
-        self.tail = min(self.tail, mean)
+        self.tail = min(self.tail, self.longest)
         self.settle()
 
     def _moving(self) -> list[Tensor]:
-        return [*super()._moving(), self.scratch.keys, self.scratch.values]
+        lent = [self._lent(name) for name in ("keys", "values") if self.scratch.owner is self]
+        return [*super()._moving(), *lent]
 
     def grow(self, rows: int) -> None:
         self.scratch.owner = None
@@ -286,7 +321,7 @@ class QuantisedLayer(BoundedLayer):
         for name in ("key_step", "key_zero"):
             old = getattr(self, name)
             with torch.inference_mode(False):
-                new = old.new_empty(*old.shape[:2], self._groups(), self.key_size)
+                new = old.new_empty(*old.shape[:2], self._tables()[1], self.key_size)
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
 
@@ -304,37 +339,3 @@ class QuantisedLayer(BoundedLayer):
         for name in ("key_step", "key_zero", "tail_keys", "tail_values"):
             setattr(self, name, getattr(self, name).index_select(0, beam_idx))
         self.scratch.owner = None
-
-
-def regroup(group_BHS: Tensor, leaving_BHS: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where rows go that must be quantised: ``(target [B, H, S], made [B, H, groups])``.
-
-    Every head takes the fewest of its sparsest groups (free ones first) that together have room for their own rows and for
-    those that leave the tail, and fills them anew in the order of the rows. ``target`` is a row's new group, -1 where it
-    stays as it is; ``made`` says which groups are taken. A head in which no row leaves takes none.
-
-    Args:
-        group_BHS: int64, the group of each row, -1 where it is not quantised.
-        leaving_BHS: bool, the rows to quantise, none of which has a group.
-        groups: groups of a head; ``groups * size`` is at least the rows with a group and those that leave.
-        size: rows of a full group.
-    """
-    held_BHS = group_BHS >= 0
-    rows_BHM = torch.zeros(*group_BHS.shape[:2], groups, dtype=torch.int64, device=group_BHS.device)
-    rows_BHM.scatter_add_(2, group_BHS.clamp(min=0), held_BHS.long())
-    order_BHM = rows_BHM.argsort(dim=-1, stable=True)
-    number_M = torch.arange(groups, device=group_BHS.device)
-    entering_BH1 = leaving_BHS.sum(-1, keepdim=True)
-    room_BHM = (number_M + 1) * size - rows_BHM.gather(-1, order_BHM).cumsum(-1)
-    taken_BH1 = (room_BHM < entering_BH1).sum(-1, keepdim=True) + 1
-    made_BHM = torch.zeros_like(rows_BHM, dtype=torch.bool)
-    made_BHM.scatter_(2, order_BHM, (number_M < taken_BH1) & (entering_BH1 > 0))
-    chosen_BHS = leaving_BHS | (held_BHS & made_BHM.gather(2, group_BHS.clamp(min=0)))
-    rank_BHS = (chosen_BHS.cumsum(-1) - 1).clamp(min=0)
-    target_BHS = order_BHM.gather(2, (rank_BHS // size).clamp(max=groups - 1))
-    return target_BHS.masked_fill(~chosen_BHS, -1), made_BHM
-
-
-def _over(index_BHS: Tensor, size: int) -> Tensor:
-    """An index of rows, spread over their last axis."""
-    return index_BHS[..., None].expand(-1, -1, -1, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +44,15 @@ class RaggedLayer(BoundedLayer):
 
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
         T = k.shape[2]
-        new = ((self.starts + self.lengths)[:, None] + torch.arange(T, device=self.device)).flatten()
-        self.keys[new] = k.flatten(0, 2)
-        self.values[new] = v.flatten(0, 2)
-        self.scores[new] = score_BHT.expand(self.B, self.H, T).reshape(-1)
-        self.positions[new] = self._new_positions(T).repeat(self.B * self.H)
-        self._begin(new)
+        new_BHT = ((self.starts + self.lengths)[:, None] + torch.arange(T, device=self.device)).view(self.B, self.H, T)
+        self._write(new_BHT, k, v)
+        self.scores[new_BHT] = score_BHT
+        self.positions[new_BHT] = self._new_positions(T)
+        self._begin(new_BHT)
         self.count(T)
+
+    def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        self.keys[new], self.values[new] = k, v
 
     def count(self, T: int) -> None:
         super().count(T)
@@ -61,11 +64,16 @@ class RaggedLayer(BoundedLayer):
         newest = (self.starts + self.lengths - T)[:, None] + torch.arange(T, device=self.device)
         self.scores[newest] = score_BT.repeat_interleave(self.H, 0)
 
+    def buffer(self, name: str) -> Tensor:
+        """All rows of a buffer, the room behind them included."""
+        return getattr(self, name)
+
     def parts(self) -> Iterator[Part]:
+        keys, values = self.buffer("keys"), self.buffer("values")
         for i, (start, length) in enumerate(self._stretches):
             b, h, rows = i // self.H, i % self.H, slice(start, start + length)
             yield Part(
-                slice(b, b + 1), slice(h, h + 1), self.keys[None, None, rows], self.values[None, None, rows],
+                slice(b, b + 1), slice(h, h + 1), keys[None, None, rows], values[None, None, rows],
                 self.stats[:, None, None, rows], self.positions[None, None, rows],
             )  # fmt: skip
 
@@ -75,11 +83,14 @@ class RaggedLayer(BoundedLayer):
 
     def flat(self) -> Flat:
         starts, lengths = (x.view(self.B, self.H) for x in (self.starts, self.lengths))
-        return Flat((self.keys, self.values), self.positions, self.stats, starts, lengths, self.longest)
+        return Flat(self._flat_rows(), self.positions, self.stats, starts, lengths, self.longest)
+
+    def _flat_rows(self) -> Any:
+        return self.keys, self.values
 
     def head(self, name: str, b: int, h: int) -> Tensor:
         start, length = self._stretches[b * self.H + h]
-        return getattr(self, name)[start : start + length]
+        return self.buffer(name)[start : start + length]
 
     @property
     def longest(self) -> int:
@@ -98,7 +109,7 @@ class RaggedLayer(BoundedLayer):
 
     def slots(self, name: str) -> Tensor:
         index = self._row_of_slot().clamp(min=0)
-        buffer, valid = getattr(self, name), self.valid()
+        buffer, valid = self.buffer(name), self.valid()
         if name == "stats":
             return buffer[:, index].view(-1, *valid.shape).masked_fill(~valid, 0)
         out = buffer[index].view(*valid.shape, *buffer.shape[1:])
@@ -132,10 +143,8 @@ class RaggedLayer(BoundedLayer):
             lengths
         )
         target = self.starts.repeat_interleave(lengths) + within
-        for name in self.per_row:
-            buffer = getattr(self, name)
+        for buffer in self._moving():
             buffer[target] = buffer[source]
-        self.stats[:, target] = self.stats[:, source]
 
     def reset(self) -> None:
         super().reset()

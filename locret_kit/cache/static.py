@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backbones.families import decoder_of
 from ..backbones.rope import rotate
+from ..backbones.weight_bits import weight_bits_of
 from ..naming import first_line
 from ..policies.base import Slots
 from .bounded import BoundedCache
@@ -48,6 +49,8 @@ def reason_against(model: Any, cache: BoundedCache) -> str | None:
         return "this architecture has no adapter, so the backbone rotates by positions of the host"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the backbone lies on several devices"
+    if weight_bits_of(model) == 8:
+        return "weights of 8 bits, whose products make the host look for large activations"
     if cache.kv_bits is not None:
         return f"kv_bits={cache.kv_bits}: rows are quantised when the host says"
     for flag, why in (

@@ -24,6 +24,8 @@ class BackboneConfig:
     """Hub id or folder. A relative folder is looked for here first, then beside the installed project."""
     dtype: str = "auto"
     """'auto', 'float32', 'bfloat16' or 'float16'; auto is bfloat16 where the hardware computes in it."""
+    weight_bits: int | None = None
+    """8 or 4: bits of the layers' weights, quantised by bitsandbytes as they are loaded; null leaves them in ``dtype``."""
     adapter: str | None = None
     """PEFT adapter to put on the backbone: Hub id or folder."""
     revision: str | None = None
@@ -226,6 +228,11 @@ class TrainConfig:
                 f"backbone.device_map={spread} spreads one process's backbone, trainer.strategy={strategy} runs one process "
                 "a device: choose trainer.strategy=auto, or fsdp or deepspeed_stage_3 without a map, which shard the backbone"
             )
+        if self.backbone.weight_bits and strategy in ("fsdp", "deepspeed_stage_3", "deepspeed_stage_3_offload"):
+            raise ValueError(
+                f"backbone.weight_bits={self.backbone.weight_bits} packs weights, which trainer.strategy={strategy} would shard: "
+                "choose auto, ddp or deepspeed_stage_2"
+            )
         if self.backbone.gpu_memory and not spread:
             raise ValueError(
                 f"backbone.gpu_memory={self.backbone.gpu_memory} needs a backbone.device_map, such as auto"
@@ -273,6 +280,7 @@ _POSITIVE: Bound = (lambda x: 0 < x < float("inf"), "above 0")
 _NOT_EMPTY: Bound = (lambda x: bool(x) and all(x), "a list of at least one name")
 
 _BOUNDS: dict[str, Bound] = {
+    "backbone.weight_bits": (lambda x: x in (8, 4), "8 or 4"),
     "backbone.gpu_memory": (lambda x: bool(re.fullmatch(r"\d+(\.\d+)?[KMGT]i?B", x)), "a size such as 18GiB"),
     "heads.d_hidden": _at_least(1),
     "target.floor": (lambda x: float("-inf") < x < 0, "below 0"),

@@ -91,9 +91,12 @@ class EvalConfig:
     """'cpu', 'cuda', 'cuda:1'; null takes the best there is, a device of its own for each process."""
     dtype: str = "auto"
     """'auto', 'float32', 'bfloat16' or 'float16'."""
+    weight_bits: int | None = None
+    """8 or 4: bits of the layers' weights, quantised by bitsandbytes as they are loaded; null leaves them in ``dtype``."""
 
     def validate(self) -> None:
         """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
+        from ..backbones.weight_bits import check_weight_bits
         from ..cache.positions import Positions
         from ..evals.settings import check_policies
 
@@ -116,6 +119,7 @@ class EvalConfig:
             "dtype": ("auto", "float32", "bfloat16", "float16"),
         }
         check_policies(self.policies, self.kv_bits)
+        check_weight_bits(self.weight_bits)
         if self.positions is not None:
             Positions.parse(self.positions, 1)
         for name, known in choices.items():
@@ -181,7 +185,7 @@ _LOWEST = {
 
 FIXED = (
     "model", "adapter", "chunk", "stabilizers", "local_len", "positions", "kv_bits", "chat", "ending", "prefill",
-    "decode_every", "max_new_tokens", "seed", "dtype",
+    "decode_every", "max_new_tokens", "seed", "dtype", "weight_bits",
 )  # fmt: skip
 """What all rows of a folder share, and the heads of one name; the other keys may differ from one run to the next."""
 

@@ -108,7 +108,11 @@ def load_engine(config: EvalConfig, parts: Parts | None = None) -> Engine:
 
     parts = parts or load_parts(config)
     model, tokenizer = load_backbone(
-        parts.model, dtype=config.dtype, device=_device(config.device), adapter=parts.adapter
+        parts.model,
+        dtype=config.dtype,
+        device=_device(config.device),
+        adapter=parts.adapter,
+        weight_bits=config.weight_bits,
     )
     for one in parts.heads.values():
         one.check_backbone(spec_of(text_config(model)))

@@ -51,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
     run = p.add_argument_group("machine")
     run.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
     run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    run.add_argument(
+        "--weight-bits", type=int, choices=(8, 4), help="quantise the backbone's layers with bitsandbytes while loading"
+    )
     run.add_argument("--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA)")
     run.add_argument(
         "--graph",
@@ -121,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
     adapter, warning = choose_adapter(config.adapter if config else None, args.adapter)
     protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
     idle = None if protects or args.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
-    model, tokenizer = load_backbone(name, dtype=args.dtype, device=args.device, adapter=adapter)
+    model, tokenizer = load_backbone(
+        name, dtype=args.dtype, device=args.device, adapter=adapter, weight_bits=args.weight_bits
+    )
     if heads is not None:
         from ..backbones.families import spec_of, text_config
 
@@ -192,7 +197,7 @@ def plan_chunk(
     setting = Setting(
         tokens, settings["budget"], settings["chunk"] if named else PLANNED_CHUNK,
         str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."), heads.d_hidden if heads else 0,
-        policy, args.kv_bits, settings["stabilizers"], settings["local_len"], args.one_shot,
+        policy, args.kv_bits, settings["stabilizers"], settings["local_len"], args.one_shot, args.weight_bits,
     )  # fmt: skip
     setting, plan = planned(load_config(name), setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")

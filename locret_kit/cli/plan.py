@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--policy", default="locret", help="a policy's name or an expression (default locret)")
     p.add_argument("--d-hidden", type=int, help="width of the retaining heads, for policies that need them")
     p.add_argument("--kv-bits", type=int, choices=(4, 2), help="bits of a stored key or value (default: the dtype's)")
+    p.add_argument("--weight-bits", type=int, choices=(8, 4), help="bits of the layers' weights (default: the dtype's)")
     p.add_argument("--train", type=int, metavar="TOKENS", help="plan a training step of so many tokens instead")
     p.add_argument(
         "--batch", type=int, help="samples of one forward in training (default: the recipe's data.batch, or 1)"
@@ -84,6 +85,7 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
+    from ..backbones.weight_bits import suffix
     from ..policies.registry import parse_policy
     from ..runtime import fit
     from ..runtime import plan as p
@@ -94,16 +96,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
     config, recipe = resolve(args.model)
     backbone = p.Backbone.of(config)
-    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN)
+    d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
     say = [
-        f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}; cap {show(cap)} "
+        f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
     ]
     if args.train is not None:
         if args.kv_bits is not None:
             raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
         batch = _given(args.batch, recipe, "data.batch", 1)
-        step = p.TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden)
+        step = p.TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
         plan = p.plan_training(backbone, step)
         longest = fit.largest_sample(backbone, step, cap)
         print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
@@ -122,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         kv_bits=args.kv_bits,
         stabilizers=recipe.get("infer.stabilizers"),
         local_len=recipe.get("infer.local_len"),
+        weight_bits=bits,
     )
     if args.budget is not None:
         setting = fit.resized(setting, args.budget)
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             f"at budget {setting.budget} the largest chunk is {fit.largest_chunk(backbone, setting, cap)}"
         )
     if setting.width:
-        step = p.TrainSetting(p.TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden)
+        step = p.TrainSetting(p.TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
         say.append(
             f"training these heads: the longest sample that fits is {fit.largest_sample(backbone, step, cap)} tokens"
         )

@@ -52,7 +52,10 @@ def out_of_memory(said: str, cfg: Any) -> str:
     asked, free, held = figures
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
     tokens, room = cfg.data.max_tokens, held + free
-    setting = TrainSetting(tokens, min(TrainSetting.answer, tokens - 1), cfg.data.batch, dtype, cfg.heads.d_hidden)
+    setting = TrainSetting(
+        tokens, min(TrainSetting.answer, tokens - 1), cfg.data.batch, dtype, cfg.heads.d_hidden,
+        weight_bits=cfg.backbone.weight_bits,
+    )  # fmt: skip
     backbone = Backbone.of(resolve(cfg.backbone.model)[0])
     if (expected := plan_training(backbone, setting).peak) <= room:  # the plan was too low by as much as was asked
         room = expected - asked

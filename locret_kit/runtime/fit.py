@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..backbones.weight_bits import WEIGHT_BITS
 from ..cache.packing import BITS
-from .plan import Backbone, Plan, Setting, TrainSetting, plan_inference, plan_training
+from .plan import ITEM_BYTES, Backbone, Plan, Setting, TrainSetting, plan_inference, plan_training
 from .sizes import show
 
 STEP = 64
@@ -69,7 +70,15 @@ def with_chunk_that_fits(backbone: Backbone, setting: Setting, cap: int) -> Sett
 def nearest_fitting(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
     """Up to three settings below ``cap``: the largest smaller chunk alone, the largest smaller budget alone, and fewer bits
     alone. Where one of these does not help: both lengths in the same proportion, then budgets at a half, a quarter, ... of
-    the chunk."""
+    the chunk. Where nothing does: weights of 8 and of 4 bits alone, else of 4 with these."""
+    if found := _nearest(backbone, setting, cap):
+        return found
+    fewer = [replace(setting, weight_bits=bits) for bits in WEIGHT_BITS if bits < (setting.weight_bits or 16)]
+    fitting = [s for s in fewer if plan_inference(backbone, s).peak <= cap]
+    return fitting or (_nearest(backbone, fewer[-1], cap) if fewer else [])
+
+
+def _nearest(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
     bits = [s for s in fewer_bits(setting) if plan_inference(backbone, s).peak <= cap][:1]
     if setting.policy.keeps_everything:
         return bits
@@ -99,8 +108,7 @@ def listed(backbone: Backbone, found: list[Setting]) -> str:
 def fewer_bits(setting: Setting) -> list[Setting]:
     """The same lengths in half precision, then with keys and values in 4 and in 2 bits."""
     half = replace(setting, dtype="bfloat16") if setting.dtype == "float32" else setting
-    stored_once = not setting.policy.ragged and setting.policy.merge is None
-    packed = [b for b in BITS if stored_once and b < (setting.kv_bits or 16)]
+    packed = [b for b in BITS if setting.policy.merge is None and b < (setting.kv_bits or 16)]
     return [half] * (half is not setting) + [replace(half, kv_bits=b) for b in packed]
 
 
@@ -117,6 +125,9 @@ def require_fit(backbone: Backbone, setting: Setting, cap: int) -> Plan:
     if near := nearest_fitting(backbone, setting, cap):
         raise DoesNotFit(f"{said}. These fit: {listed(backbone, near)}")
     least = f"weights and heads alone take {show(plan.weights + plan.heads)}"
+    if setting.weight_bits != min(WEIGHT_BITS):
+        fewest = backbone.weights(ITEM_BYTES[setting.dtype], min(WEIGHT_BITS))
+        least += f", with {min(WEIGHT_BITS)}-bit weights {show(fewest + plan.heads)}"
     if setting.policy.keeps_everything:
         least += f", and policy={setting.policy.name!r} evicts nothing"
     raise DoesNotFit(f"{said}. No setting fits: {least}")

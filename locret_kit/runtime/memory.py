@@ -11,6 +11,7 @@ import torch
 
 from ..backbones.families import has_adapter, text_config
 from ..backbones.load import pick_device
+from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from .fit import RESERVE, listed, nearest_fitting, require_fit, with_chunk_that_fits
 from .plan import Backbone, Plan, Setting, plan_inference
@@ -76,7 +77,7 @@ def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
     setting = Setting(
         tokens, s.budget, s.chunk, str(model.dtype).removeprefix("torch."),
         cache.heads.config.d_hidden if cache.heads is not None else 0, cache.policy, cache.kv_bits,
-        None if s.one_shot else s.stabilizers, None if s.one_shot else s.local_len, s.one_shot,
+        None if s.one_shot else s.stabilizers, None if s.one_shot else s.local_len, s.one_shot, weight_bits_of(model),
     )  # fmt: skip
     backbone = Backbone.of(config)
     room, expected = held + free, plan_inference(backbone, setting).peak

@@ -4,7 +4,8 @@ Weights, heads and cache are exact. The phases follow what the code keeps alive,
 counts the same on PyTorch's meta device for the ``locret`` policy. A fused attention kernel is assumed: where PyTorch needs
 an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
 selecting stays below that of rotating the keys and is not a phase here; what a score remembers beside its queries
-(``expected-attention``, ``compactor``) is not counted. Library workspaces and the CUDA context are the caller's ``reserve``.
+(``expected-attention``, ``compactor``) is not counted. Few-bit weights are read as bitsandbytes does it on a GPU for many
+tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..backbones.families import BackboneSpec, require_adapter, spec_of
-from ..cache.quantised import GROUP, RESIDUAL, SPARE, VALUE_GROUP, check_storage
+from ..backbones.slices import SLICE
+from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
+from ..cache.groups import GROUP, SPARE, table_size
+from ..cache.quantised import RESIDUAL, VALUE_GROUP, check_storage
 from ..cache.schedule import INT32_MAX, PIECE, Schedule
 from ..policies.base import Policy
 from ..policies.registry import parse_policy
@@ -49,6 +53,20 @@ class Backbone:
     def fused(self) -> bool:
         """Whether q, k, v come from one projection, and gate and up from another (Phi-3)."""
         return self.spec.model_type == "phi3"
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every matrix of a layer."""
+        q, kv = self.spec.n_heads * self.spec.head_dim, self.spec.n_kv_heads * self.spec.head_dim
+        inward = [self.spec.qkv_dim, 2 * self.intermediate] if self.fused else [q, kv, kv, *[self.intermediate] * 2]
+        return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
+
+    def weights(self, item: int, bits: int | None) -> int:
+        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them."""
+        if bits is None:
+            return self.parameters * item
+        layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
+        return self.parameters * item - self.spec.n_layers * layer
 
 
 def parameters_of(config: Any) -> int:
@@ -87,10 +105,13 @@ class Setting:
     stabilizers: int | None = None
     local_len: int | None = None
     one_shot: bool = False
+    weight_bits: int | None = None
+    """Bits of a weight in the backbone's layers; None is ``dtype``."""
 
     def __post_init__(self) -> None:
         _ = self.schedule  # names the field that is out of bounds
         check_storage(self.kv_bits, self.policy)
+        check_weight_bits(self.weight_bits)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
         if self.d_hidden < 0:
@@ -120,7 +141,7 @@ class Setting:
 
     def __str__(self) -> str:
         bits = f", {self.kv_bits}-bit keys and values" if self.kv_bits else ""
-        return f"budget {self.budget}, chunk {self.schedule.chunk}, {self.dtype}{bits}"
+        return f"budget {self.budget}, chunk {self.schedule.chunk}, {self.dtype}{suffix(self.weight_bits)}{bits}"
 
 
 @dataclass(frozen=True)
@@ -162,26 +183,29 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     recent = 0 if policy.keeps_everything else policy.score.recent(setting.schedule.chunk)
     queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
     if setting.kv_bits is None:
-        stored, scratch = row * sum(capacities), 0
+        stored, scratch = H * row * sum(capacities), 0
     else:
-        spare = 0.0 if policy.keeps_everything else SPARE
-        stored = sum(quantised_bytes(spec.head_dim, item, rows, setting.kv_bits, spare) for rows in capacities)
-        scratch = row * max(capacities, default=0)
+        spare, ragged = 0.0 if policy.keeps_everything else SPARE, policy.ragged
+        stored = sum(quantised_bytes(spec, item, rows, setting.kv_bits, spare, ragged=ragged) for rows in capacities)
+        scratch = H * row * max(capacities, default=0)
     absorbed = 4 if policy.merge is not None and policy.merge.remembers else 0
-    full = stored + scratch + (numbers + statistics + absorbed) * sum(capacities)
-    return H * (full + (row + numbers) * windowed) + queries * len(capacities)
+    full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
+    return stored + scratch + H * full + queries * len(capacities)
 
 
-def quantised_bytes(head_dim: int, item: int, rows: int, bits: int, spare: float) -> int:
-    """Bytes of the keys and values of one head in few bits: codes, steps and zero points, group numbers, and the newest
-    rows in full. See ``cache.quantised``."""
+def quantised_bytes(spec: BackboneSpec, item: int, rows: int, bits: int, spare: float, *, ragged: bool) -> int:
+    """Bytes of the keys and values of one layer in few bits, ``rows`` a head: codes, steps and zero points, group numbers, and
+    the newest rows in full. Heads of different lengths share a table of groups. See ``cache.quantised``."""
+    H, head_dim = spec.n_kv_heads, spec.head_dim
     if head_dim * bits % 8:
         raise ValueError(f"kv_bits={bits} needs a head size that is a multiple of {8 // bits}, not {head_dim}")
-    groups = -(-int(rows * (1 + spare)) // GROUP)
+    tables = 1 if ragged else H
+    groups = table_size(rows, H // tables, spare)
     value_group = max(n for n in range(1, VALUE_GROUP + 1) if head_dim % n == 0)
     levels = 2 * 2  # a step and a zero point, two bytes each
     a_row = 2 * head_dim * bits // 8 + levels * head_dim // value_group + (2 if groups < 2**15 else 4)
-    return rows * a_row + levels * groups * head_dim + 2 * (RESIDUAL + GROUP - 1) * head_dim * item
+    newest = 2 * (RESIDUAL + GROUP - 1) * head_dim * item
+    return H * (rows * a_row + newest) + tables * levels * groups * head_dim
 
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
@@ -210,11 +234,13 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         "rotate keys": held + ROTATION_COPIES * rows,
         "attend": held + rows + ROTATION_COPIES * q,
         "evict": held + rows + 3 * q,
-        "mlp": always + _mlp(backbone, T),
         "logits": always + 3 * backbone.vocab,
     }
     cache = cache_bytes(spec, setting)
     transient = {name: elements * item for name, elements in phases.items()}
+    transient["mlp"] = always * item + _mlp(backbone, T, item, setting.weight_bits)
+    if setting.weight_bits is not None:
+        transient["project"] = _project(backbone, T, item, setting.weight_bits, always, held + q)
     if setting.kv_bits is not None:
         kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
         transient["unpack"] = held * item + UNPACK_BYTES * kept
@@ -225,7 +251,7 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers
     return Plan(
-        weights=backbone.parameters * item,
+        weights=backbone.weights(item, setting.weight_bits),
         heads=head_parameters(spec, setting.width) * item,
         cache=cache,
         phases=transient,
@@ -237,10 +263,34 @@ def _stream(backbone: Backbone, T: int) -> int:
     return 3 * T * backbone.hidden
 
 
-def _mlp(backbone: Backbone, T: int) -> int:
-    """Elements alive at the MLP's widest moment: the layer's input, and activation, up and their product (a fused
-    projection keeps gate too)."""
-    return T * (backbone.hidden + (4 if backbone.fused else 3) * backbone.intermediate)
+def _mlp(backbone: Backbone, T: int, item: int, bits: int | None) -> int:
+    """Bytes alive at the MLP's widest moment: the layer's input and what the first slice needs, or from the second on also
+    what all of them give."""
+    stream = T * backbone.hidden * item
+    first = stream + _slice(backbone, min(T, SLICE), item, bits)
+    return first if T <= SLICE else max(first, 2 * stream + _slice(backbone, min(T - SLICE, SLICE), item, bits))
+
+
+def _slice(backbone: Backbone, rows: int, item: int, bits: int | None) -> int:
+    """Bytes between an MLP's two products: activation, up and their product; a fused projection keeps gate too. With few
+    bits, if that is more, as up is made: beside the activation, or together with gate."""
+    wide = backbone.intermediate
+    product = rows * (4 if backbone.fused else 3) * wide * item
+    if bits is None:
+        return product
+    scratch = scratch_bytes(rows, backbone.hidden, 2 * wide if backbone.fused else wide, bits, item)
+    return max(product, rows * 2 * wide * item + scratch)
+
+
+def _project(backbone: Backbone, T: int, item: int, bits: int, before: int, after: int) -> int:
+    """Bytes alive as few-bit matrices make queries, with ``before`` elements beside, or take attention's output, with
+    ``after`` elements."""
+    hidden, q = backbone.hidden, backbone.spec.n_heads * backbone.spec.head_dim
+    made = backbone.spec.qkv_dim if backbone.fused else q
+    return max(
+        (before + T * made) * item + scratch_bytes(T, hidden, made, bits, item),
+        (after + T * hidden) * item + scratch_bytes(T, q, hidden, bits, item),
+    )
 
 
 @dataclass(frozen=True)
@@ -256,6 +306,8 @@ class TrainSetting:
     d_hidden: int = 1024
     block: int = 64
     """Answer queries that the target reads at a time (`column_max`)."""
+    weight_bits: int | None = None
+    """Bits of a weight in the backbone's layers; None is ``dtype``."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "answer", "batch", "d_hidden"):
@@ -263,6 +315,7 @@ class TrainSetting:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.answer >= self.tokens:
             raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
+        check_weight_bits(self.weight_bits)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
 
@@ -291,12 +344,14 @@ def plan_training(backbone: Backbone, setting: TrainSetting) -> Plan:
         "rotate": (held + 3 * q) * item,
         "target": held * item + 4 * (2 * logits + k),
         "head": held * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
-        "mlp": (always + _mlp(backbone, B * T)) * item,
+        "mlp": always * item + _mlp(backbone, B * T, item, setting.weight_bits),
     }
+    if setting.weight_bits is not None:
+        phases["project"] = _project(backbone, B * T, item, setting.weight_bits, always, held + B * q)
     if B > 1:
         phases["attend"] = (held + B * (q + k) + B * q) * item  # what was rotated alone, together, and the output
     return Plan(
-        weights=backbone.parameters * item,
+        weights=backbone.weights(item, setting.weight_bits),
         heads=4 * (heads + 3 * trained),
         cache=0,
         phases=phases | {"optimiser": 4 * trained},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backbones.weight_bits import precision_of
 from .provenance import versions
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Report:
             positions=cache.positions or "original", kv_bits=cache.kv_bits,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
-            peak_bytes=peak_memory(model.device), device=str(model.device), dtype=str(model.dtype).removeprefix("torch."),
+            peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             backend=cache.backend or "", decoding=c.decoding, versions=versions(), **measured,
         )  # fmt: skip
 

@@ -179,4 +179,5 @@ def _backbone(cfg: Any, device: str | None) -> tuple[Any, Any]:
     return load_backbone(
         cfg.backbone.model, dtype=precision, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
         device=device or where, device_map=cfg.backbone.device_map, gpu_memory=cfg.backbone.gpu_memory,
+        weight_bits=cfg.backbone.weight_bits,
     )  # fmt: skip

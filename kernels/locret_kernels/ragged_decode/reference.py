@@ -24,10 +24,11 @@ class PackedRows(NamedTuple):
     """uint8 ``[N, D * bits / 8]``, and so are the values'."""
     value_codes_NX: Tensor
     group_N: Tensor
-    """Integer: a row's key group, counted in its head. Of rows in a tail it may be anything."""
-    key_step_PMD: Tensor
-    """float16, of the ``M`` groups of each head, and so is the zero point."""
-    key_zero_PMD: Tensor
+    """Integer: a row's key group, counted in its table. Of rows in a tail it may be anything."""
+    key_step_TMD: Tensor
+    """float16, of the ``M`` groups of each table, and so is the zero point; ``P / T`` heads that follow one another share a
+    table."""
+    key_zero_TMD: Tensor
     value_step_NC: Tensor
     """float16 ``[N, groups of channels]``, and so is the zero point."""
     value_zero_NC: Tensor
@@ -40,7 +41,7 @@ class PackedRows(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 8 * self.key_codes_NX.shape[1] // self.key_step_PMD.shape[2]
+        return 8 * self.key_codes_NX.shape[1] // self.key_step_TMD.shape[2]
 
 
 class Decoded(NamedTuple):
@@ -104,12 +105,13 @@ def packed_decode(
     """``ragged_decode`` over rows in few bits."""
     channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
     first_of_tail_P = (lengths_BH - rows.tail_BH).flatten()
+    sharing = lengths_BH.numel() // len(rows.key_step_TMD)
 
     def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
         rank_S = torch.arange(len(row_S), device=row_S.device)
         packed_S1 = (there_S & (rank_S < first_of_tail_P[p]))[:, None]
         group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
-        step, zero = (x[p, group_S].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))
+        step, zero = (x[p // sharing, group_S].float() for x in (rows.key_step_TMD, rows.key_zero_TMD))
         k = zero + _codes(rows.key_codes_NX[row_S], rows.bits) * step
         step, zero = (
             x[row_S].float().repeat_interleave(channels, -1) for x in (rows.value_step_NC, rows.value_zero_NC)

@@ -173,7 +173,7 @@ def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST:
 @triton.jit
 def _packed_decode(
     q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
-    starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, M, R, S, per_split,
+    starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr, RECEIVED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -197,8 +197,8 @@ def _packed_decode(
     groups += start
     place += start
     logits += (head.to(tl.int64) * G + members)[:, None] * S
-    key_step += head.to(tl.int64) * M * D
-    key_zero += head.to(tl.int64) * M * D
+    key_step += (head // sharing).to(tl.int64) * M * D
+    key_zero += (head // sharing).to(tl.int64) * M * D
     tail_keys += head.to(tl.int64) * R * D
     tail_values += head.to(tl.int64) * R * D
     zero = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
@@ -300,9 +300,10 @@ def packed_decode(
     """See ``reference.packed_decode``."""
     check(q=q_BQD, **rows._asdict())
     B, Q, D = q_BQD.shape
-    H, (P, M, _), R = starts_BH.shape[1], rows.key_step_PMD.shape, rows.tail_keys_PRD.shape[1]
+    H, (T, M, _), (P, R, _) = starts_BH.shape[1], rows.key_step_TMD.shape, rows.tail_keys_PRD.shape
     D0, D1 = head_blocks(D)
-    if Q % H or B * H != P or rows.key_step_PMD.shape[2] != D or rows.key_codes_NX.shape != rows.value_codes_NX.shape:
+    alike = rows.key_zero_TMD.shape == (T, M, D) and rows.key_codes_NX.shape == rows.value_codes_NX.shape
+    if Q % H or B * H != P or P % T or not alike:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in rows._asdict().items())
         raise ValueError(f"q {tuple(q_BQD.shape)} of {H} key/value heads does not belong to {shapes}")
     if rows.bits not in (4, 2) or rows.key_codes_NX.dtype != torch.uint8:
@@ -316,7 +317,7 @@ def packed_decode(
     tiles.launch(
         _packed_decode, (B * H, splits), q_BQD, *(x.contiguous() for x in rows), starts_BH.contiguous(),
         lengths_BH.contiguous(), cos, sin, place, parts.logits, parts.out, parts.norm, scaling,
-        *q_BQD.stride()[:2], H, M, R, longest, per_split,
+        *q_BQD.stride()[:2], H, P // T, M, R, longest, per_split,
         G=Q // H, BLOCK_G=max(16, triton.next_power_of_2(Q // H)), D0=D0, D1=D1, BLOCK_S=block_s, BITS=rows.bits,
         GROUPS=rows.value_step_NC.shape[1], ROTATE=0 if cos_SR is None else cos_SR.shape[1],
         PLACED=place_N is not None, RECEIVED=received, UPCAST=tiles.INTERPRETED,
