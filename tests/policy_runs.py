@@ -19,6 +19,7 @@ FITTED = {
     "snapkv": "snapkv(6,3)", "pyramidkv": "pyramidkv(6,3,beta=3)", "ada-snapkv": "ada-snapkv(6,3)",
     "ada-pyramid": "ada-pyramid(6,3,beta=3)", "nacl": "nacl(proxies=5)", "lagkv": "lagkv(lag=7)",
     "expected-attention": "expected-attention(future=9)", "compactor": "compactor(block=8)",
+    "windowed-locret": "windowed-locret(6,2)",
 }  # fmt: skip
 POLICIES = [FITTED.get(name, name) for name in NAMED]
 POLICIES += ["kvcrush(base=ada-snapkv(6,3),level=chunk)", "score=entropy allocation=adaptive selection=sampled"]

@@ -251,6 +251,7 @@ RUNS = {  # chunk: the rest; the last chunk is ragged
 def test_every_named_policy_is_here():
     elsewhere = {"compactor", "expected-attention", "lagkv"}  # with state of their own: test_key_scores.py
     elsewhere |= {"merge", "merge-locret"}  # test_merging.py
+    elsewhere |= {"windowed-locret"}  # test_reading.py
     assert {policy.split("(")[0] for policy in POLICIES} >= NAMED.keys() - elsewhere
 
 

@@ -195,7 +195,7 @@ def test_a_name_is_its_parts(name):
     line = next(line for line in describe_policies() if line.split()[0] == name)
     composed = parse_policy(line.split(maxsplit=1)[1].split("  parameters:")[0])
     named = parse_policy(name)
-    for part in ("score", "scopes", "selection"):
+    for part in ("score", "scopes", "selection", "merge", "reading"):
         assert getattr(composed, part) == getattr(named, part)
     assert repr(named.allocation or Uniform()) == repr(composed.allocation)
 

@@ -119,6 +119,10 @@ class BoundedCache(Cache):
             Positions.parse(positions, 1)
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
+        if self.policy.reading is not None and prompt_length is None:
+            raise ValueError(
+                f"policy={self.policy.name!r} reads the prompt otherwise than what follows: pass prompt_length="
+            )
         check_storage(kv_bits, self.policy)
         self.schedule = Schedule.scaled(
             **settings, prompt_length=prompt_length, decode_every=decode_every, one_shot=one_shot
@@ -242,7 +246,7 @@ class BoundedCache(Cache):
             cos, sin = self.table(self.ropes[layer], rows.seen, q.shape[2], q)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         rows.append(k, v, score_BHT)
-        if q.shape[2] == 1 and rows.reads_flat:
+        if q.shape[2] == 1 and rows.reads_flat and not self._reads(rows):
             assert self.backend is not None
             flat = rows.flat()
             return decode_rows(
@@ -256,27 +260,41 @@ class BoundedCache(Cache):
         return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
 
     def _attend_part(self, layer: int, rows: BoundedLayer, part: Part, q: Tensor, scaling: float) -> Tensor:
-        """Attention of heads of equal length, read in place; their slots gain its statistics."""
-        T, n, keys = q.shape[2], part.keys.shape[2], part.keys
+        """Attention of heads of equal length; their slots gain its statistics. All rows are read in place."""
+        T, seen = q.shape[2], self._visible(rows, part)
+        keys, values = _picked(part.keys, seen), _picked(part.values, seen)
+        n = keys.shape[2]
         if self.rotates_rows(rows):
             if self.places.by_rank:
                 cos, sin = self.row_table(layer, rows, n, q)
                 newest = cos[-T:], sin[-T:]
             else:
                 rank_S = torch.arange(n, device=q.device)
-                cos, sin = self.place_table(layer, self.places.place(rank_S, part.positions, rows.seen), q)
+                at = self.places.place(rank_S, _picked(part.positions, seen), rows.seen)
+                cos, sin = self.place_table(layer, at, q)
                 newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
             keys, q = rotate(keys, cos, sin), rotate(q, *newest)
         if not len(part.stats):
-            return attend_rows(q, keys, part.values, scaling, rows.window)
+            return attend_rows(q, keys, values, scaling, rows.window)
         assert self.backend is not None
-        out, lse = attend_rows_lse(q, keys, part.values, scaling, self.backend)
+        out, lse = attend_rows_lse(q, keys, values, scaling, self.backend)
         began = time.perf_counter()
         made = function("column_stats", self.backend)(q, keys, scaling, lse, want=frozenset(self.statistics))
         for stat, name in zip(part.stats, self.statistics, strict=True):
-            stat += getattr(made, name)
+            _add_picked(stat, getattr(made, name), seen)
         self.counters.score_s += time.perf_counter() - began
         return out
+
+    def _reads(self, rows: BoundedLayer) -> bool:
+        """Whether the tokens that this layer took last see what the policy's reading lets them see, and no more."""
+        if self.policy.reading is None or rows.window is not None or not rows.evictions:
+            return False
+        assert self.schedule.body is not None
+        return rows.seen <= self.schedule.body
+
+    def _visible(self, rows: BoundedLayer, part: Part) -> tuple[slice, ...] | None:
+        """Slices of a part's rows that the newest tokens see; None for all."""
+        return self.policy.reading.visible(part.keys.shape[2], rows.fresh) if self._reads(rows) else None
 
     def _turn(self, layer: int, rows: BoundedLayer, longest: int, like: Tensor) -> Turn | None:
         """How one token's attention rotates keys that are stored before RoPE, of heads with at most ``longest`` rows."""
@@ -408,3 +426,17 @@ class BoundedCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes
+
+
+def _picked(rows: Tensor, seen: tuple[slice, ...] | None) -> Tensor:
+    """The rows ``[b, h, S, ...]`` that are seen, one behind the other."""
+    return rows if seen is None else torch.cat([rows[:, :, piece] for piece in seen], dim=2)
+
+
+def _add_picked(stat_bhS: Tensor, made: Tensor, seen: tuple[slice, ...] | None) -> None:
+    """Add what was made of the rows that are seen to a statistic of all rows, in place."""
+    start = 0
+    for piece in seen or (slice(None),):
+        target = stat_bhS[..., piece]
+        target += made[..., start : start + target.shape[-1]]
+        start += target.shape[-1]

@@ -1,8 +1,9 @@
 """The seam: what a policy's parts are given, and how they choose the slots that stay.
 
 A policy answers four questions, each with one part: what is a slot worth (score), which slots may not go now (scopes),
-how many slots does each layer and each head get (allocation), and which slots stay (selection). A fifth part, which may be
-absent, folds what goes into what stays (merging). Parts know nothing of models, caches or files.
+how many slots does each layer and each head get (allocation), and which slots stay (selection). Two parts may be absent: one
+folds what goes into what stays (merging), one says which slots a token of the prompt sees (reading). Parts know nothing of
+models, caches or files.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Policy:
-    """Score, scopes, allocation, selection and merging under one name."""
+    """Score, scopes, allocation, selection, merging and reading under one name."""
 
     name: str
     score: Any
@@ -241,6 +242,8 @@ class Policy:
     keeps_everything: bool = False
     merge: Any = None
     """None drops what is evicted."""
+    reading: Any = None
+    """None: a token of the prompt sees every slot."""
 
     @property
     def needs_heads(self) -> bool:

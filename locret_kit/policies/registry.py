@@ -14,6 +14,7 @@ from .allocation import Adaptive, Pyramid, PyramidAdaptive, Uniform
 from .base import Policy
 from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
 from .merging import Lococo, Nearest
+from .reading import Recent
 from .scopes import Deviation, Proxies, Sinks, Stabilizers, Window
 from .scores import Aas, Aqas, Cis, Entropy, Ltas, Mas, ProxyAttention, Random, Recency, WindowAttention
 from .selection import Representatives, Sampled, TopK
@@ -29,7 +30,8 @@ SCOPES: dict[str, type] = {
 ALLOCATIONS: dict[str, type] = {"adaptive": Adaptive, "pyramid": Pyramid, "uniform": Uniform}
 SELECTIONS: dict[str, type] = {"representatives": Representatives, "sampled": Sampled, "top-k": TopK}
 MERGES: dict[str, type] = {"lococo": Lococo, "nearest": Nearest}
-PARTS = ("score", "scope", "allocation", "selection", "merge")
+READINGS: dict[str, type] = {"recent": Recent}
+PARTS = ("score", "scope", "allocation", "selection", "merge", "reading")
 
 
 def _full() -> Policy:
@@ -130,6 +132,18 @@ def _merge_locret(sinks: int = 0, metric: str = "cosine", weight: str = "score")
     return replace(_locret(sinks), name="merge-locret", merge=Nearest(metric, weight), source="Locret, section 4.4")
 
 
+def _windowed_locret(newest: int = 1024, sinks: int = 8) -> Policy:
+    reading = Recent(newest, sinks)
+    return Policy(
+        "windowed-locret",
+        Cis(),
+        (Stabilizers(newest),),
+        TopK(),
+        reading=reading,
+        source="Locret with StreamingLLM's reading",
+    )
+
+
 def _knorm() -> Policy:
     return Policy("knorm", KNorm(), (), TopK(), source="arXiv 2406.11430")
 
@@ -176,6 +190,7 @@ NAMED: dict[str, Callable[..., Policy]] = {
     "locret": _locret,
     "ada-locret": _ada_locret,
     "pyramid-locret": _pyramid_locret,
+    "windowed-locret": _windowed_locret,
     "merge": _merge,
     "merge-locret": _merge_locret,
 }
@@ -221,7 +236,7 @@ def _changed(base: Policy, items: list[str]) -> Policy:
         given[key] = value
     if base.score is None and "score" not in given:
         raise ValueError(f"policy={base.name!r} names no score; known: {', '.join(SCORES)}")
-    tables = {"score": SCORES, "selection": SELECTIONS, "merge": MERGES}
+    tables = {"score": SCORES, "selection": SELECTIONS, "merge": MERGES, "reading": READINGS}
     made = {part: _call(given[part], part, table) for part, table in tables.items() if part in given}
     if "scope" in given:
         made["scopes"] = tuple(_call(scope, "scope", SCOPES) for scope in split_outside(given["scope"], "+"))
@@ -309,7 +324,7 @@ def spell(part: Any) -> str:
     """A part in the grammar, every parameter written out."""
     if isinstance(part, PyramidAdaptive):
         return f"{spell(part.pyramid)}+{spell(part.adaptive)}"
-    tables = (SCORES, SCOPES, ALLOCATIONS, SELECTIONS, MERGES)
+    tables = (SCORES, SCOPES, ALLOCATIONS, SELECTIONS, MERGES, READINGS)
     names = {kind: name for table in tables for name, kind in table.items()}
     inside = ",".join(f"{field.name}={getattr(part, field.name)}" for field in fields(part))
     return names[type(part)] + (f"({inside})" if inside else "")
@@ -321,6 +336,7 @@ def parts_of(policy: Policy) -> dict[str, str]:
         "score": spell(policy.score), "scope": "+".join(spell(scope) for scope in policy.scopes),
         "allocation": spell(policy.allocation or Uniform()), "selection": spell(policy.selection),
         "merge": spell(policy.merge) if policy.merge is not None else "",
+        "reading": spell(policy.reading) if policy.reading is not None else "",
     }  # fmt: skip
     return {part: text for part, text in found.items() if text}
 

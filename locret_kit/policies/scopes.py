@@ -46,11 +46,17 @@ class Stabilizers(ScopePart):
     """The newest slots, as many as the run says (``--stabilizers``), except at the last eviction of the prompt.
     Source: Locret, section 3.4."""
 
+    most: int | float = 1.0
+    """No more than so many, or than this fraction of what the head keeps."""
+
+    def __post_init__(self) -> None:
+        check_size("stabilizers", "most", self.most, 0)
+
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return stabilizers
+        return min(stabilizers, amount(self.most, budget))
 
     def protects(self, slots: Slots) -> Tensor:
-        return slots.newest(slots.stabilizers)
+        return slots.newest(min(slots.stabilizers, amount(self.most, slots.keep)))
 
 
 @dataclass(frozen=True)
