@@ -198,6 +198,19 @@ def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
     assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
 
 
+@pytest.mark.parametrize("newest", [512, 4096])
+def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
+    monkeypatch.setattr("locret_kit.cache.attention.lower_right", lambda *args: None)
+    config, policy = configuration("llama3.1-8b", layers=3), parse_policy(f"recency reading=recent({newest})")
+    model = on_meta(config)
+    with FusedAttention(), LiveBytes() as live:
+        kept = BoundedCache(6000, policy, chunk=1024, prompt_length=9000)
+        with attach(model):
+            prefill(model, range(9000), kept)
+    plan = p.plan_inference(p.Backbone.of(config), p.Setting(9000, 6000, 1024, policy=policy))
+    assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
+
+
 @pytest.mark.parametrize(("name", "tokens", "answer"), [("phi3-mini", 10240, 200), ("llama3.1-8b", 10240, 64)])
 def test_peak_of_a_training_step(name, tokens, answer):
     config = configuration(name, layers=2)

@@ -260,7 +260,8 @@ class BoundedCache(Cache):
         return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
 
     def _attend_part(self, layer: int, rows: BoundedLayer, part: Part, q: Tensor, scaling: float) -> Tensor:
-        """Attention of heads of equal length; their slots gain its statistics. All rows are read in place."""
+        """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, but
+        where a reading leaves some out."""
         T, seen = q.shape[2], self._visible(rows, part)
         keys, values = _picked(part.keys, seen), _picked(part.values, seen)
         n = keys.shape[2]
