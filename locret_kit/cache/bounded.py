@@ -1,7 +1,8 @@
 """A transformers ``Cache`` that never holds more than ``budget + chunk`` rows of a key/value head.
 
 The model may be fed in pieces of any size: evictions happen at boundaries that the prompt and ``chunk`` fix (see
-``schedule``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly.
+``schedule``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for ``clipped``
+positions, which follow the newest token of a piece).
 """
 
 from __future__ import annotations
