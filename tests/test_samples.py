@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from hashlib import sha256
 
 import pytest
 from hypothesis import given, settings
@@ -243,6 +244,25 @@ def test_hub_is_streamed(monkeypatch):
 
 
 # --- text
+
+
+def byte_tokenizer():
+    """A token a byte: nothing is trained, so nothing depends on a version."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def test_the_jargon_file_and_needles_in_it_are_the_same_bytes_everywhere(monkeypatch):
+    monkeypatch.delenv("LOCRET_JARGON", raising=False)
+    read = text.load_text("jargon")
+    assert sha256(read.encode()).hexdigest() == "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"
+    needle = needles.make_needle("R.PassKey", byte_tokenizer(), n_tokens=4000, depth=0.5, seed="bytes", haystack=read)
+    assert (sha256(needle.prompt.encode()).hexdigest()[:16], needle.answer) == ("b28db7a016a19cee", "30534")
 
 
 def test_load_text(tmp_path, monkeypatch):

@@ -11,7 +11,11 @@ from pathlib import Path
 from locret_kit.samples.chat import encode
 from locret_kit.samples.records import read_records
 
-JARGON = Path("/usr/share/doc/jargon-text/jargon.txt.gz")
+JARGON = (
+    Path(__file__).resolve().parents[2] / "data" / "jargon.txt.gz",
+    Path("/usr/share/doc/jargon-text/jargon.txt.gz"),
+)
+"""Where the Jargon File 4.4.7 is looked for: in the repository, and where Debian's package has the same bytes."""
 _START = re.compile(r"(?<=\n)(?=[ \t]*\S)|(?<=[.!?] )(?=\S)")
 _SAMPLE_CHARS = 2000
 
@@ -21,9 +25,9 @@ def load_text(source: str | Path) -> str:
 
     Args:
         source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose); 'jargon', the Jargon
-            File (1.7 MB) of the Debian package jargon-text, or of the path in the variable LOCRET_JARGON; or the path
-            of a .txt, .txt.gz or .md file, or of a .jsonl file or a folder of them whose records have an `input`
-            (L-Eval), which are joined with blank lines.
+            File (1.7 MB, in the repository's data folder; a wheel does not have it), or the path in the variable
+            LOCRET_JARGON; or the path of a .txt, .txt.gz or .md file, or of a .jsonl file or a folder of them whose records
+            have an `input` (L-Eval), which are joined with blank lines.
 
     Raises:
         FileNotFoundError: nothing is there; the message says what to install for 'jargon'.
@@ -32,13 +36,7 @@ def load_text(source: str | Path) -> str:
     if source == "pydoc":
         text = _pydoc()
     elif source == "jargon":
-        path = Path(os.environ.get("LOCRET_JARGON") or JARGON)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"the Jargon File is not at {path}: install the Debian package (apt-get install jargon-text), or name "
-                "a copy in LOCRET_JARGON; container images that drop /usr/share/doc need the latter"
-            )
-        text = _read(path)
+        text = _read(_jargon())
     else:
         path = Path(source)
         if not path.exists():
@@ -111,6 +109,18 @@ def ring(text: str, start: int, size: int) -> str:
         parts.append(part)
         have += len(part)
     return "".join(parts)
+
+
+def _jargon() -> Path:
+    named = os.environ.get("LOCRET_JARGON")
+    places = (Path(named),) if named else JARGON
+    for path in places:
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"the Jargon File is not at {' or '.join(map(str, places))}: run from a clone of the repository, install the Debian "
+        "package (apt-get install jargon-text), or name a copy in LOCRET_JARGON"
+    )
 
 
 def _pydoc() -> str:
