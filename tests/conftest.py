@@ -4,3 +4,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import interpreted  # noqa: F401  (before any other module imports Triton, whose own functions are decorated then too)
+import pytest
+import torch
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nobody has written yet is NaN (integers: the largest), so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -25,6 +25,8 @@ from locret_kit.policies.scores import Cis, Recency
 from locret_kit.policies.selection import TopK
 from locret_kit.runtime.session import Sampling, decode, prefill
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 
 

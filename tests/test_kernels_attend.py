@@ -13,6 +13,8 @@ from locret_kernels.ragged_decode import PackedRows
 from locret_kit.cache.packing import unpack
 from locret_kit.cache.quantised import QuantisedLayer, Scratch
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 GROUPS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (3, 1)}
 FEW = settings(max_examples=10, deadline=None, derandomize=True)
 

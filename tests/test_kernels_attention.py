@@ -11,6 +11,8 @@ from interpreted import KERNELS, REFERENCES, close, poisoned
 from locret_kernels.column_stats import STATISTICS
 from locret_kit.cis import cis_target
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 GROUPS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (3, 1)}
 
 

@@ -14,6 +14,8 @@ from locret_kit import BoundedCache, attach
 from locret_kit.cache import decoding
 from locret_kit.runtime.session import prefill
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 LENGTH = 41
 DECODED = 4
 

@@ -14,6 +14,8 @@ from interpreted import KERNELS, REFERENCES, close, poisoned
 from locret_kernels import backend
 from locret_kit.heads import HeadsConfig, RetainingHead
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 
 

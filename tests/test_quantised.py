@@ -19,6 +19,8 @@ from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime.report import Report
 from locret_kit.runtime.session import prefill
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 STORED = [policy for policy in POLICIES if not parse_policy(policy).merge]
 SOME = settings(max_examples=12, deadline=None, derandomize=True)
 BITS = pytest.mark.parametrize("bits", [4, 2])

@@ -21,6 +21,8 @@ from locret_kit.policies.registry import parse_policy
 from locret_kit.policies.scores import Random
 from locret_kit.runtime.session import prefill
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 RAGGED = [name for name in POLICIES if (policy := parse_policy(name)).ragged and not policy.merge]
 SOME = settings(max_examples=12, deadline=None, derandomize=True)
 BITS = pytest.mark.parametrize("bits", [4, 2])

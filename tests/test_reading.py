@@ -16,6 +16,8 @@ from locret_kit.policies.reading import Recent
 from locret_kit.policies.registry import parse_policy, parts_of
 from locret_kit.runtime.session import prefill
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 IDS = torch.randint(3, 60, (1, 67), generator=torch.Generator().manual_seed(0))
 
 

@@ -162,6 +162,7 @@ def _decode(
             group = slice(h * G, (h + 1) * G)
             logits_GS = (q_BQD[b, group].to(dtype) @ k.T * scaling).masked_fill(~there_S, float("-inf"))
             weights_GS = logits_GS.softmax(-1)
+            v = v.where(there_S[:, None], 0)  # what lies behind a head's rows may be anything, and 0 times NaN is NaN
             out[b, group] = (weights_GS @ v).to(out.dtype)
             if got is not None:
                 got[b, h] = weights_GS.mean(0)
