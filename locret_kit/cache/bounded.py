@@ -34,13 +34,11 @@ from .positions import Positions
 from .quantised import QuantisedLayer, Scratch, check_storage
 from .ragged import RaggedLayer
 from .ragged_quantised import RaggedQuantisedLayer
+from .rotation import RotationTables
 from .schedule import Schedule, run_settings
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
-
-TABLE_STEP = 64
-"""Rotation tables of ragged heads are made for lengths rounded up to this, so that few are needed."""
 
 
 @dataclass
@@ -143,7 +141,7 @@ class BoundedCache(Cache):
         """Slots of a head of each layer; a windowed layer has none and holds its window."""
         # The statistics that are kept; a slot's count follows from its position.
         self.statistics = tuple(sorted(self.policy.statistics - {"count"}))
-        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.tables = RotationTables()
         self.model: Any = None
         self.last_hidden: Tensor | None = None
         self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
@@ -220,7 +218,7 @@ class BoundedCache(Cache):
         if self.stepping is not None:
             return self.stepping(layer, q_BQTD, k_BHTD, v_BHTD)
         if layer == 0:
-            self._tables.clear()
+            self.tables.clear()
         out, start, tokens = [], 0, q_BQTD.shape[2]
         while start < tokens:
             step = min(tokens - start, self._block_length(rows))
@@ -244,7 +242,7 @@ class BoundedCache(Cache):
         score_BHT = self.entry_scores(layer, rows, rows.seen, q, k, v)
         rows.remember(q)
         if self.ropes is not None and not self.rotates_rows(rows):
-            cos, sin = self.table(self.ropes[layer], rows.seen, q.shape[2], q)
+            cos, sin = self.tables.between(self.ropes[layer], rows.seen, q.shape[2], q)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         rows.append(k, v, score_BHT)
         if q.shape[2] == 1 and rows.reads_flat and not self._reads(rows):
@@ -267,13 +265,15 @@ class BoundedCache(Cache):
         keys, values = _picked(part.keys, seen), _picked(part.values, seen)
         n = keys.shape[2]
         if self.rotates_rows(rows):
+            assert self.ropes is not None
+            rope = self.ropes[layer]
             if self.places.by_rank:
-                cos, sin = self.row_table(layer, rows, n, q)
+                cos, sin = self.tables.first(rope, n, q, rows.ragged)
                 newest = cos[-T:], sin[-T:]
             else:
                 rank_S = torch.arange(n, device=q.device)
                 at = self.places.place(rank_S, _picked(part.positions, seen), rows.seen)
-                cos, sin = self.place_table(layer, at, q)
+                cos, sin = self.tables.at(rope, at, self.places.span, q)
                 newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
             keys, q = rotate(keys, cos, sin), rotate(q, *newest)
         if not len(part.stats):
@@ -303,35 +303,13 @@ class BoundedCache(Cache):
         if not self.rotates_rows(rows):
             return None
         assert self.ropes is not None and self.places.span is not None
-        rows_made = -(-max(self.places.span, longest) // TABLE_STEP) * TABLE_STEP
         seen = None if self.places.by_rank else torch.full((), rows.seen, device=like.device)
-        return Turn(*self.table(self.ropes[layer], 0, rows_made, like), self.places.span, seen)
+        cos, sin = self.tables.upto(self.ropes[layer], max(self.places.span, longest), like)
+        return Turn(cos, sin, self.places.span, seen)
 
     def rotates_rows(self, rows: BoundedLayer) -> bool:
         """Whether keys are stored before RoPE and rotated whenever they are read."""
         return self.ropes is not None and self.places.span is not None and rows.window is None
-
-    def table(self, rope: Rope, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[length, R]`` of the positions from ``start`` on; made once a forward."""
-        key = (id(rope), start, length)
-        if key not in self._tables:
-            pos_T = torch.arange(start, start + length, device=like.device)
-            self._tables[key] = rope.tables(pos_T, like.dtype)
-        return self._tables[key]
-
-    def row_table(self, layer: int, rows: BoundedLayer, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[n, R]`` of the ranks of a head's ``n`` rows."""
-        assert self.ropes is not None
-        made = -(-n // TABLE_STEP) * TABLE_STEP if rows.ragged else n
-        cos, sin = self.table(self.ropes[layer], 0, made, like)
-        return cos[:n], sin[:n]
-
-    def place_table(self, layer: int, place: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[*place, R]`` of positions."""
-        assert self.ropes is not None and self.places.span is not None
-        longest = max(self.places.span, place.shape[-1])
-        cos, sin = self.table(self.ropes[layer], 0, -(-longest // TABLE_STEP) * TABLE_STEP, like)
-        return cos[place], sin[place]
 
     def entry_scores(self, layer: int, rows: BoundedLayer, position: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Scores ``[B, H, T]`` of new tokens; the first is at ``position``, which only the device may know."""

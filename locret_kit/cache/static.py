@@ -140,7 +140,7 @@ class StaticDecoder:
         cache = self.cache
         assert cache.ropes is not None and cache.places.span is not None
         rope, size = cache.ropes[layer], max(cache.places.span, cache.bounded[layer].capacity)
-        return cache.table(rope, 0, size, cache.bounded[layer].keys)
+        return cache.tables.between(rope, 0, size, cache.bounded[layer].keys)
 
     # ---- a token -------------------------------------------------------------------------------------------------
 

@@ -53,10 +53,12 @@ def _keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     keys = rows.slots("keys")
     if not cache.rotates_rows(rows):
         return keys
+    assert cache.ropes is not None
+    rope = cache.ropes[layer]
     if cache.places.by_rank:
-        cos, sin = rows.spread(lambda n: cache.row_table(layer, rows, n, keys), keys.shape[2])
+        cos, sin = rows.spread(lambda n: cache.tables.first(rope, n, keys, rows.ragged), keys.shape[2])
     else:
-        cos, sin = cache.place_table(layer, _places(cache, rows), keys)
+        cos, sin = cache.tables.at(rope, _places(cache, rows), cache.places.span, keys)
     return rotate(keys, cos, sin)
 
 
@@ -94,11 +96,11 @@ def _queries(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
         return q
     rope = cache.ropes[layer]
     if not cache.rotates_rows(rows):
-        return rotate(q, *cache.table(rope, rows.seen - W, W, q))
+        return rotate(q, *cache.tables.between(rope, rows.seen - W, W, q))
     if cache.places.by_rank:
-        cos, sin = rows.spread(lambda n: cache.table(rope, n - W, W, q), W)
+        cos, sin = rows.spread(lambda n: cache.tables.between(rope, n - W, W, q), W)
     else:
-        cos, sin = (table[:, :, -W:] for table in cache.place_table(layer, _places(cache, rows), q))
+        cos, sin = (table[:, :, -W:] for table in cache.tables.at(rope, _places(cache, rows), cache.places.span, q))
         if not rows.ragged:
             cos, sin = cos[:, :1], sin[:, :1]
     if rows.ragged:

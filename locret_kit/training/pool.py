@@ -71,7 +71,7 @@ class LearningCache(BoundedCache):
         merger.grad = torch.is_grad_enabled()
         super().attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)  # without a graph: statistics, rows and evictions
         assert self.ropes is not None
-        cos, sin = self.table(self.ropes[layer], 0, keys.shape[2], keys)
+        cos, sin = self.tables.between(self.ropes[layer], 0, keys.shape[2], keys)
         return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, scaling)
 
 
