@@ -256,7 +256,7 @@ def documents(kind: str) -> Task:
     return Task("documents", make, "rouge", 4, kind=kind, begins_alike=True)
 
 
-@pytest.mark.parametrize("kind", ["nll", "nll_prefill", "fidelity", "answer"])
+@pytest.mark.parametrize("kind", ["nll", "nll_prefill", "fidelity", "agreement", "answer"])
 def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     """Exact figures of the likelihood; a pyramid's budgets depend on the prompt's length, so not all can be shared."""
     policies = "[full,locret,pyramid-locret,random]"

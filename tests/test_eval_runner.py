@@ -288,6 +288,22 @@ def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
     assert len(rows) == 2 * 5 and all(row.answer == reference[row.sample] for row in rows)
 
 
+def test_agreement_is_measured_on_full_attention_s_own_tokens(heads, tmp_path):
+    out = tmp_path / "run"
+    more = {"tasks": "[agreement:fidelity.continue]", "max_new_tokens": 12, "samples": 2, "positions": "original"}
+    assert main(words(heads, out, policies="[full,locret]", budgets="[32,512]", **more)) == 0
+    rows = read_rows(out)
+    full = {row.sample: row for row in rows if row.policy == "full"}
+    assert len(rows) == 6 and {row.metric for row in rows} == {"agreement"} and not any(row.error for row in rows)
+    for row in rows:
+        own = full[row.sample]
+        assert row.answer == own.answer and row.score == row.scores["agreement"]
+        if row.budget == 512:  # longer than the prompt: the same choices
+            assert row.score == own.score == 1 and math.isclose(row.scores["nll"], own.scores["nll"], rel_tol=1e-4)
+        elif row.budget == 32:
+            assert row.scores["nll"] > own.scores["nll"]
+
+
 def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[passkey]", keep=1, budgets="[32]")) == 0

@@ -288,6 +288,10 @@ def test_errors_name_what_is_wrong():
         example("ruler.niah_single", length=64)
     with pytest.raises(ValueError, match="fidelity:perplexity"):
         find_tasks(["fidelity:perplexity"], haystacks=["pydoc"])
+    with pytest.raises(ValueError, match="agreement:perplexity"):
+        find_tasks(["agreement:perplexity"], haystacks=["pydoc"])
+    with pytest.raises(ValueError, match=r"'agrement' is unknown. Did you mean 'agreement'"):
+        find_tasks(["agrement:passkey"])
 
 
 def test_real_text_is_read_where_none_is_named():

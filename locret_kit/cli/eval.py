@@ -241,7 +241,7 @@ def _tasks(argv: list[str]) -> int:
     from ..evals.tasks import GROUPS, known_tasks
 
     print("\n".join(known_tasks()))
-    print(f"groups: {', '.join(GROUPS)}; fidelity:NAME scores a task against full attention")
+    print(f"groups: {', '.join(GROUPS)}; fidelity:NAME and agreement:NAME score a task against full attention")
     return 0
 
 

@@ -35,7 +35,7 @@ class EvalConfig:
     """Everything an evaluation needs."""
 
     tasks: list[str]
-    """Names, groups (ruler, infinitebench, leval, longbench), or fidelity:NAME."""
+    """Names, groups (ruler, infinitebench, leval, longbench), or fidelity:NAME and agreement:NAME."""
     out: str
     """Folder of the rows, the summary and the report."""
     policies: list[str] = field(default_factory=lambda: ["full"])

@@ -1,6 +1,9 @@
-"""How far a policy is from full attention, with no labels: likelihood under eviction, and what of a text was kept.
+"""How far a policy is from full attention, with no labels: likelihood and agreement under eviction, and what of a text was
+kept.
 
 Distances of texts are in `metrics.distance`; the runner makes full attention's output their reference (RoCo, section 5).
+Two greedy answers that differ in one token may have nothing in common behind it, so such distances need many examples;
+agreement asks for every token of the reference behind the reference's own tokens, and needs few.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ from torch.nn import functional as F
 
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
-from ..runtime.session import prefill
+from ..runtime.session import Sampling, decode, prefill
 
 BLOCK = 256
 """Tokens whose logits over the vocabulary are held at once."""
@@ -29,12 +33,36 @@ def nll_of(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
     return F.cross_entropy(logits_TV.float(), target, reduction="none")
 
 
+@dataclass(frozen=True)
+class Followed:
+    """What a policy made of a continuation that it was given."""
+
+    nll: float
+    """Mean negative log-likelihood of its tokens, nats."""
+    agreement: float
+    """Share of its tokens that greedy decoding would have chosen."""
+    prefill_s: float
+    decode_s: float
+
+
 @torch.inference_mode()
-def nll_decoding(
-    model: Any, cache: BoundedCache, ids: Sequence[int], continuation: Sequence[int]
-) -> tuple[float, float, float]:
-    """``(nll, prefill seconds, decoding seconds)``: mean NLL a token of a continuation that is fed one token at a time
-    behind the prompt, so that the cache evicts as it does while it decodes.
+def choose(model: Any, cache: BoundedCache, ids: Sequence[int], limit: int, stop: frozenset[int]) -> list[int]:
+    """At most ``limit`` tokens that greedy decoding writes behind the prompt; the last may be one of ``stop``."""
+    chosen = []
+    with attach(model):
+        logits = prefill(model, ids, cache)
+        for token in decode(
+            model, cache, logits, prompt=ids, max_new_tokens=limit, sampling=Sampling(), stop=frozenset()
+        ):
+            chosen.append(token)
+            if token in stop:
+                break
+    return chosen
+
+
+@torch.inference_mode()
+def follow(model: Any, cache: BoundedCache, ids: Sequence[int], continuation: Sequence[int]) -> Followed:
+    """Feed a continuation one token at a time behind the prompt, so that the cache evicts as it does while it decodes.
 
     Raises:
         ValueError: an empty continuation.
@@ -46,11 +74,14 @@ def nll_decoding(
         logits = prefill(model, ids, cache)
         prefilled = time.perf_counter()
         total = float(nll_of(logits[None], continuation[:1]))
+        hits = int(logits.argmax() == continuation[0])
         for given, wanted in itertools.pairwise(continuation):
             piece = torch.tensor([[given]], device=model.device)
             logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
             total += float(nll_of(logits, [wanted]))
-    return total / len(continuation), prefilled - began, time.perf_counter() - prefilled
+            hits += int(logits[0].argmax()) == wanted
+    n = len(continuation)
+    return Followed(total / n, hits / n, prefilled - began, time.perf_counter() - prefilled)
 
 
 @torch.inference_mode()

@@ -65,7 +65,7 @@ class Row:
     output: str = ""
     """What the model wrote; '' for perplexity tasks."""
     answer: Any = ""
-    """The reference: a string, or a list of accepted or required ones."""
+    """The reference: a string, a list of accepted or required ones, or for 'agreement' the ids of full attention's tokens."""
     depth: float | None = None
     """Where the needle stands, as a fraction of the haystack; None where there is not one needle."""
     tokens: int = 0

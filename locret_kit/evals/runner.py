@@ -25,7 +25,7 @@ from ..cache.bounded import BoundedCache
 from ..checkpoint import write_beside
 from ..runtime.memory import OutOfMemory
 from ..runtime.report import Report, peak_memory
-from ..runtime.session import generate
+from ..runtime.session import generate, stop_ids
 from ..runtime.tokens import stream_ids
 from . import fidelity, oracle
 from .metrics import get_metric
@@ -33,7 +33,7 @@ from .prefix import Beginnings, Start, Turn, limit, together, turns
 from .progress import Progress
 from .rows import KEY, Row, Shard, read_rows
 from .settings import RANDOM_HEADS, Engine, Group, Run, Variant, is_oracle
-from .tasks.base import Example, Request
+from .tasks.base import REFERRED, Example, Request
 
 Say = Callable[[str], None]
 FULL = Variant("full", "-", 0)
@@ -192,7 +192,7 @@ def _answer_batch(
     prompts = [one for one in mine if isinstance(one, Prompt)]
     todo = {v: [one for one in prompts if key_of(one.group, v) not in done] for v in plan.variants}
     references: dict[Group, Row] = {}
-    if batch[0].task.kind == "fidelity":
+    if batch[0].task.kind in REFERRED:
         found = {one.group: done.get(key_of(one.group, FULL)) for one in prompts}
         references = {group: row for group, row in found.items() if row is not None and row.error is None}
         wanted = [one for one in prompts if one.group not in references and any(one in some for some in todo.values())]
@@ -268,7 +268,10 @@ def _measured(
         start = oracle.start(plan.engine, variant, prompt.ids, chat=not prompt.example.special)
     else:
         start = beginnings.start(turn, prompt.ids)
-    measure = _likelihood if prompt.group.task.kind.startswith("nll") else _written
+    kind = prompt.group.task.kind
+    if kind.startswith("nll"):
+        return _likelihood(plan, variant, prompt, start)
+    measure = _agreed if kind == "agreement" else _written
     return measure(plan, variant, prompt, start, reference)
 
 
@@ -301,24 +304,50 @@ def _written(plan: Run, variant: Variant, prompt: Prompt, start: Start, referenc
     }  # fmt: skip
 
 
-def _likelihood(plan: Run, variant: Variant, prompt: Prompt, start: Start, _: Row | None) -> dict[str, Any]:
+def _agreed(plan: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> dict[str, Any]:
+    """Give it what full attention chooses, token by token, and count what it would have chosen too. Without a reference this
+    is full attention, which chooses first and is then given its own."""
+    engine, made = plan.engine, {}
+    if reference is None:
+        limit = engine.max_new_tokens or prompt.group.task.max_new_tokens
+        stop = stop_ids(engine.model, engine.tokenizer)
+        wanted = fidelity.choose(engine.model, start.cache, prompt.ids, limit, stop)
+        made["output"] = engine.tokenizer.decode(wanted, skip_special_tokens=True)
+        start = Start(cache_for(engine, variant, len(prompt.ids)))
+    else:
+        wanted = reference.answer
+    followed = fidelity.follow(engine.model, start.cache, prompt.ids, wanted)
+    scores = {"agreement": followed.agreement, "nll": followed.nll}
+    made |= {"score": followed.agreement, "metric": "agreement", "scores": scores, "answer": wanted}
+    return made | _read(engine, prompt, start, len(wanted), followed.prefill_s, followed.decode_s)
+
+
+def _likelihood(plan: Run, variant: Variant, prompt: Prompt, start: Start) -> dict[str, Any]:
     """Measure the likelihood of the continuation, or of the prompt's second half."""
     engine, kind, ids, cache = plan.engine, prompt.group.task.kind, prompt.ids, start.cache
     if kind == "nll":
         continuation = stream_ids(engine.tokenizer, [prompt.example.continuation])
-        nll, prefill_s, decode_s = fidelity.nll_decoding(engine.model, cache, ids, continuation)
-        measured = len(continuation)
+        followed = fidelity.follow(engine.model, cache, ids, continuation)
+        nll, prefill_s, decode_s, measured = followed.nll, followed.prefill_s, followed.decode_s, len(continuation)
     else:
         (nll, prefill_s), decode_s = fidelity.nll_reading(engine.model, cache, ids, len(ids) // 2), 0.0
         measured = len(ids) - len(ids) // 2
-    prefill_s += start.seconds
+    scores = {"score": nll, "metric": kind, "scores": {kind: nll}}
+    return scores | _read(engine, prompt, start, measured, prefill_s, decode_s)
+
+
+def _read(
+    engine: Engine, prompt: Prompt, start: Start, measured: int, prefill_s: float, decode_s: float
+) -> dict[str, Any]:
+    """Fields of a row whose text was given: nothing was written, and ``measured`` tokens were read after or of the prompt."""
+    cache, prefill_s = start.cache, prefill_s + start.seconds
     report = Report.of(
-        engine.model, cache, prompt_tokens=len(ids), new_tokens=measured, prefill_s=prefill_s, decode_s=decode_s,
+        engine.model, cache, prompt_tokens=len(prompt.ids), new_tokens=measured, prefill_s=prefill_s, decode_s=decode_s,
         kept_rows=cache.kept_rows,
     )  # fmt: skip
     return {
-        "score": nll, "metric": kind, "scores": {kind: nll}, "new_tokens": measured, "prefix_shared": start.shared,
-        "prefill_s": prefill_s, "decode_s": decode_s, "peak_bytes": peak_memory(engine.model.device), **_cost(report),
+        "new_tokens": measured, "prefix_shared": start.shared, "prefill_s": prefill_s, "decode_s": decode_s,
+        "peak_bytes": peak_memory(engine.model.device), **_cost(report),
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from .documents import BENCHMARKS, document_task, entries
 from .needles import needle_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
-from .texts import QUESTIONS, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
+from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
 
 __all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "known_tasks"]
 
@@ -46,6 +46,8 @@ ALONE: dict[str, Callable[[], Task]] = {
     "ruler.fwe": frequent_words_task,
 }
 """Synthetic tasks that make all of their text."""
+AGAINST_FULL: dict[str, Callable[[Task], Task]] = {"fidelity": fidelity_of, "agreement": agreement_of}
+"""What 'PREFIX:NAME' makes of a task."""
 
 
 def known_tasks() -> list[str]:
@@ -70,7 +72,8 @@ def find_tasks(
     """The tasks of the names, one for each haystack where a task has one, each once.
 
     Args:
-        names: tasks, groups ('ruler', 'leval', ...), or 'fidelity:NAME' for a task scored against full attention.
+        names: tasks, groups ('ruler', 'leval', ...), or 'fidelity:NAME' and 'agreement:NAME' for a task scored against what
+            full attention answers.
         haystacks: 'repeated', or what `samples.text.load_text` takes.
         data: folders that hold the benchmarks' files; the Hub is asked for what they lack.
         samples: how many records to read of each data set.
@@ -80,11 +83,14 @@ def find_tasks(
     """
     found: dict[tuple[str, str], Task] = {}
     for name in names:
-        distance = name.startswith("fidelity:")
-        plain = name.removeprefix("fidelity:")
+        prefix, colon, plain = name.rpartition(":")
+        if colon and prefix not in AGAINST_FULL:
+            raise ValueError(
+                f"task={name!r}: {prefix!r} is unknown.{nearest(prefix, AGAINST_FULL)} Known: {', '.join(AGAINST_FULL)}"
+            )
         for member in _groups().get(plain, [plain]):
             for task in _tasks_of(ALIASES.get(member, member), haystacks, data, samples):
-                task = fidelity_of(task) if distance and task.kind != "fidelity" else task
+                task = AGAINST_FULL[prefix](task) if colon else task
                 found[task.name, task.haystack] = task
     return list(found.values())
 

@@ -9,7 +9,9 @@ from typing import Any
 from ...samples.chat import has_template, render_prompt
 
 CHAT = ("auto", "always", "never")
-KINDS = ("answer", "fidelity", "nll", "nll_prefill")
+KINDS = ("answer", "fidelity", "agreement", "nll", "nll_prefill")
+REFERRED = ("fidelity", "agreement")
+"""Kinds whose reference is what full attention writes."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,15 @@ class Task:
     """A numbered family of examples.
 
     Kinds: 'answer' generates and scores against the reference; 'fidelity' generates and scores against what full
-    attention generates; 'nll' measures the likelihood of a continuation while decoding, 'nll_prefill' that of the
+    attention generates; 'agreement' is given what full attention generates, token by token, and counts the tokens that
+    it would have chosen too; 'nll' measures the likelihood of a continuation while decoding, 'nll_prefill' that of the
     prompt's second half while it is read.
     """
 
     name: str
     make: Callable[[Request], Example]
     metric: str
-    """A name in `metrics.METRICS`; of no use to the likelihood kinds."""
+    """A name in `metrics.METRICS`; of no use to agreement and the likelihood kinds."""
     max_new_tokens: int = 64
     haystack: str = "-"
     kind: str = "answer"

@@ -120,9 +120,18 @@ def perplexity_task(name: str, haystack: str, text: str) -> Task:
 
 def fidelity_of(task: Task) -> Task:
     """The same prompts, scored by their distance from full attention's output."""
+    if task.kind == "fidelity":
+        return task
     if task.kind != "answer":
         raise ValueError(f"task=fidelity:{task.name}: only tasks with written answers have a distance")
     return replace(task, name=f"fidelity:{task.name}", metric="distance", kind="fidelity")
+
+
+def agreement_of(task: Task) -> Task:
+    """The same prompts, scored by the tokens of full attention's output that would have been chosen too."""
+    if task.kind not in ("answer", "fidelity"):
+        raise ValueError(f"task=agreement:{task.name}: only tasks with written answers have one to agree with")
+    return replace(task, name=f"agreement:{task.name}", metric="agreement", kind="agreement")
 
 
 def _piece(request: Request, haystack: str, text: str, n_tokens: int) -> str:
