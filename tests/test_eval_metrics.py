@@ -147,8 +147,8 @@ def test_unknown_metric_and_missing_library(monkeypatch):
     with pytest.raises(ValueError, match=r"metric='rogue' is unknown. Did you mean 'rouge'"):
         get_metric("rogue")
     monkeypatch.setattr(metrics, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
-    with pytest.raises(ImportError, match=r"needs rapidfuzz: pip install 'locret-kit\[eval\]'"):
-        get_metric("code_similarity")("x", ["y"], {})
+    with pytest.raises(ImportError, match=r"needs sacrebleu: pip install 'locret-kit\[eval\]'"):
+        get_metric("reconstruction")("x", "y", {})
 
 
 def test_every_metric_of_every_table_exists():

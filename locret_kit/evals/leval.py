@@ -7,6 +7,7 @@ function is a metric of `metrics.METRICS`.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,14 +18,28 @@ def leval_choice(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str
     ``extra['several']``: more than one option may be right (Coursera).
     """
     wanted = re.sub("[^A-D]", "", str(answer).split()[0]) or "A"
-    given = _leval_letters(output, several=bool(extra.get("several")))
-    if given == wanted:
-        return {"accuracy": 1.0}
-    return {"accuracy": 0.25 if set(given) <= set(wanted) else 0.0}
+    return {"accuracy": _exact(_leval_letters(output, several=bool(extra.get("several"))), wanted)}
+
+
+def _exact(given: str, wanted: str) -> float:
+    """An answer of letters A to D: 1, or 0.25 for a part of them; else equal as numbers, or contained, spaces and case
+    aside. An answer of punctuation alone (an empty list that code prints) counts as letters, as published."""
+    letters, wanted_letters = (_without_articles(text) for text in (given, wanted))
+    if set(wanted_letters) <= set("ABCD"):
+        return 1.0 if letters == wanted_letters else 0.25 * (set(letters) <= set(wanted_letters))
+    try:
+        return float(float(given) == float(wanted))
+    except ValueError:
+        return float(wanted.lower().replace(" ", "") in given.lower().replace(" ", ""))
+
+
+def _without_articles(text: str) -> str:
+    """No punctuation, no English articles in lower case, single spaces."""
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", "".join(c for c in text if c not in string.punctuation)).split())
 
 
 def _leval_letters(output: str, several: bool) -> str:
-    """Sorted letters that an answer names; L-Eval's rules in their order."""
+    """The letters that an answer names; L-Eval's rules in their order."""
     if not output.strip():
         return "None"
     if output in "ABCD":
@@ -38,29 +53,25 @@ def _leval_letters(output: str, several: bool) -> str:
     rest = output[len(head) :].split("Question")[0]
     letters = set(head) | set(re.sub("[^A-D]", "", "".join(re.findall(r"\s*[A-Z](?=[\s.)])", rest))))
     if not letters and (found := re.search("[ABCD]+", rest)):
-        letters = set(found.group())
+        return found.group()
     return "".join(sorted(letters)) or "A"
 
 
 def leval_match(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
     """Equal as numbers, else the answer occurs in the output, spaces and case aside (L-Eval's topic retrieval)."""
-    try:
-        return {"match": float(float(output) == float(answer))}
-    except ValueError:
-        return {"match": float(str(answer).lower().replace(" ", "") in output.lower().replace(" ", ""))}
+    return {"match": _exact(output, str(answer))}
 
 
 def leval_math(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
     """The number of "The answer is ...", else the first paragraph's last (L-Eval's GSM)."""
-    given, wanted = _leval_number(output), _leval_number(str(answer))
-    return {"match": float(wanted in given if not given else float(given) == float(wanted))}
+    return {"match": _exact(_leval_number(output), _leval_number(str(answer)))}
 
 
 def _leval_number(text: str) -> str:
     found = re.search(r"The answer is (\S+)", text)
     words = [found.group(1)] if found else text.split("\n\n")[0].split(" ")[::-1]
-    word = next((word for word in words if re.search("[0-9]", word)), "") if not found else words[0]
-    return re.sub("[^0-9]", "", word.split(".")[0])
+    word = next((word for word in words if any(map(str.isdigit, word))), "")
+    return "".join(filter(str.isdigit, word.split(".")[0]))
 
 
 def leval_code(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
