@@ -27,6 +27,7 @@ from .attention import attend_rows, attend_rows_lse
 from .decoding import Turn, decode_rows
 from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
+from .focus import look_again
 from .fork import fork
 from .groups import SPARE
 from .layers import BoundedLayer, Part
@@ -126,6 +127,8 @@ class BoundedCache(Cache):
         self.schedule = Schedule.scaled(
             **settings, prompt_length=prompt_length, decode_every=decode_every, one_shot=one_shot
         )
+        if self.policy.answering is not None:
+            self._check_answering()
         self.heads = heads if self.policy.needs_heads else None
         self.positions = positions
         self.places = Positions(None)
@@ -144,8 +147,21 @@ class BoundedCache(Cache):
         self.tables = RotationTables()
         self.model: Any = None
         self.last_hidden: Tensor | None = None
+        self.looked = False
+        """Whether the prompt's tail has been read once and is being read again, see ``policies.answering``."""
         self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
         """What attends instead while a token is decoded with fixed shapes (see ``static``): layer, q, k, v."""
+
+    def _check_answering(self) -> None:
+        s, name = self.schedule, f"policy={self.policy.name!r}"
+        if s.prompt_length is None:
+            raise ValueError(f"{name} reads the end of the prompt twice: pass prompt_length=")
+        if not 1 <= s.local_len <= s.chunk:
+            raise ValueError(
+                f"{name} reads the prompt's last local_len={s.local_len} tokens twice: from 1 to chunk={s.chunk} of them"
+            )
+        if self.policy.merge is not None:
+            raise ValueError(f"{name}: answering= drops slots, merge= drops none: one of them")
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
@@ -171,7 +187,7 @@ class BoundedCache(Cache):
             self.policy.merge.bind(spec, model.device)
         self.backend = choose(self.backend, model.device, spec.head_dim)
         self.budgets = self._layer_budgets(spec.windows)
-        recent = self.policy.score.recent(self.schedule.chunk)
+        recent = self.policy.recent(self.schedule.chunk)
         for window, budget in zip(spec.windows, self.budgets, strict=True):
             if window is not None:  # the rows that the window can still see beside one block, and no more
                 self.layers.append(BoundedLayer(window - 1 + self.schedule.chunk, window))
@@ -219,6 +235,11 @@ class BoundedCache(Cache):
             return self.stepping(layer, q_BQTD, k_BHTD, v_BHTD)
         if layer == 0:
             self.tables.clear()
+            if self.looks_twice and rows.seen >= (self.schedule.prompt_length or 0):
+                raise RuntimeError(
+                    f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
+                    "model.generate does not: use locret_kit.runtime.session.generate"
+                )
         out, start, tokens = [], 0, q_BQTD.shape[2]
         while start < tokens:
             step = min(tokens - start, self._block_length(rows))
@@ -239,13 +260,14 @@ class BoundedCache(Cache):
 
     def _block(self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Attend over the rows and one block of new tokens, which become rows."""
+        looking = self._looking(rows.seen)
         score_BHT = self.entry_scores(layer, rows, rows.seen, q, k, v)
         rows.remember(q)
         if self.ropes is not None and not self.rotates_rows(rows):
             cos, sin = self.tables.between(self.ropes[layer], rows.seen, q.shape[2], q)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         rows.append(k, v, score_BHT)
-        if q.shape[2] == 1 and rows.reads_flat and not self._reads(rows):
+        if q.shape[2] == 1 and rows.reads_flat and not self._reads(rows) and not looking:
             assert self.backend is not None
             flat = rows.flat()
             return decode_rows(
@@ -276,7 +298,7 @@ class BoundedCache(Cache):
                 cos, sin = self.tables.at(rope, at, self.places.span, q)
                 newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
             keys, q = rotate(keys, cos, sin), rotate(q, *newest)
-        if not len(part.stats):
+        if not len(part.stats) or self._looking(rows.seen - T):
             return attend_rows(q, keys, values, scaling, rows.window)
         assert self.backend is not None
         out, lse = attend_rows_lse(q, keys, values, scaling, self.backend)
@@ -293,6 +315,20 @@ class BoundedCache(Cache):
             return False
         assert self.schedule.body is not None
         return rows.seen <= self.schedule.body
+
+    @property
+    def looks_twice(self) -> bool:
+        """Whether the prompt's tail is yet to be read for the second time."""
+        s = self.schedule
+        return self.policy.answering is not None and not self.looked and (s.prompt_length or 0) > s.budget
+
+    def _looking(self, seen: int) -> bool:
+        """Whether what is read after ``seen`` tokens is the tail's first reading, of which only the choice of slots is left."""
+        return self.looks_twice and seen >= (self.schedule.body or 0)
+
+    def look_again(self) -> int:
+        """Call it after a piece of the prompt: how many of its last tokens are to be read once more (most policies: 0)."""
+        return look_again(self)
 
     def _visible(self, rows: BoundedLayer, part: Part) -> tuple[slice, ...] | None:
         """Slices of a part's rows that the newest tokens see; None for all."""
@@ -323,7 +359,7 @@ class BoundedCache(Cache):
             head=self.heads[layer] if self.heads is not None else None,
             seed=self.seed,
             rope=self.ropes[layer] if self.ropes is not None else None,
-            memory=rows.memory,
+            memory=dict(rows.memory) if self._looking(rows.seen) else rows.memory,
         )
         # A windowed layer's scores are never read, and its score's memory would grow with the text.
         score_BHT = self.policy.score.enter(entry) if rows.window is None else None
@@ -346,6 +382,8 @@ class BoundedCache(Cache):
     @torch.no_grad()
     def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
         """Score the block that was just read by the final hidden states of its tokens, then evict where it is due."""
+        if self._looking(self.get_seq_length() - hidden_BTE.shape[1]):
+            return
         began = time.perf_counter()
         score_BT, self.last_hidden = token_entropy(self.model, hidden_BTE, ids_BT, self.last_hidden)
         for rows in self.bounded:

@@ -1,9 +1,9 @@
 """The seam: what a policy's parts are given, and how they choose the slots that stay.
 
 A policy answers four questions, each with one part: what is a slot worth (score), which slots may not go now (scopes),
-how many slots does each layer and each head get (allocation), and which slots stay (selection). Two parts may be absent: one
-folds what goes into what stays (merging), one says which slots a token of the prompt sees (reading). Parts know nothing of
-models, caches or files.
+how many slots does each layer and each head get (allocation), and which slots stay (selection). Three parts may be absent: one
+folds what goes into what stays (merging), one says which slots a token of the prompt sees (reading), one which slots the
+prompt's end and the answer see (answering). Parts know nothing of models, caches or files.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Policy:
-    """Score, scopes, allocation, selection, merging and reading under one name."""
+    """Score, scopes, allocation, selection, merging, reading and answering under one name."""
 
     name: str
     score: Any
@@ -244,6 +244,8 @@ class Policy:
     """None drops what is evicted."""
     reading: Any = None
     """None: a token of the prompt sees every slot."""
+    answering: Any = None
+    """None: the prompt's end is read once and sees every slot."""
 
     @property
     def needs_heads(self) -> bool:
@@ -267,6 +269,10 @@ class Policy:
     def ragged(self) -> bool:
         """Whether heads of one layer may hold different numbers of slots."""
         return self.allocation is not None and self.allocation.ragged
+
+    def recent(self, chunk: int) -> int:
+        """How many of the newest queries must be kept at hand."""
+        return max(self.score.recent(chunk), self.answering.window if self.answering is not None else 0)
 
     def layer_budgets(
         self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..naming import nearest
 from .allocation import Adaptive, Pyramid, PyramidAdaptive, Uniform
+from .answering import Focus
 from .base import Policy
 from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
 from .merging import Lococo, Nearest
@@ -31,7 +32,8 @@ ALLOCATIONS: dict[str, type] = {"adaptive": Adaptive, "pyramid": Pyramid, "unifo
 SELECTIONS: dict[str, type] = {"representatives": Representatives, "sampled": Sampled, "top-k": TopK}
 MERGES: dict[str, type] = {"lococo": Lococo, "nearest": Nearest}
 READINGS: dict[str, type] = {"recent": Recent}
-PARTS = ("score", "scope", "allocation", "selection", "merge", "reading")
+ANSWERINGS: dict[str, type] = {"focus": Focus}
+PARTS = ("score", "scope", "allocation", "selection", "merge", "reading", "answering")
 
 
 def _full() -> Policy:
@@ -144,6 +146,11 @@ def _windowed_locret(newest: int = 1024, sinks: int = 8) -> Policy:
     )
 
 
+def _focused_locret(slots: int | float = 0.25, window: int = 32, kernel: int = 33) -> Policy:
+    base = replace(_locret(), name="focused-locret", answering=Focus(slots, window, kernel))
+    return replace(base, source="Locret, then SnapKV's score by the question")
+
+
 def _knorm() -> Policy:
     return Policy("knorm", KNorm(), (), TopK(), source="arXiv 2406.11430")
 
@@ -191,6 +198,7 @@ NAMED: dict[str, Callable[..., Policy]] = {
     "ada-locret": _ada_locret,
     "pyramid-locret": _pyramid_locret,
     "windowed-locret": _windowed_locret,
+    "focused-locret": _focused_locret,
     "merge": _merge,
     "merge-locret": _merge_locret,
 }
@@ -236,7 +244,9 @@ def _changed(base: Policy, items: list[str]) -> Policy:
         given[key] = value
     if base.score is None and "score" not in given:
         raise ValueError(f"policy={base.name!r} names no score; known: {', '.join(SCORES)}")
-    tables = {"score": SCORES, "selection": SELECTIONS, "merge": MERGES, "reading": READINGS}
+    tables = {
+        "score": SCORES, "selection": SELECTIONS, "merge": MERGES, "reading": READINGS, "answering": ANSWERINGS,
+    }  # fmt: skip
     made = {part: _call(given[part], part, table) for part, table in tables.items() if part in given}
     if "scope" in given:
         made["scopes"] = tuple(_call(scope, "scope", SCOPES) for scope in split_outside(given["scope"], "+"))
@@ -324,7 +334,7 @@ def spell(part: Any) -> str:
     """A part in the grammar, every parameter written out."""
     if isinstance(part, PyramidAdaptive):
         return f"{spell(part.pyramid)}+{spell(part.adaptive)}"
-    tables = (SCORES, SCOPES, ALLOCATIONS, SELECTIONS, MERGES, READINGS)
+    tables = (SCORES, SCOPES, ALLOCATIONS, SELECTIONS, MERGES, READINGS, ANSWERINGS)
     names = {kind: name for table in tables for name, kind in table.items()}
     inside = ",".join(f"{field.name}={getattr(part, field.name)}" for field in fields(part))
     return names[type(part)] + (f"({inside})" if inside else "")
@@ -337,6 +347,7 @@ def parts_of(policy: Policy) -> dict[str, str]:
         "allocation": spell(policy.allocation or Uniform()), "selection": spell(policy.selection),
         "merge": spell(policy.merge) if policy.merge is not None else "",
         "reading": spell(policy.reading) if policy.reading is not None else "",
+        "answering": spell(policy.answering) if policy.answering is not None else "",
     }  # fmt: skip
     return {part: text for part, text in found.items() if text}
 

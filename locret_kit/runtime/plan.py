@@ -180,7 +180,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     windowed = sum(window - 1 + setting.schedule.chunk for window in spec.windows if window is not None)
     capacities = setting.capacities(sum(window is None for window in spec.windows))
     statistics = 0 if policy.keeps_everything else 4 * len(policy.statistics - {"count"})
-    recent = 0 if policy.keeps_everything else policy.score.recent(setting.schedule.chunk)
+    recent = 0 if policy.keeps_everything else policy.recent(setting.schedule.chunk)
     queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
     if setting.kv_bits is None:
         stored, scratch = H * row * sum(capacities), 0

@@ -76,7 +76,7 @@ def prefill(
         step = min(cache.schedule.piece(done), total - done)
         piece = torch.tensor([ids[done : done + step]], device=model.device, dtype=torch.long)
         logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        done += step
+        done += step - cache.look_again()
         if progress:
             progress(done, total)
     assert logits is not None
