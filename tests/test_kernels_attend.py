@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from few_bits import rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, poisoned
@@ -154,6 +155,7 @@ def dequantised(layer: QuantisedLayer) -> tuple[torch.Tensor, torch.Tensor]:
         (layer.value_codes, value_levels, layer.tail_values),
     ):
         numbers = zero + unpack(codes[:, :, :n], layer.bits).double() * step
+        numbers = rotated(numbers) if codes is layer.value_codes else numbers
         out.append(torch.cat((numbers, tail[:, :, : layer.tail].double()), 2))
     return out[0], out[1]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from few_bits import rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_runs import LENGTH, POLICIES, backbone, held, make, tokens, turn
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.cache.groups import regroup
+from locret_kit.cache.groups import rank_alike, regroup
 from locret_kit.cache.layers import BoundedLayer
 from locret_kit.cache.packing import decode, encode, levels, pack, unpack
 from locret_kit.cache.quantised import QuantisedLayer, Scratch
@@ -69,7 +70,7 @@ def test_rows_go_to_the_fewest_of_the_sparsest_groups(seed, size, groups, densit
     entering = int(torch.randint(0, capacity - len(held_rows) + 1, (), generator=draw))
     row_group = torch.tensor(held_rows + [-1] * entering, dtype=torch.int64)
     leaving = row_group < 0
-    rows = (row_group, leaving, torch.zeros_like(row_group))
+    rows = (torch.randn(len(row_group), 3, generator=draw), row_group, leaving, torch.zeros_like(row_group))
     target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), 1, groups, size))
 
     taken = {g for g in range(groups) if made[g]}
@@ -84,6 +85,24 @@ def test_rows_go_to_the_fewest_of_the_sparsest_groups(seed, size, groups, densit
     sparsest = sorted(counts)
     fewest = next(p for p in range(1, groups + 1) if sum(sparsest[:p]) + entering <= p * size)
     assert sorted(counts[g] for g in taken) == sparsest[:fewest]
+
+
+@SOME
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 40))
+def test_rows_are_ranked_along_the_direction_of_their_widest_channel(seed, heads, n):
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, 2, n, 5, generator=draw, dtype=torch.float64) * torch.tensor([1, 4, 2, 0.5, 1])
+    head = torch.randint(0, heads, (2, 2, n), generator=draw).sort(-1).values
+    chosen = torch.rand(2, 2, n, generator=draw) < 0.7
+    rank = rank_alike(keys, chosen, head, heads)
+    for b, t, h in ((b, t, h) for b in range(2) for t in range(2) for h in range(heads)):
+        rows = [i for i in range(n) if chosen[b, t, i] and head[b, t, i] == h]
+        mean = [sum(float(keys[b, t, i, d]) for i in rows) / max(1, len(rows)) for d in range(5)]
+        y = {i: [float(keys[b, t, i, d]) - mean[d] for d in range(5)] for i in rows}
+        widest = max(range(5), key=lambda d: sum(x[d] ** 2 for x in y.values()))
+        along = [sum(x[d] * x[widest] for x in y.values()) for d in range(5)]
+        wanted = sorted(rows, key=lambda i: sum(a * x for a, x in zip(along, y[i], strict=True)))
+        assert [int(rank[b, t, i]) for i in wanted] == list(range(len(rows)))
 
 
 # ---- a layer ----------------------------------------------------------------------------------------------------
@@ -150,7 +169,9 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps):
         came = min(T, layer.residual)
         assert bool((group[:, :, n - came :] < 0).all())
         alone = torch.where(group[..., None] < 0, 0.0, layer.value_step[:, :, :n].double() / 2)
-        assert bool(((values - original["values"]).abs() <= alone + ulp).all())
+        missed = values - original["values"]
+        assert bool((rotated(missed).abs() <= alone + ulp).all())
+        assert bool((missed.norm(dim=-1) <= alone[..., 0] * D**0.5 + ulp).all())
         raw = (group < 0)[..., None].expand_as(keys)
         assert torch.equal(keys[raw], original["keys"][raw]) and torch.equal(values[raw], original["values"][raw])
         assert all(int(c) <= 4 for row in group.flatten(0, 1) for c in row[row >= 0].bincount())
@@ -196,6 +217,28 @@ def test_buffers_are_smaller_by_the_bits(bits, share):
     expected = heads * rows * (2 * 64 * bits // 8 + 2) + table + value_levels + tail
     assert layer.nbytes - beside == expected
     assert layer.nbytes - beside < share * (plain.nbytes - beside)
+
+
+def test_rows_that_are_alike_share_their_steps():
+    """Rows of two kinds in turn: a group that has both would have steps of a fifteenth of what parts them."""
+    draw = torch.Generator().manual_seed(3)
+    layer = QuantisedLayer(128, bits=4, scratch=Scratch(), group=8, residual=8)
+    kind = torch.tensor([0.0, 60.0]).repeat(36)[:, None] * torch.tensor([1.0, -1.0, 0.5, 0.0] * 2)
+    k = torch.randn(1, 2, 72, 8, generator=draw) + kind
+    feed(layer, k, k)
+    assert float((layer.slots("keys") - k).abs().max()) < 0.5 < 60 / 15 / 2
+
+
+def test_a_large_channel_of_values_is_spread():
+    """One channel fifty times as large as the others: by steps of its own group these would come back as nothing."""
+    draw = torch.Generator().manual_seed(4)
+    layer = QuantisedLayer(128, bits=4, scratch=Scratch(), group=8, residual=8)
+    v = torch.randn(1, 2, 64, 64, generator=draw)
+    v[..., 5] += 50
+    feed(layer, v, v)
+    missed = (layer.slots("values") - v)[:, :, :56]
+    coarse = (v.amax() - v.amin()) / 15 / 12**0.5
+    assert float(missed.square().mean().sqrt()) < 0.5 * float(coarse)
 
 
 def test_beams_copies_and_reset():

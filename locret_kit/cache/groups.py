@@ -19,16 +19,17 @@ def table_size(capacity: int, heads: int = 1, spare: float = SPARE, size: int = 
 
 
 def regroup(
-    group_BTS: Tensor, leaving_BTS: Tensor, head_BTS: Tensor, heads: int, groups: int, size: int
+    keys_BTSD: Tensor, group_BTS: Tensor, leaving_BTS: Tensor, head_BTS: Tensor, heads: int, groups: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """Where rows go that must be quantised: ``(target [B, T, S], made [B, T, groups])``, for each of ``B * T`` tables.
 
     A table takes the fewest of its sparsest groups (free ones first) that together have room for their own rows and for
-    those that leave the tail, each head's rows in groups of their own, and fills them anew in the order of the rows.
+    those that leave the tail, each head's rows in groups of their own, and fills them anew, like rows together.
     ``target`` is a row's new group, -1 where it stays as it is; ``made`` says which groups are taken. A table in which no row
     leaves takes none.
 
     Args:
+        keys_BTSD: what a row's likeness is judged by.
         group_BTS: int64, the group of each row, -1 where it is not quantised; no group has rows of two heads.
         leaving_BTS: bool, the rows to quantise, none of which has a group.
         head_BTS: int64, ascending, the head of each row among the ``heads`` that share the table.
@@ -52,12 +53,33 @@ def regroup(
     made_BTM = torch.zeros_like(order_BTM, dtype=torch.bool).scatter_(2, order_BTM, (number_M <= last_BT1) & any_BT1)
 
     chosen_BTS = leaving_BTS | (held_BTS & made_BTM.gather(2, own_BTS))
-    moved_BTH = moved_BTMH.gather(2, last_BT1[..., None].expand(-1, -1, 1, heads))[:, :, 0]
-    first_row_BTH, first_group_BTH = (x.cumsum(-1) - x for x in (moved_BTH, _over(moved_BTH, size)))
-    rank_BTS = (chosen_BTS.cumsum(-1) - 1 - first_row_BTH.gather(2, head_BTS)).clamp(min=0)
+    needed_BTH = _over(moved_BTMH.gather(2, last_BT1[..., None].expand(-1, -1, 1, heads))[:, :, 0], size)
+    first_group_BTH = needed_BTH.cumsum(-1) - needed_BTH
+    rank_BTS = rank_alike(keys_BTSD, chosen_BTS, head_BTS, heads)
     place_BTS = first_group_BTH.gather(2, head_BTS) + rank_BTS // size
     target_BTS = order_BTM.gather(2, place_BTS.clamp(max=groups - 1))
     return target_BTS.masked_fill(~chosen_BTS, -1), made_BTM
+
+
+def rank_alike(keys_BTSD: Tensor, chosen_BTS: Tensor, head_BTS: Tensor, heads: int) -> Tensor:
+    """Ranks ``[B, T, S]`` of the chosen rows of each head, in which neighbours are alike; other rows rank behind them.
+
+    The order is that along one direction, the covariance of all channels with the one that varies most: the first step towards
+    the rows' first principal component.
+    """
+    all_BTSH = head_BTS[..., None] == torch.arange(heads, device=head_BTS.device)
+    of_BTSH = (all_BTSH & chosen_BTS[..., None]).to(keys_BTSD.dtype)
+    by_BTHS = of_BTSH.transpose(-1, -2)
+    y_BTSD = keys_BTSD - of_BTSH @ (by_BTHS @ keys_BTSD / by_BTHS.sum(-1, keepdim=True).clamp(min=1))
+    widest_BTH = (by_BTHS @ y_BTSD.square()).argmax(-1)
+    direction_BTHD = by_BTHS @ (y_BTSD * y_BTSD.gather(3, widest_BTH.gather(2, head_BTS)[..., None]))
+    place_BTS = (y_BTSD * (of_BTSH @ direction_BTHD)).sum(-1).masked_fill(~chosen_BTS, float("inf"))
+
+    order_BTS = place_BTS.argsort(dim=-1, stable=True)
+    order_BTS = order_BTS.gather(2, head_BTS.gather(2, order_BTS).argsort(dim=-1, stable=True))
+    rank_BTS = order_BTS.argsort(dim=-1)
+    rows_BTH = all_BTSH.sum(2)
+    return rank_BTS - (rows_BTH.cumsum(-1) - rows_BTH).gather(2, head_BTS)
 
 
 def _over(rows: Tensor, size: int) -> Tensor:

@@ -1,14 +1,19 @@
 """Rows of one layer in 4 or 2 bits: keys by channel, values by token, the newest rows as they came.
 
 Source: KIVI, arXiv 2402.02750. A value row has its own steps and zero points, one for every ``VALUE_GROUP`` channels, and is
-quantised once. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are consecutive tokens; an
-eviction leaves gaps in them, so here a row carries the number of its group, and the steps and zero points of all groups
-(one of each a channel) stand in a table of fixed size (see ``groups``). A group that has lost all of its rows is free. Where too
-few are free for the rows that are to be quantised, the sparsest groups are quantised again together with them: as few groups
-as make room, so full ones never are, and what one eviction requantises is in proportion to what entered since the last.
+quantised once; not as it came but rotated by a Hadamard matrix (QuaRot, arXiv 2404.00456), so that one large channel does not
+coarsen the steps of its group. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are
+consecutive tokens; an eviction leaves gaps in them, so here a row carries the number of its group, and the steps and zero
+points of all groups (one of each a channel) stand in a table of fixed size (see ``groups``). Since any row may be in any group,
+rows that are quantised together are grouped with rows like them, which makes the steps smaller. A group that has lost all
+of its rows is free. Where too few are free for the rows that are to be quantised, the sparsest groups are quantised again
+together with them: as few groups as make room, so full ones never are, and what one eviction requantises is in proportion to
+what entered since the last.
 
 A row's key is read back within half a step of its group, and every merge of its group with others adds at most half a step
-of the new group. A step is at most ``(range + |min| / 500) / (2^bits - 1)`` of the numbers in the group, but for 0.2%.
+of the new group. A number of a rotated value row is read back within half a step; rotating back leaves the length of the row's
+error as it is, at most the root of the sum of its squared half steps. A step is at most
+``(range + |min| / 500) / (2^bits - 1)`` of the numbers in the group, but for 0.2%.
 
 A chunk that is read in one piece is attended to and evicted from before its survivors are quantised. Where it is read in
 several pieces, or the policy reads logits and so evicts after the forward, rows are quantised as they leave the tail, so
@@ -24,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels.ragged_decode import PackedRows
+from locret_kernels.spread import hadamard
 
 from ..policies.base import Policy
 from .groups import GROUP, SPARE, regroup, table_size
@@ -33,7 +39,7 @@ from .packing import BITS, decode, encode, levels, pack, unpack
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
 VALUE_GROUP = 32
-"""Channels of a value row that share a step and a zero point, at most."""
+"""Channels of a rotated value row that share a step and a zero point, at most."""
 
 
 def check_bits(kv_bits: int | None) -> None:
@@ -243,7 +249,8 @@ class QuantisedLayer(BoundedLayer):
     def _read_values(self, at: Any) -> Tensor:
         """Values of rows; anything where a row is not quantised."""
         codes = unpack(self.value_codes[at], self.bits).unflatten(-1, (-1, self.value_group))
-        return decode(codes, self.value_step[at][..., None], self.value_zero[at][..., None]).flatten(-2).to(self.dtype)
+        x = decode(codes, self.value_step[at][..., None], self.value_zero[at][..., None]).flatten(-2)
+        return (x @ hadamard(self.value_size, x.device)).to(self.dtype)
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
@@ -275,23 +282,25 @@ class QuantisedLayer(BoundedLayer):
         leaving = torch.zeros_like(self.group, dtype=torch.bool)
         leaving[oldest] = self.group[oldest] < 0
         self._store_values(oldest, leaving[oldest])
+        keys, group = self._lent("keys")[held].float(), self.group[held].long()
         target_BTS, made_BTM = regroup(
-            self.group[held].long(), leaving[held], *self._heads(), self.key_step.shape[2], self.group_rows
+            keys, group, leaving[held], *self._heads(), self.key_step.shape[2], self.group_rows
         )
-        self._store_keys(held, target_BTS, made_BTM)
+        self._store_keys(held, keys, target_BTS, made_BTM)
 
     def _store_values(self, at: Any, leaving: Tensor) -> None:
         """Quantise the values of those of the rows ``at`` that are ``leaving``."""
-        x = self._lent("values")[at].float().unflatten(-1, (-1, self.value_group))
+        x = self._lent("values")[at].float()
+        x = (x @ hadamard(self.value_size, x.device)).unflatten(-1, (-1, self.value_group))
         step, zero = levels(x.amin(-1), x.amax(-1), self.bits)
         codes = pack(encode(x, step[..., None], zero[..., None], self.bits).flatten(-2), self.bits)
         for held, new in ((self.value_codes, codes), (self.value_step, step), (self.value_zero, zero)):
             held[at] = torch.where(leaving[..., None], new, held[at])
 
-    def _store_keys(self, at: Any, target_BTS: Tensor, made_BTM: Tensor) -> None:
-        """Quantise the rows whose target is a group, by the limits of all rows that have the same target."""
+    def _store_keys(self, at: Any, x: Tensor, target_BTS: Tensor, made_BTM: Tensor) -> None:
+        """Quantise those of the keys ``x`` of rows whose target is a group, by the limits of all that have the same target."""
         chosen_BTS = target_BTS >= 0
-        (B, tables, M), x = made_BTM.shape, self._lent("keys")[at].float()
+        B, tables, M = made_BTM.shape
         index = target_BTS.masked_fill(~chosen_BTS, M)[..., None].expand_as(x)
         lo, hi = (
             x.new_zeros(B, tables, M + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)[:, :, :M]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bounds import check_some
+from ..spread import hadamard
 
 
 class PackedRows(NamedTuple):
@@ -16,7 +17,8 @@ class PackedRows(NamedTuple):
     another. A head's newest rows, its tail, are held as they came beside the codes.
 
     A number is ``zero + code * step``; of the codes in a byte the first has the lowest bits. Keys have a step and a zero
-    point a channel for a group of rows, values have theirs for a group of channels of each row (KIVI, arXiv 2402.02750).
+    point a channel for a group of rows, values have theirs for a group of channels of each row (KIVI, arXiv 2402.02750) and are
+    stored rotated (``spread.hadamard``).
     ``P`` is heads of all batches, ``B * H``.
     """
 
@@ -106,6 +108,7 @@ def packed_decode(
     channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
     first_of_tail_P = (lengths_BH - rows.tail_BH).flatten()
     sharing = lengths_BH.numel() // len(rows.key_step_TMD)
+    rotation = hadamard(q_BQD.shape[2], q_BQD.device)
 
     def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
         rank_S = torch.arange(len(row_S), device=row_S.device)
@@ -116,7 +119,7 @@ def packed_decode(
         step, zero = (
             x[row_S].float().repeat_interleave(channels, -1) for x in (rows.value_step_NC, rows.value_zero_NC)
         )
-        v = zero + _codes(rows.value_codes_NX[row_S], rows.bits) * step
+        v = (zero + _codes(rows.value_codes_NX[row_S], rows.bits) * step) @ rotation
         newest_S = (rank_S - first_of_tail_P[p]).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
         return (
             torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S]),

@@ -2,7 +2,8 @@
 
 The rows of a head are split over programs, so that one token fills the card; each program returns its part of the output
 with its log-sum-exp, and the parts are joined in a fixed order. The queries of a group share every row that is read.
-Codes are turned into numbers in registers: of a row in few bits only its bytes are read, and the levels of its group.
+Codes are turned into numbers in registers: of a row in few bits only its bytes are read, and the levels of its group. Its values
+stay rotated there: those of the tail are rotated before, and the output is rotated back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from .. import tiles
 from ..bounds import check_some
+from ..spread import hadamard
 from ..tiles import cdiv, check, dot_rows, head_blocks, load_rows
 from .reference import Decoded, PackedRows
 
@@ -314,6 +316,8 @@ def packed_decode(
     block_s = 32 if D < 256 else 16
     splits, per_split = _splits(longest, block_s, B * H)
     parts = _parts(q_BQD, splits, longest, received)
+    rotation = hadamard(D, q_BQD.device)
+    rows = rows._replace(tail_values_PRD=(rows.tail_values_PRD.float() @ rotation).to(q_BQD.dtype))
     tiles.launch(
         _packed_decode, (B * H, splits), q_BQD, *(x.contiguous() for x in rows), starts_BH.contiguous(),
         lengths_BH.contiguous(), cos, sin, place, parts.logits, parts.out, parts.norm, scaling,
@@ -323,7 +327,8 @@ def packed_decode(
         PLACED=place_N is not None, RECEIVED=received, UPCAST=tiles.INTERPRETED,
         num_warps=4 if cos_SR is None else 8, num_stages=2,
     )  # fmt: skip
-    return parts.joined(q_BQD.dtype, H, received)
+    made = parts.joined(torch.float32, H, received)
+    return made._replace(out_BQD=(made.out_BQD @ rotation).to(q_BQD.dtype))
 
 
 def _tables(
