@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.rope import rotate
+from locret_kit.cache.block import read_block
 from locret_kit.cache.quantised import QuantisedLayer
 from locret_kit.cache.ragged import RaggedLayer
 from locret_kit.cache.view import _keys
@@ -34,7 +35,7 @@ class Watch:
         self.atol, self.steps, self.gains = atol, 0, 0
 
     def __enter__(self) -> Watch:
-        real = BoundedCache._block
+        real = read_block
         watch = self
 
         def block(cache, layer, rows, q, k, v, scaling):
@@ -44,7 +45,7 @@ class Watch:
                 watch.compare(cache, layer, rows, q, scaling, out, before)
             return out
 
-        self.patch = mock.patch.object(BoundedCache, "_block", block)
+        self.patch = mock.patch("locret_kit.cache.bounded.read_block", block)
         self.patch.start()
         return self
 
@@ -158,10 +159,10 @@ def test_a_token_reads_no_row_back(policy):
 
 def test_the_watch_sees_an_error():
     """The comparison is not empty: a thousandth on one layer's output, or a statistic that is not added, is found."""
-    from locret_kit.cache import bounded, decoding
+    from locret_kit.cache import block, decoding
 
     wrong = {
-        "decode_rows": (bounded, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
+        "decode_rows": (block, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
         "_gain": (decoding, "_gain", lambda *a: None),
     }
     for module, name, broken in wrong.values():

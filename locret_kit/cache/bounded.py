@@ -16,21 +16,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from locret_kernels.backend import choose, function
+from locret_kernels.backend import choose
 
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
 from ..backbones.intercept import active_handler
-from ..backbones.rope import Rope, rotate
+from ..backbones.rope import Rope
 from ..policies.base import Entry, Policy
 from ..policies.registry import parse_policy
-from .attention import attend_rows, attend_rows_lse
-from .decoding import Turn, decode_rows
+from .block import read_block
 from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
-from .focus import look_again
+from .focus import check_answering, look_again, looking
 from .fork import fork
 from .groups import SPARE
-from .layers import BoundedLayer, Part
+from .layers import BoundedLayer
 from .positions import Positions
 from .quantised import QuantisedLayer, Scratch, check_storage
 from .ragged import RaggedLayer
@@ -127,8 +126,7 @@ class BoundedCache(Cache):
         self.schedule = Schedule.scaled(
             **settings, prompt_length=prompt_length, decode_every=decode_every, one_shot=one_shot
         )
-        if self.policy.answering is not None:
-            self._check_answering()
+        check_answering(self.policy, self.schedule)
         self.heads = heads if self.policy.needs_heads else None
         self.positions = positions
         self.places = Positions(None)
@@ -151,17 +149,6 @@ class BoundedCache(Cache):
         """Whether the prompt's tail has been read once and is being read again, see ``policies.answering``."""
         self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
         """What attends instead while a token is decoded with fixed shapes (see ``static``): layer, q, k, v."""
-
-    def _check_answering(self) -> None:
-        s, name = self.schedule, f"policy={self.policy.name!r}"
-        if s.prompt_length is None:
-            raise ValueError(f"{name} reads the end of the prompt twice: pass prompt_length=")
-        if not 1 <= s.local_len <= s.chunk:
-            raise ValueError(
-                f"{name} reads the prompt's last local_len={s.local_len} tokens twice: from 1 to chunk={s.chunk} of them"
-            )
-        if self.policy.merge is not None:
-            raise ValueError(f"{name}: answering= drops slots, merge= drops none: one of them")
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
@@ -245,7 +232,7 @@ class BoundedCache(Cache):
             step = min(tokens - start, self._block_length(rows))
             new = slice(start, start + step)
             make_room(self, layer, rows, step)
-            out.append(self._block(layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
+            out.append(read_block(self, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
             if not self.policy.needs_logits:
                 evict_if_due(self, layer, rows)
             rows.settle()
@@ -258,90 +245,15 @@ class BoundedCache(Cache):
         later = None if self.policy.needs_logits else self.schedule.after_prompt(rows.seen, room)
         return self.schedule.until_boundary(rows.seen) if later is None else later
 
-    def _block(self, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """Attend over the rows and one block of new tokens, which become rows."""
-        looking = self._looking(rows.seen)
-        score_BHT = self.entry_scores(layer, rows, rows.seen, q, k, v)
-        rows.remember(q)
-        if self.ropes is not None and not self.rotates_rows(rows):
-            cos, sin = self.tables.between(self.ropes[layer], rows.seen, q.shape[2], q)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        rows.append(k, v, score_BHT)
-        if q.shape[2] == 1 and rows.reads_flat and not self._reads(rows) and not looking:
-            assert self.backend is not None
-            flat = rows.flat()
-            return decode_rows(
-                q, flat, scaling, self.backend, self.statistics, self._turn(layer, rows, flat.longest, q)
-            )
-        G = q.shape[1] // k.shape[1]
-        out = [
-            self._attend_part(layer, rows, part, q[part.batch, part.heads.start * G : part.heads.stop * G], scaling)
-            for part in rows.parts()
-        ]
-        return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
-
-    def _attend_part(self, layer: int, rows: BoundedLayer, part: Part, q: Tensor, scaling: float) -> Tensor:
-        """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, but
-        where a reading leaves some out."""
-        T, seen = q.shape[2], self._visible(rows, part)
-        keys, values = _picked(part.keys, seen), _picked(part.values, seen)
-        n = keys.shape[2]
-        if self.rotates_rows(rows):
-            assert self.ropes is not None
-            rope = self.ropes[layer]
-            if self.places.by_rank:
-                cos, sin = self.tables.first(rope, n, q, rows.ragged)
-                newest = cos[-T:], sin[-T:]
-            else:
-                rank_S = torch.arange(n, device=q.device)
-                at = self.places.place(rank_S, _picked(part.positions, seen), rows.seen)
-                cos, sin = self.tables.at(rope, at, self.places.span, q)
-                newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
-            keys, q = rotate(keys, cos, sin), rotate(q, *newest)
-        if not len(part.stats) or self._looking(rows.seen - T):
-            return attend_rows(q, keys, values, scaling, rows.window)
-        assert self.backend is not None
-        out, lse = attend_rows_lse(q, keys, values, scaling, self.backend)
-        began = time.perf_counter()
-        made = function("column_stats", self.backend)(q, keys, scaling, lse, want=frozenset(self.statistics))
-        for stat, name in zip(part.stats, self.statistics, strict=True):
-            _add_picked(stat, getattr(made, name), seen)
-        self.counters.score_s += time.perf_counter() - began
-        return out
-
-    def _reads(self, rows: BoundedLayer) -> bool:
-        """Whether the tokens that this layer took last see what the policy's reading lets them see, and no more."""
-        if self.policy.reading is None or rows.window is not None or not rows.evictions:
-            return False
-        assert self.schedule.body is not None
-        return rows.seen <= self.schedule.body
-
     @property
     def looks_twice(self) -> bool:
         """Whether the prompt's tail is yet to be read for the second time."""
         s = self.schedule
         return self.policy.answering is not None and not self.looked and (s.prompt_length or 0) > s.budget
 
-    def _looking(self, seen: int) -> bool:
-        """Whether what is read after ``seen`` tokens is the tail's first reading, of which only the choice of slots is left."""
-        return self.looks_twice and seen >= (self.schedule.body or 0)
-
     def look_again(self) -> int:
         """Call it after a piece of the prompt: how many of its last tokens are to be read once more (most policies: 0)."""
         return look_again(self)
-
-    def _visible(self, rows: BoundedLayer, part: Part) -> tuple[slice, ...] | None:
-        """Slices of a part's rows that the newest tokens see; None for all."""
-        return self.policy.reading.visible(part.keys.shape[2], rows.fresh) if self._reads(rows) else None
-
-    def _turn(self, layer: int, rows: BoundedLayer, longest: int, like: Tensor) -> Turn | None:
-        """How one token's attention rotates keys that are stored before RoPE, of heads with at most ``longest`` rows."""
-        if not self.rotates_rows(rows):
-            return None
-        assert self.ropes is not None and self.places.span is not None
-        seen = None if self.places.by_rank else torch.full((), rows.seen, device=like.device)
-        cos, sin = self.tables.upto(self.ropes[layer], max(self.places.span, longest), like)
-        return Turn(cos, sin, self.places.span, seen)
 
     def rotates_rows(self, rows: BoundedLayer) -> bool:
         """Whether keys are stored before RoPE and rotated whenever they are read."""
@@ -359,7 +271,7 @@ class BoundedCache(Cache):
             head=self.heads[layer] if self.heads is not None else None,
             seed=self.seed,
             rope=self.ropes[layer] if self.ropes is not None else None,
-            memory=dict(rows.memory) if self._looking(rows.seen) else rows.memory,
+            memory=dict(rows.memory) if looking(self, rows.seen) else rows.memory,
         )
         # A windowed layer's scores are never read, and its score's memory would grow with the text.
         score_BHT = self.policy.score.enter(entry) if rows.window is None else None
@@ -382,7 +294,7 @@ class BoundedCache(Cache):
     @torch.no_grad()
     def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
         """Score the block that was just read by the final hidden states of its tokens, then evict where it is due."""
-        if self._looking(self.get_seq_length() - hidden_BTE.shape[1]):
+        if looking(self, self.get_seq_length() - hidden_BTE.shape[1]):
             return
         began = time.perf_counter()
         score_BT, self.last_hidden = token_entropy(self.model, hidden_BTE, ids_BT, self.last_hidden)
@@ -444,17 +356,3 @@ class BoundedCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes
-
-
-def _picked(rows: Tensor, seen: tuple[slice, ...] | None) -> Tensor:
-    """The rows ``[b, h, S, ...]`` that are seen, one behind the other."""
-    return rows if seen is None else torch.cat([rows[:, :, piece] for piece in seen], dim=2)
-
-
-def _add_picked(stat_bhS: Tensor, made: Tensor, seen: tuple[slice, ...] | None) -> None:
-    """Add what was made of the rows that are seen to a statistic of all rows, in place."""
-    start = 0
-    for piece in seen or (slice(None),):
-        target = stat_bhS[..., piece]
-        target += made[..., start : start + target.shape[-1]]
-        start += target.shape[-1]
