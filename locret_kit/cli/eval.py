@@ -210,6 +210,15 @@ def _kept(argv: list[str]) -> int:
     return 0
 
 
+def _paired(argv: list[str]) -> int:
+    from ..evals.paired import differences, to_markdown
+    from .eval_config import load_paired_config
+
+    config = load_paired_config(argv)
+    print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
+    return 0
+
+
 def _lm_eval(argv: list[str]) -> int:
     try:
         from ..evals.harness import main as harness
@@ -260,7 +269,8 @@ def _out(argv: list[str], command: str) -> Path:
 
 
 COMMANDS = {
-    "summary": _summary, "report": _report, "figure": _figure, "kept": _kept, "tasks": _tasks, "lm_eval": _lm_eval,
+    "summary": _summary, "report": _report, "paired": _paired, "figure": _figure, "kept": _kept, "tasks": _tasks,
+    "lm_eval": _lm_eval,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ..samples.needles import ENDINGS
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER
        locret-eval report out=FOLDER
+       locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]
        locret-eval figure NAME out=FOLDER [key=value ...]
        locret-eval kept out=FOLDER sample=N [key=value ...]
        locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
@@ -162,6 +163,16 @@ class RowsConfig:
 
 
 @dataclass(kw_only=True)
+class PairedConfig(RowsConfig):
+    """Which rows to compare with which, example by example."""
+
+    against: str
+    """A policy as tables name it, such as 'full' or 'locret (smollm2-135m-locret)'; `policies`, if given, must name it too."""
+    figure: str | None = None
+    """One of the rows' figures; by default the main one of each task."""
+
+
+@dataclass(kw_only=True)
 class KeptConfig(RowsConfig):
     """Which examples to show with what was kept of them."""
 
@@ -211,6 +222,11 @@ def load_figure_config(argv: list[str]) -> FigureConfig:
 def load_rows_config(argv: list[str]) -> RowsConfig:
     """The same for a choice of rows."""
     return RowsConfig(**_given(argv, RowsConfig, ("out",)))
+
+
+def load_paired_config(argv: list[str]) -> PairedConfig:
+    """The same for a comparison of rows."""
+    return PairedConfig(**_given(argv, PairedConfig, ("out", "against")))
 
 
 def load_kept_config(argv: list[str]) -> KeptConfig:

@@ -153,8 +153,8 @@ def _with_legend(text: str) -> str:
 
 
 def _figures(row: Row) -> list[str]:
-    """A row's main figure, and the two by which texts are compared where it has them."""
-    return list(dict.fromkeys([row.metric, *(name for name in ("rougeL", "bleu") if name in row.scores)]))
+    """A row's main figure, and where it has them the two by which texts are compared and the likelihood."""
+    return list(dict.fromkeys([row.metric, *(name for name in ("rougeL", "bleu", "nll") if name in row.scores)]))
 
 
 def _by_figure(row: Row, name: str) -> Row:

@@ -1,0 +1,80 @@
+"""Differences of two policies, example by example."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from statistics import mean, stdev
+
+import pytest
+
+from locret_kit.cli.eval import main
+from locret_kit.evals.paired import differences, to_markdown
+from locret_kit.evals.rows import Row, Shard
+
+ONE = Row(
+    "R.PassKey", "jargon", 2048, 256, "locret", "ours", 0, score=1.0, metric="match", scores={"match": 1.0, "nll": 2.0}
+)
+OURS, THEIRS, FULL = [1.0, 0.5, 0.25, 1.0], [0.5, 0.5, 0.0, 0.25], [1.0, 1.0, 1.0, 0.0]
+
+
+def rows_of(scores: list[float], **settings) -> list[Row]:
+    return [
+        replace(ONE, sample=i, prompt_hash=str(i), score=x, scores={"match": x, "nll": 3 - x}, **settings)
+        for i, x in enumerate(scores)
+    ]
+
+
+ROWS = [*rows_of(OURS), *rows_of(THEIRS, heads="theirs"), *rows_of(FULL, policy="full", heads="-", budget=0)]
+
+
+def test_means_and_errors_are_those_of_the_differences():
+    (ours,) = differences(ROWS, "locret (theirs)")  # full attention has no budget and stands beside none
+    wanted = [a - b for a, b in zip(OURS, THEIRS, strict=True)]
+    assert (ours.label, ours.n, ours.theirs) == ("locret (ours)", 4, mean(THEIRS))
+    assert ours.mean == mean(wanted) and math.isclose(ours.stderr, stdev(wanted) / 2)
+    assert [one.mean for one in differences(ROWS, "locret (theirs)", "nll")] == [-ours.mean]
+
+
+def test_full_attention_stands_beside_every_budget():
+    rows = [*ROWS, *rows_of(OURS[:3], budget=512)]
+    found = {(one.label, one.budget): one for one in differences(rows, "full")}
+    assert found["locret (ours)", 256].mean == mean(a - b for a, b in zip(OURS, FULL, strict=True))
+    assert found["locret (ours)", 512].n == 3
+
+
+def test_examples_that_one_of_them_lacks_do_not_count():
+    rows = [row for row in ROWS if (row.label, row.sample) != ("locret (theirs)", 1)]
+    rows = [replace(row, score=None) if (row.label, row.sample) == ("locret (ours)", 2) else row for row in rows]
+    (found,) = differences(rows, "locret (theirs)")
+    assert (found.n, found.mean) == (2, mean([0.5, 0.75]))
+
+
+def test_one_example_has_no_error_and_the_oldest_rows_one_figure():
+    rows = [replace(row, scores={}) for row in ROWS if row.sample == 0]
+    (found,) = differences(rows, "locret (theirs)")
+    assert (found.mean, found.stderr) == (0.5, None)
+    assert "| +0.500 |" in to_markdown([found], "locret (theirs)")
+
+
+def test_errors_name_what_there_is():
+    with pytest.raises(ValueError, match=r"against='locret \(their\)': no such rows. Did you mean 'locret \(theirs\)'"):
+        differences(ROWS, "locret (their)")
+    with pytest.raises(ValueError, match=r"figure='nl': no such figure. Did you mean 'nll'"):
+        differences(ROWS, "full", "nl")
+    with pytest.raises(ValueError, match=r"R.PassKey, sample=3: locret \(ours\) and full have read different prompts"):
+        differences([*ROWS[:3], replace(ROWS[3], prompt_hash="x"), *ROWS[4:]], "full")
+
+
+def test_command(tmp_path, capsys):
+    with Shard(tmp_path / "rows.0.jsonl") as shard:
+        for row in ROWS:
+            shard.append(row)
+    assert main(["paired", f"out={tmp_path}", "against=locret (theirs)", "figure=nll"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    spread = stdev(a - b for a, b in zip(OURS, THEIRS, strict=True)) / 2
+    assert lines[2] == (
+        "| R.PassKey, jargon | 2K | 256 | locret (ours) | nll (lower is better) | 4 | 2.688 | "
+        f"{mean(THEIRS) - mean(OURS):+.3f} ± {spread:.3f} |"
+    )
+    assert main(["paired", f"out={tmp_path}"]) == 1 and "against=... is missing" in capsys.readouterr().err
