@@ -344,7 +344,10 @@ def test_the_grammar():
     ("text", "said"),
     [
         ("score=cis merge=nearst", "merge='nearst' is unknown. Did you mean 'nearest'?"),
-        ("score=cis merg=nearest", "Did you mean 'merge'? Parts: score, scope, allocation, selection, merge, reading, answering."),
+        (
+            "score=cis merg=nearest",
+            "Did you mean 'merge'? Parts: score, scope, allocation, selection, merge, reading, answering.",
+        ),
         ("merge-locret(metric=cosin)", "metric must be one of: cosine, l2. Did you mean 'cosine'?"),
         ("score=cis merge=nearest(weight=scores)", "weight must be one of: score, count. Did you mean 'score'?"),
         ("merge(base=full)", "merge(base=full): the base evicts nothing"),
