@@ -226,8 +226,9 @@ def fits(value: object, kind: object) -> bool:
         )
     if arguments:
         return any(fits(value, one) for one in arguments)
-    if kind is Any:
-        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+    if kind is Any:  # an answer: one, several accepted ones, or the ids of its tokens
+        kinds = {type(one) for one in value} if isinstance(value, list) else {type(value)}
+        return len(kinds) < 2 and kinds <= ({str, int} if isinstance(value, list) else {str})
     return type(value) in ((int, float) if kind is float else (kind,))
 
 
