@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .allocation import rounded
 from .base import Slots, amount, rank_of
-from .scores import check_size, recent_attention
+from .scores import check_size, check_window, recent_attention
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,7 @@ class Focus:
 
     def __post_init__(self) -> None:
         check_size("focus", "slots", self.slots, 1)
-        if self.window < 1:
-            raise ValueError(f"focus(window={self.window}): window must be at least 1")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"focus(kernel={self.kernel}): kernel must be odd and at least 1")
+        check_window("focus", self.window, self.kernel)
 
     def size(self, budget: int, tail: int) -> int:
         """Slots a head of a layer with ``budget`` that stay beside the ``tail``, at least one."""

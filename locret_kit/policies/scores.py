@@ -163,10 +163,7 @@ class WindowAttention(Weight):
     """Slots; 1 does not pool."""
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window(window={self.window}): window must be at least 1")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"window(kernel={self.kernel}): kernel must be odd and at least 1")
+        check_window("window", self.window, self.kernel)
 
     def recent(self, chunk: int) -> int:
         return self.window
@@ -209,6 +206,14 @@ def check_size(part: str, name: str, size: int | float, low: int) -> None:
         raise ValueError(f"{part}({name}={size}): a fraction must be from 0 to 1; a number of tokens has no point")
     if isinstance(size, int) and size < low:
         raise ValueError(f"{part}({name}={size}): {name} must be at least {low}")
+
+
+def check_window(part: str, window: int, kernel: int) -> None:
+    """Raise ValueError unless there are queries to sum over and the pooled neighbourhood has a middle."""
+    if window < 1:
+        raise ValueError(f"{part}(window={window}): window must be at least 1")
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"{part}(kernel={kernel}): kernel must be odd and at least 1")
 
 
 @dataclass(frozen=True)
