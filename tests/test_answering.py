@@ -204,7 +204,7 @@ def test_errors_name_what_is_wrong():
         bounded("h2o answering=focus", local_len=0)
     with pytest.raises(ValueError, match=r"last local_len=9 tokens twice: from 1 to chunk=8"):
         bounded("h2o answering=focus", local_len=9)
-    with pytest.raises(ValueError, match=r"answering= drops slots, merge= drops none"):
+    with pytest.raises(ValueError, match=r"answering=focus\(...\) drops slots, merge= drops none"):
         bounded("h2o merge=nearest answering=focus")
     with pytest.raises(ValueError, match=r"focus\(kernel=4\): kernel must be odd"):
         parse_policy("h2o answering=focus(kernel=4)")

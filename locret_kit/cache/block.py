@@ -11,9 +11,9 @@ from torch import Tensor
 from locret_kernels.backend import function
 
 from ..backbones.rope import rotate
+from .answering import looking
 from .attention import attend_rows, attend_rows_lse
 from .decoding import Turn, decode_rows
-from .focus import looking
 from .layers import BoundedLayer, Part
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ positions, which follow the newest token of a piece).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ from ..backbones.intercept import active_handler
 from ..backbones.rope import Rope
 from ..policies.base import Entry, Policy
 from ..policies.registry import parse_policy
+from .answering import check_answering, in_prompt, look_again, looking, source
 from .block import read_block
 from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
-from .focus import check_answering, look_again, looking
 from .fork import fork
 from .groups import SPARE
 from .layers import BoundedLayer
@@ -147,6 +147,8 @@ class BoundedCache(Cache):
         self.last_hidden: Tensor | None = None
         self.looked = False
         """Whether the prompt's tail has been read once and is being read again, see ``policies.answering``."""
+        self.passages: list[int] = []
+        """Where the tokens stand in the prompt that were read in its place, the tail's included; empty where none were."""
         self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
         """What attends instead while a token is decoded with fixed shapes (see ``static``): layer, q, k, v."""
 
@@ -251,9 +253,13 @@ class BoundedCache(Cache):
         s = self.schedule
         return self.policy.answering is not None and not self.looked and (s.prompt_length or 0) > s.budget
 
-    def look_again(self) -> int:
-        """Call it after a piece of the prompt: how many of its last tokens are to be read once more (most policies: 0)."""
-        return look_again(self)
+    def look_again(self) -> None:
+        """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
+        look_again(self)
+
+    def source(self, start: int, end: int) -> Sequence[int]:
+        """Where in the prompt the tokens stand that are fed as those of positions ``start`` to ``end``."""
+        return source(self, start, end)
 
     def rotates_rows(self, rows: BoundedLayer) -> bool:
         """Whether keys are stored before RoPE and rotated whenever they are read."""
@@ -345,7 +351,7 @@ class BoundedCache(Cache):
     def kept_positions(self, layer: int) -> Any:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
         of lists; ``kept_positions(layer)[b][h]`` is a head's either way."""
-        return self.bounded[layer].kept()
+        return in_prompt(self, self.bounded[layer].kept())
 
     @property
     def kept_rows(self) -> list[int]:

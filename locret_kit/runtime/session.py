@@ -73,10 +73,12 @@ def prefill(
     if done >= total:
         raise ValueError(f"the cache has seen {done} tokens already, the prompt has {total}")
     while done < total:
-        step = min(cache.schedule.piece(done), total - done)
-        piece = torch.tensor([ids[done : done + step]], device=model.device, dtype=torch.long)
+        at = cache.source(done, min(done + cache.schedule.piece(done), total))
+        tokens = ids[at.start : at.stop] if isinstance(at, range) else [ids[i] for i in at]
+        piece = torch.tensor([tokens], device=model.device, dtype=torch.long)
         logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        done += step - cache.look_again()
+        cache.look_again()
+        done = cache.get_seq_length()
         if progress:
             progress(done, total)
     assert logits is not None

@@ -1,0 +1,111 @@
+"""Between the two readings of the prompt's tail: see ``policies.answering``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..policies.answering import Reread
+from ..policies.base import Policy, Slots
+from .layers import BoundedLayer
+from .schedule import Schedule
+from .view import slots_of
+
+if TYPE_CHECKING:
+    from .bounded import BoundedCache
+
+
+def check_answering(policy: Policy, schedule: Schedule) -> None:
+    """Raise ValueError where the prompt's end cannot be read twice as the policy asks; names setting and bound."""
+    if policy.answering is None:
+        return
+    name, s = f"policy={policy.name!r}", schedule
+    if s.prompt_length is None:
+        raise ValueError(f"{name} reads the end of the prompt twice: pass prompt_length=")
+    if not 1 <= s.local_len <= s.chunk:
+        raise ValueError(
+            f"{name} reads the prompt's last local_len={s.local_len} tokens twice: from 1 to chunk={s.chunk} of them"
+        )
+    if policy.merge is not None and not isinstance(policy.answering, Reread):
+        raise ValueError(f"{name}: answering=focus(...) drops slots, merge= drops none: one of them")
+
+
+def looking(cache: BoundedCache, seen: int) -> bool:
+    """Whether what is read after ``seen`` tokens is the tail's first reading, of which only the choice is left."""
+    return cache.looks_twice and seen >= (cache.schedule.body or 0)
+
+
+def look_again(cache: BoundedCache) -> None:
+    """Where the tail has been read for the first time, forget it, and what it did not ask for; what the cache has seen then
+    ends before the tokens that are to be read next."""
+    if not cache.looks_twice or cache.get_seq_length() != cache.schedule.prompt_length:
+        return
+    if isinstance(cache.policy.answering, Reread):
+        _leave_passages(cache, cache.policy.answering)
+    else:
+        _leave_slots(cache)
+    cache.looked = True
+
+
+def _leave_slots(cache: BoundedCache) -> None:
+    """Cut every layer to the slots that the tail chose."""
+    answering, tail = cache.policy.answering, cache.schedule.tail
+    for layer, rows in enumerate(cache.bounded):
+        if rows.window is not None:
+            rows.drop_newest(tail)
+        else:
+            held = rows.rows - tail
+            keep = min(answering.size(cache.budgets[layer], tail), held)
+            slots = slots_of(cache, layer, keep, 0)
+            stay_BHS = answering.choose(slots, tail, held)
+            _count(cache, rows, slots, held - keep)
+            rows.keep(stay_BHS, keep)
+        rows.seen -= tail
+
+
+def _leave_passages(cache: BoundedCache, answering: Reread) -> None:
+    """Empty every layer, and choose the passages that are read in the place of the text, right before the tail."""
+    total, body, tail = cache.get_seq_length(), cache.schedule.body or 0, cache.schedule.tail
+    size = answering.size(min(budget for budget in cache.budgets if budget), tail)
+    score_P = torch.zeros(body, device=cache.model.device)
+    for layer, rows in enumerate(cache.bounded):
+        if rows.window is None:
+            slots = slots_of(cache, layer, rows.rows, 0)
+            answering.collect(score_P, slots, tail, size)
+            _count(cache, rows, slots, rows.rows - tail)
+    cache.passages = [*answering.choose(score_P, size).tolist(), *range(body, total)]
+    for rows in cache.bounded:
+        rows.reset()
+        rows.seen = total - len(cache.passages)
+    cache.last_hidden = None
+
+
+def _count(cache: BoundedCache, rows: BoundedLayer, slots: Slots, evicted: int) -> None:
+    """An eviction of so many rows a head."""
+    B, H = slots.valid.shape[:2]
+    counters = cache.counters
+    counters.evicted_rows += evicted * B * H
+    rows.evictions += 1
+    counters.evictions = max(counters.evictions, rows.evictions)
+
+
+def source(cache: BoundedCache, start: int, end: int) -> Sequence[int]:
+    """Where in the prompt the tokens stand that the cache takes as those of positions ``start`` to ``end``."""
+    moved = (cache.schedule.prompt_length or 0) - len(cache.passages)
+    if not cache.passages or start < moved:
+        return range(start, end)
+    return cache.passages[start - moved : end - moved]
+
+
+def in_prompt(cache: BoundedCache, positions: Any) -> Any:
+    """The positions at which a layer holds rows (a tensor, or lists of tensors) as positions in the prompt."""
+    if not cache.passages:
+        return positions
+    if isinstance(positions, list):
+        return [in_prompt(cache, some) for some in positions]
+    total = cache.schedule.prompt_length or 0
+    at = torch.tensor(cache.passages, dtype=positions.dtype, device=positions.device)
+    place = (positions - (total - len(at))).clamp(max=len(at) - 1)
+    return torch.where(positions < total, at[place.long()], positions)
