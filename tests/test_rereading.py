@@ -52,7 +52,7 @@ def passages_by_definition(attentions, kept: list[int], groups: int, size: int, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "kernel", "first"), [(9, 4, 3, 2), (0.5, 5, 1, 0), (19, 32, 5, 32), (1, 1, 3, 4)]
+    ("tokens", "window", "kernel", "first"), [(9, 4, 3, 2), (512, 5, 1, 0), (11, 32, 5, 32), (1, 1, 3, 4)]
 )
 def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first):
     """Streaming's slots: which passages, by full attention under a mask; the logits, by the model itself on these alone."""
@@ -62,7 +62,7 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
     hidden = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~sees, float("-inf"))
     kept = [token for token in range(BODY) if sees[BODY, token]]
     groups = model.config.num_attention_heads // model.config.num_key_value_heads
-    size = int(tokens * 24) if isinstance(tokens, float) else tokens
+    size = min(tokens, 12)
     with torch.no_grad():
         first_reading = plain(input_ids=IDS, attention_mask=hidden[None, None], output_attentions=True).attentions
         chosen = passages_by_definition(
@@ -82,12 +82,12 @@ def test_any_policy_answers_from_what_it_reads_again(policy, positions):
     """Whatever it kept and however it places keys: the logits are the model's on passages and question, and layers and
     heads hold the same tokens."""
     model = tiny_model("llama").double()
-    cache = bounded(f"{policy} answering=reread(10,4,3,2)", positions=positions)
+    cache = bounded(f"{policy} answering=reread(6,4,3,2)", positions=positions)
     found = read(model, cache)
     with torch.no_grad():
         wanted = model(input_ids=IDS[:, cache.passages]).logits[0, -1]
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
-    assert len(cache.passages) == 15 and cache.passages[-5:] == list(range(BODY, TOKENS))
+    assert len(cache.passages) == 11 and cache.passages[-5:] == list(range(BODY, TOKENS))
     for layer in range(len(cache.bounded)):
         assert all(head.tolist() == cache.passages for head in cache.kept_positions(layer)[0])
 
@@ -96,10 +96,10 @@ def test_any_policy_answers_from_what_it_reads_again(policy, positions):
 @pytest.mark.parametrize("policy", ["h2o", "ada-snapkv(6,3)", "pyramidkv(6,3,beta=2)", "kvcrush(base=h2o)"])
 def test_decoding_goes_on_in_the_budget(policy, kv_bits):
     model, calls = tiny_model("llama"), []
-    cache = bounded(f"{policy} answering=reread(10,4,3,2)", kv_bits=kv_bits)
+    cache = bounded(f"{policy} answering=reread(6,4,3,2)", kv_bits=kv_bits)
     with attach(model), torch.no_grad():
         logits = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
-        again = TOKENS - 15
+        again = TOKENS - 11
         assert calls[calls.index(BODY) + 1] == again and calls[-1] == TOKENS and again < calls[-2] < TOKENS
         told = list(
             decode(
@@ -117,7 +117,7 @@ def test_decoding_goes_on_in_the_budget(policy, kv_bits):
 def test_layers_with_a_window_read_the_passages_too():
     model = tiny_model("gemma3").double()
     assert any(window is not None for window in spec_of(model.config).windows)
-    cache = bounded("h2o answering=reread(10,4,3,2)")
+    cache = bounded("h2o answering=reread(6,4,3,2)")
     found = read(model, cache)
     with torch.no_grad():
         wanted = model(input_ids=IDS[:, cache.passages]).logits[0, -1]
@@ -136,7 +136,7 @@ def test_passages_are_the_best_neighbourhoods(score, size, half, first):
     assert found == best(score, size, 2 * half + 1, min(first, size // 2))
 
 
-@given(st.integers(1, 40) | st.floats(0, 1), st.integers(1, 200), st.integers(1, 80))
+@given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 80))
 @settings(deadline=None)
 def test_passages_and_tail_fit_the_budget(tokens, budget, tail):
     tail = min(tail, budget - 1) or 1
@@ -154,8 +154,8 @@ def test_a_prompt_that_fits_is_read_once():
 
 
 def test_the_named_policy_is_locret_and_a_second_reading():
-    assert parts_of(parse_policy("rereading-locret(0.25)")) == {
-        **parts_of(parse_policy("locret")), "answering": "reread(tokens=0.25,window=32,kernel=33,first=32)",
+    assert parts_of(parse_policy("rereading-locret(256)")) == {
+        **parts_of(parse_policy("locret")), "answering": "reread(tokens=256,window=32,kernel=33,first=32)",
     }  # fmt: skip
     model = tiny_model("llama").double()
     torch.manual_seed(0)

@@ -75,8 +75,8 @@ class Reread:
     (``checkpoints/smollm2-135m-locret/LOG.md``).
     """
 
-    tokens: int | float = 0.5
-    """Tokens of the text that are read again: a number, or a fraction of the smallest layer's budget."""
+    tokens: int = 512
+    """Tokens of the text that are read again, at most half of the smallest layer's budget."""
     window: int = 32
     """Queries; all of the tail's where it has fewer."""
     kernel: int = 33
@@ -92,7 +92,7 @@ class Reread:
 
     def size(self, budget: int, tail: int) -> int:
         """Tokens that are read before the ``tail``, at least one."""
-        return max(1, min(amount(self.tokens, budget), budget - tail))
+        return max(1, min(self.tokens, budget // 2, budget - tail))
 
     def collect(self, score_P: Tensor, slots: Slots, tail: int, size: int) -> None:
         """Raise the scores of a text's tokens ``[P]``, in place, to what the heads of a layer give them; ``size`` of them are

@@ -151,7 +151,7 @@ def _focused_locret(slots: int | float = 0.25, window: int = 32, kernel: int = 3
     return replace(base, source="Locret, then SnapKV's score by the question")
 
 
-def _rereading_locret(tokens: int | float = 0.5, window: int = 32, kernel: int = 33, first: int = 32) -> Policy:
+def _rereading_locret(tokens: int = 512, window: int = 32, kernel: int = 33, first: int = 32) -> Policy:
     base = replace(_locret(), name="rereading-locret", answering=Reread(tokens, window, kernel, first))
     return replace(base, source="Locret, then InfiniRetri's second reading, arXiv 2502.12962")
 
