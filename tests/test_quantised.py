@@ -203,7 +203,7 @@ def test_a_long_text_requantises_little(bits):
     assert 0 < rewritten < 2 * quantised + 8 * 60 and quantised > 500
 
 
-@pytest.mark.parametrize(("bits", "share"), [(4, 0.37), (2, 0.25)])
+@pytest.mark.parametrize(("bits", "share"), [(4, 0.39), (2, 0.26)])
 def test_buffers_are_smaller_by_the_bits(bits, share):
     k = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
     plain, layer = BoundedLayer(4096), QuantisedLayer(4096, bits=bits, scratch=Scratch())
@@ -212,7 +212,7 @@ def test_buffers_are_smaller_by_the_bits(bits, share):
     for codes, raw in ((layer.key_codes, plain.keys), (layer.value_codes, plain.values)):
         assert codes.nbytes * 16 == raw.nbytes * bits
     beside = plain.positions.nbytes + plain.scores.nbytes
-    groups, heads, rows, halves = 4096 * 3 // 2 // 32, 4, 4096, 2 * 2
+    groups, heads, rows, halves = 4096 * 3 // 2 // 32 + 4096 // 16 // 2, 4, 4096, 2 * 2
     table, value_levels, tail = heads * groups * 64 * halves, heads * rows * 2 * halves, heads * 63 * 64 * 2 * 2
     expected = heads * rows * (2 * 64 * bits // 8 + 2) + table + value_levels + tail
     assert layer.nbytes - beside == expected
@@ -226,7 +226,33 @@ def test_rows_that_are_alike_share_their_steps():
     kind = torch.tensor([0.0, 60.0]).repeat(36)[:, None] * torch.tensor([1.0, -1.0, 0.5, 0.0] * 2)
     k = torch.randn(1, 2, 72, 8, generator=draw) + kind
     feed(layer, k, k)
-    assert float((layer.slots("keys") - k).abs().max()) < 0.5 < 60 / 15 / 2
+    worst_HS = (layer.slots("keys") - k).abs().amax(-1)[0].sort(-1).values
+    assert float(worst_HS[:, :-8].max()) < 0.5 < 60 / 15 / 2, "but for one group that has what is left of both"
+
+
+@BITS
+def test_rows_that_stand_out_come_back_as_they_were(bits):
+    """Four of 64 rows are far from the others: they are stored in pairs, to float16's precision, and do not coarsen the
+    others' steps; through further evictions too."""
+    draw = torch.Generator().manual_seed(5)
+    layer = QuantisedLayer(128, bits=bits, scratch=Scratch(), group=8, residual=8)
+    k = torch.randn(1, 2, 72, 8, generator=draw)
+    k[:, :, 10:50:10] = 40 * torch.randn(1, 2, 4, 8, generator=draw)
+    feed(layer, k, k)
+    far = torch.zeros(72, dtype=torch.bool)
+    far[10:50:10] = True
+    spread = float(k[:, :, ~far].abs().max()) * 2
+    for _ in range(5):
+        error = (layer.slots("keys") - k).abs()[0]
+        torch.testing.assert_close(
+            layer.slots("keys")[:, :, far], k[:, :, far], rtol=0, atol=2**-10 * float(k.abs().max())
+        )
+        assert float(error[:, ~far].max()) < 1.01 * spread / (2**bits - 1) / 2
+        more = torch.randn(1, 2, 16, 8, generator=draw)
+        feed(layer, more, more)
+        stay = torch.ones(1, 2, 88, dtype=torch.bool)
+        stay[:, :, 72:] = False
+        layer.keep(stay, 72)
 
 
 def test_a_large_channel_of_values_is_spread():

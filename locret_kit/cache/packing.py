@@ -1,9 +1,9 @@
 """Uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes.
 
 ``x`` is stored as ``code = round((x - zero) / step)`` and read back as ``zero + code * step``. Steps and zero points are
-float16; they are rounded outward, so that ``zero`` to ``zero + (2^bits - 1) * step`` covers the group and every number
-comes back within half a step. Numbers beyond float16's range (65,504) saturate.
-Source: KIVI, arXiv 2402.02750, section 3; the outward rounding is ours.
+float16; zero points are rounded down and steps where it matters up, so that every number comes back within half a
+step. Numbers beyond float16's range (65,504) saturate.
+Source: KIVI, arXiv 2402.02750, section 3; the rounding is ours.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ SUBNORMAL = 2.0**-24
 
 
 def levels(lo: Tensor, hi: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Step and zero point (float16, the shape of ``lo``) of groups whose smallest and largest number (float32) are given."""
-    zero = (lo - lo.abs() * ROUNDING - SUBNORMAL).clamp(-HALF_MAX, HALF_MAX).half()
-    step = (hi - zero.float()) / (2**bits - 1) * (1 + ROUNDING) + SUBNORMAL
-    return step.clamp(max=HALF_MAX).half(), zero
+    """Step and zero point (float16, the shape of ``lo``) of groups whose smallest and largest number (float32) are given. Those
+    of limits that were read back from codes are the same again, so that quantising anew does not drift."""
+    most = 2**bits - 1
+    zero = lo.clamp(-HALF_MAX, HALF_MAX).half()
+    below = (lo - lo.abs() * ROUNDING - SUBNORMAL).clamp(-HALF_MAX, HALF_MAX).half()
+    zero = torch.where(zero.float() > lo, below, zero)
+    reach = hi - zero.float()
+    step = (reach / most).clamp(SUBNORMAL, HALF_MAX).half()
+    above = (reach / most * (1 + ROUNDING) + SUBNORMAL).clamp(max=HALF_MAX).half()
+    return torch.where(reach > (most + 0.5) * step.float(), above, step), zero
 
 
 def encode(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -5,10 +5,10 @@ quantised once; not as it came but rotated by a Hadamard matrix (QuaRot, arXiv 2
 coarsen the steps of its group. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are
 consecutive tokens; an eviction leaves gaps in them, so here a row carries the number of its group, and the steps and zero
 points of all groups (one of each a channel) stand in a table of fixed size (see ``groups``). Since any row may be in any group,
-rows that are quantised together are grouped with rows like them, which makes the steps smaller. A group that has lost all
-of its rows is free. Where too few are free for the rows that are to be quantised, the sparsest groups are quantised again
-together with them: as few groups as make room, so full ones never are, and what one eviction requantises is in proportion to
-what entered since the last.
+rows that are quantised together are grouped with rows like them, which makes the steps smaller, and the few that are like
+none go in pairs, which keep them whole. A group that has lost all of its rows is free. Where too few are free for the rows
+that are to be quantised, the sparsest groups are quantised again together with them: as few groups as make room, so full ones
+never are, and what one eviction requantises is in proportion to what entered since the last.
 
 A row's key is read back within half a step of its group, and every merge of its group with others adds at most half a step
 of the new group. A number of a rotated value row is read back within half a step; rotating back leaves the length of the row's
@@ -22,6 +22,7 @@ pieces change the result by rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from locret_kernels.ragged_decode import PackedRows
 from locret_kernels.spread import hadamard
 
 from ..policies.base import Policy
-from .groups import GROUP, SPARE, regroup, table_size
+from .groups import GROUP, SPARE, outliers, regroup, table_size
 from .layers import BoundedLayer
 from .packing import BITS, decode, encode, levels, pack, unpack
 
@@ -284,7 +285,13 @@ class QuantisedLayer(BoundedLayer):
         self._store_values(oldest, leaving[oldest])
         keys, group = self._lent("keys")[held].float(), self.group[held].long()
         target_BTS, made_BTM = regroup(
-            keys, group, leaving[held], *self._heads(), self.key_step.shape[2], self.group_rows
+            keys,
+            group,
+            leaving[held],
+            *self._heads(),
+            self.key_step.shape[2],
+            self.group_rows,
+            outliers(self.capacity) // 2,
         )
         self._store_keys(held, keys, target_BTS, made_BTM)
 
@@ -300,17 +307,21 @@ class QuantisedLayer(BoundedLayer):
     def _store_keys(self, at: Any, x: Tensor, target_BTS: Tensor, made_BTM: Tensor) -> None:
         """Quantise those of the keys ``x`` of rows whose target is a group, by the limits of all that have the same target."""
         chosen_BTS = target_BTS >= 0
-        B, tables, M = made_BTM.shape
-        index = target_BTS.masked_fill(~chosen_BTS, M)[..., None].expand_as(x)
-        lo, hi = (
-            x.new_zeros(B, tables, M + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)[:, :, :M]
-            for how in ("amin", "amax")
-        )
-        for held, new in zip((self.key_step, self.key_zero), levels(lo, hi, self.bits), strict=True):
-            held.copy_(torch.where(made_BTM[..., None], new, held))
+        step, zero = levels(*self._limits(x, target_BTS, made_BTM.shape[-1]), self.bits)
+        self.key_step.copy_(torch.where(made_BTM[..., None], step, self.key_step))
+        self.key_zero.copy_(torch.where(made_BTM[..., None], zero, self.key_zero))
+        del step, zero
         codes = pack(encode(x, *self._key_levels(target_BTS.clamp(min=0)), self.bits), self.bits)
         self.key_codes[at] = torch.where(chosen_BTS[..., None], codes, self.key_codes[at])
         self.group[at] = torch.where(chosen_BTS, target_BTS.to(self.group.dtype), self.group[at])
+
+    def _limits(self, x: Tensor, target_BTS: Tensor, groups: int) -> Iterator[Tensor]:
+        """The smallest and the largest number ``[B, tables, groups, D]`` of each channel of the keys of a group."""
+        B, tables, _ = target_BTS.shape
+        index = torch.where(target_BTS >= 0, target_BTS, groups)[..., None].expand_as(x)
+        for how in ("amin", "amax"):
+            limit = x.new_zeros(B, tables, groups + 1, self.key_size)
+            yield limit.scatter_reduce_(2, index, x, how, include_self=False)[:, :, :groups]
 
     # ---- eviction and the rest -----------------------------------------------------------------------------------
 
