@@ -22,7 +22,6 @@ pieces change the result by rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -315,13 +314,15 @@ class QuantisedLayer(BoundedLayer):
         self.key_codes[at] = torch.where(chosen_BTS[..., None], codes, self.key_codes[at])
         self.group[at] = torch.where(chosen_BTS, target_BTS.to(self.group.dtype), self.group[at])
 
-    def _limits(self, x: Tensor, target_BTS: Tensor, groups: int) -> Iterator[Tensor]:
+    def _limits(self, x: Tensor, target_BTS: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         """The smallest and the largest number ``[B, tables, groups, D]`` of each channel of the keys of a group."""
         B, tables, _ = target_BTS.shape
         index = torch.where(target_BTS >= 0, target_BTS, groups)[..., None].expand_as(x)
-        for how in ("amin", "amax"):
-            limit = x.new_zeros(B, tables, groups + 1, self.key_size)
-            yield limit.scatter_reduce_(2, index, x, how, include_self=False)[:, :, :groups]
+        lo, hi = (
+            x.new_zeros(B, tables, groups + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)
+            for how in ("amin", "amax")
+        )
+        return lo[:, :, :groups], hi[:, :, :groups]
 
     # ---- eviction and the rest -----------------------------------------------------------------------------------
 
