@@ -14,7 +14,7 @@ from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.cache.decoding import decode_rows
-from locret_kit.cache.groups import regroup, table_size
+from locret_kit.cache.groups import outliers, regroup, table_size
 from locret_kit.cache.quantised import QuantisedLayer, Scratch
 from locret_kit.cache.ragged import RaggedLayer
 from locret_kit.cache.ragged_quantised import RaggedQuantisedLayer
@@ -33,12 +33,10 @@ B, H, D, CAPACITY, GROUP = 2, 3, 8, 40, 4
 # ---- groups that several heads share ------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4), st.integers(1, 30), st.floats(0, 1))
-def test_heads_share_a_table_and_no_group(seed, size, heads, capacity, density):
-    """Against the definition, one number of groups after the other; the table is as small as it may be."""
+def drawn_table(seed: int, size: int, heads: int, capacity: int, density: float, pairs: int):
+    """A table as small as it may be: keys, and a group (-1: the row leaves the tail) and a head a row."""
     draw = torch.Generator().manual_seed(seed)
-    groups = table_size(capacity, heads, 0.0, size)
+    groups = table_size(capacity, heads, 0.0, size) - heads * (outliers(capacity) // 2) + heads * pairs
     cuts = torch.randint(0, heads * capacity + 1, (heads - 1,), generator=draw).sort().values.tolist()
     group, head, free = [], [], torch.randperm(groups, generator=draw).tolist()
     for h, (a, b) in enumerate(zip([0, *cuts], [*cuts, heads * capacity], strict=True)):
@@ -47,10 +45,49 @@ def test_heads_share_a_table_and_no_group(seed, size, heads, capacity, density):
         group += survivors
         group += [-1] * int((b - a - len(survivors)) * min(1.0, 1.5 * float(torch.rand((), generator=draw))))
         head += [h] * (len(group) - len(head))
+    return torch.randn(len(group), 3, generator=draw), group, head, groups
+
+
+def regrouped(keys, group: list[int], head: list[int], heads: int, groups: int, size: int, pairs: int):
     row_group = torch.tensor(group, dtype=torch.int64)
-    keys = torch.randn(len(group), 3, generator=draw)
     rows = (keys, row_group, row_group < 0, torch.tensor(head, dtype=torch.int64))
-    target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), heads, groups, size))
+    target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), heads, groups, size, pairs))
+    return target, made
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 4), st.integers(1, 30), st.floats(0, 1), st.integers(1, 3)
+)
+def test_rows_that_stand_out_are_in_pairs(seed, size, heads, capacity, density, pairs):
+    """By the definition: of the rows that leave or are in a group of at most two, those of each head that are furthest from
+    its mean, by standard deviations."""
+    keys, group, head, groups = drawn_table(seed, size, heads, capacity, density, pairs)
+    target, made = regrouped(keys, group, head, heads, groups, size, pairs)
+    after = [int(t) if t >= 0 else g for t, g in zip(target, group, strict=True)]
+    assert all(g >= 0 for g in after) or -1 not in group
+    assert all(after.count(g) <= size for g in set(after))
+    assert len(set(zip(after, head, strict=True))) == len(set(after)), "a group has rows of one head"
+    assert all(bool(made[g]) for g, t in zip(after, target, strict=True) if t >= 0)
+    for h in range(heads):
+        own = [i for i, o in enumerate(head) if o == h]
+        loose = [i for i in own if group[i] < 0 or group.count(group[i]) <= 2]
+        if -1 not in group or not own:
+            continue
+        y = keys[own] - keys[own].mean(0)
+        far = dict(zip(own, (y.square() / y.square().mean(0).clamp(min=1e-12)).sum(1).tolist(), strict=True))
+        paired = sorted(loose, key=lambda i: -far[i])[: 2 * pairs]
+        moved = [i for i in paired if target[i] >= 0]
+        assert all(after.count(after[i]) <= 2 and all(j in paired for j in own if after[j] == after[i]) for i in moved)
+        assert all(i in moved for i in paired if group[i] < 0)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4), st.integers(1, 30), st.floats(0, 1))
+def test_heads_share_a_table_and_no_group(seed, size, heads, capacity, density):
+    """Against the definition, one number of groups after the other; the table is as small as it may be."""
+    keys, group, head, groups = drawn_table(seed, size, heads, capacity, density, 0)
+    target, made = regrouped(keys, group, head, heads, groups, size, 0)
 
     taken = {g for g in range(groups) if made[g]}
     assert [i for i in range(len(group)) if target[i] >= 0] == [i for i, g in enumerate(group) if g in taken or g < 0]
