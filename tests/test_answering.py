@@ -157,24 +157,30 @@ def test_slots_and_tail_fit_the_budget(slots, budget, tail, window, half):
     assert 1 <= size <= max(1, budget - tail)
 
 
-def test_a_prompt_that_fits_is_read_once():
+@pytest.mark.parametrize("answering", ["focus(4)", "reread(4)"])
+def test_a_prompt_that_fits_is_read_once(answering):
     model, calls = tiny_model("llama").double(), []
     with attach(model), torch.no_grad():
-        cache = bounded("recency answering=focus(4)", budget=67, positions="original")
+        cache = bounded(f"recency answering={answering}", budget=67, positions="original")
         found = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
         wanted = model(input_ids=IDS).logits[0, -1]
-    assert calls == sorted(set(calls))
+    assert calls == sorted(set(calls)) and not cache.passages
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
 
 
-def test_the_named_policy_is_locret_and_a_focus():
-    assert parts_of(parse_policy("focused-locret(0.5)")) == {
-        **parts_of(parse_policy("locret")), "answering": "focus(slots=0.5,window=32,kernel=33)",
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("focused-locret", "0.5", "focus(slots=0.5,window=32,kernel=33)"),
+        ("rereading-locret", "256", "reread(tokens=256,window=32,kernel=33,first=32)"),
+    ],
+)
+def test_the_named_policies_are_locret_and_a_second_reading(name, value, part):
+    assert parts_of(parse_policy(f"{name}({value})")) == {**parts_of(parse_policy("locret")), "answering": part}
     model = tiny_model("llama").double()
     torch.manual_seed(0)
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
-    cache = bounded("focused-locret(7)", heads=heads)
+    cache = bounded(f"{name}(7)", heads=heads)
     read(model, cache)
     assert cache.kept_rows == [12] * len(cache.bounded)
 

@@ -14,7 +14,7 @@ from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.cache.decoding import decode_rows
-from locret_kit.cache.groups import outliers, regroup, table_size
+from locret_kit.cache.groups import pairs_of, regroup, table_size
 from locret_kit.cache.quantised import QuantisedLayer, Scratch
 from locret_kit.cache.ragged import RaggedLayer
 from locret_kit.cache.ragged_quantised import RaggedQuantisedLayer
@@ -36,7 +36,7 @@ B, H, D, CAPACITY, GROUP = 2, 3, 8, 40, 4
 def drawn_table(seed: int, size: int, heads: int, capacity: int, density: float, pairs: int):
     """A table as small as it may be: keys, and a group (-1: the row leaves the tail) and a head a row."""
     draw = torch.Generator().manual_seed(seed)
-    groups = table_size(capacity, heads, 0.0, size) - heads * (outliers(capacity) // 2) + heads * pairs
+    groups = table_size(capacity, heads, 0.0, size) - heads * pairs_of(capacity) + heads * pairs
     cuts = torch.randint(0, heads * capacity + 1, (heads - 1,), generator=draw).sort().values.tolist()
     group, head, free = [], [], torch.randperm(groups, generator=draw).tolist()
     for h, (a, b) in enumerate(zip([0, *cuts], [*cuts, heads * capacity], strict=True)):

@@ -12,9 +12,8 @@ from tiny_models import tiny_model
 
 from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import attach
-from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.answering import Reread
-from locret_kit.policies.registry import parse_policy, parts_of
+from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -141,28 +140,6 @@ def test_passages_are_the_best_neighbourhoods(score, size, half, first):
 def test_passages_and_tail_fit_the_budget(tokens, budget, tail):
     tail = min(tail, budget - 1) or 1
     assert 1 <= Reread(tokens).size(budget, tail) <= max(1, budget - tail)
-
-
-def test_a_prompt_that_fits_is_read_once():
-    model, calls = tiny_model("llama").double(), []
-    cache = bounded("recency answering=reread(4)", budget=67, positions="original")
-    with attach(model), torch.no_grad():
-        found = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
-        wanted = model(input_ids=IDS).logits[0, -1]
-    assert calls == sorted(set(calls)) and not cache.passages
-    torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
-
-
-def test_the_named_policy_is_locret_and_a_second_reading():
-    assert parts_of(parse_policy("rereading-locret(256)")) == {
-        **parts_of(parse_policy("locret")), "answering": "reread(tokens=256,window=32,kernel=33,first=32)",
-    }  # fmt: skip
-    model = tiny_model("llama").double()
-    torch.manual_seed(0)
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
-    cache = bounded("rereading-locret(7)", heads=heads)
-    read(model, cache)
-    assert cache.kept_rows == [12] * len(cache.bounded)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "ada-snapkv(6,3)", "lagkv", "sirllm"])

@@ -19,16 +19,16 @@ OUTLIERS = 1 / 16
 """Rows of a head that go in pairs, as a fraction of its capacity."""
 
 
-def outliers(capacity: int) -> int:
-    """Rows of a head of so much room that go in pairs."""
-    return int(capacity * OUTLIERS) // 2 * 2
+def pairs_of(capacity: int) -> int:
+    """Pairs of a head with so much room."""
+    return int(capacity * OUTLIERS) // 2
 
 
 def table_size(capacity: int, heads: int = 1, spare: float = SPARE, size: int = GROUP) -> int:
     """Groups in a table that ``heads`` share, ``heads * capacity`` rows in whatever parts: at least one for every ``size``
     rows and begun ``size`` of a head, and one for every pair."""
     wanted = heads * -(-int(capacity * (1 + spare)) // size)
-    return max(wanted, heads + heads * (capacity - 1) // size) + heads * outliers(capacity) // 2
+    return max(wanted, heads + heads * (capacity - 1) // size) + heads * pairs_of(capacity)
 
 
 def regroup(

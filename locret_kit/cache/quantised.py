@@ -32,7 +32,7 @@ from locret_kernels.ragged_decode import PackedRows
 from locret_kernels.spread import hadamard
 
 from ..policies.base import Policy
-from .groups import GROUP, SPARE, outliers, regroup, table_size
+from .groups import GROUP, SPARE, pairs_of, regroup, table_size
 from .layers import BoundedLayer
 from .packing import BITS, decode, encode, levels, pack, unpack
 
@@ -290,7 +290,7 @@ class QuantisedLayer(BoundedLayer):
             *self._heads(),
             self.key_step.shape[2],
             self.group_rows,
-            outliers(self.capacity) // 2,
+            pairs_of(self.capacity),
         )
         self._store_keys(held, keys, target_BTS, made_BTM)
 
