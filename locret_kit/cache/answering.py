@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..policies.answering import Reread
-from ..policies.base import Policy, Slots
-from .layers import BoundedLayer
+from ..policies.base import Policy
+from .eviction import count_eviction
 from .schedule import Schedule
 from .view import slots_of
 
@@ -60,7 +60,7 @@ def _leave_slots(cache: BoundedCache) -> None:
             keep = min(answering.size(cache.budgets[layer], tail), held)
             slots = slots_of(cache, layer, keep, 0)
             stay_BHS = answering.choose(slots, tail, held)
-            _count(cache, rows, slots, held - keep)
+            count_eviction(cache, rows, slots, held - keep)
             rows.keep(stay_BHS, keep)
         rows.seen -= tail
 
@@ -74,21 +74,12 @@ def _leave_passages(cache: BoundedCache, answering: Reread) -> None:
         if rows.window is None:
             slots = slots_of(cache, layer, rows.rows, 0)
             answering.collect(score_P, slots, tail, size)
-            _count(cache, rows, slots, rows.rows - tail)
+            count_eviction(cache, rows, slots, rows.rows - tail)
     cache.passages = [*answering.choose(score_P, size).tolist(), *range(body, total)]
     for rows in cache.bounded:
         rows.reset()
         rows.seen = total - len(cache.passages)
     cache.last_hidden = None
-
-
-def _count(cache: BoundedCache, rows: BoundedLayer, slots: Slots, evicted: int) -> None:
-    """An eviction of so many rows a head."""
-    B, H = slots.valid.shape[:2]
-    counters = cache.counters
-    counters.evicted_rows += evicted * B * H
-    rows.evictions += 1
-    counters.evictions = max(counters.evictions, rows.evictions)
 
 
 def source(cache: BoundedCache, start: int, end: int) -> Sequence[int]:
