@@ -118,7 +118,7 @@ def test_cache_bytes_are_those_of_the_cache(family):
 
 
 SIZED = ["h2o", "roco", "scissorhands", "tova", "snapkv", "pyramidkv", "nacl", "kvcrush", "full"]
-SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o answering=focus(6,5,3)"]
+SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o answering=reread(6,5,3)"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -252,7 +252,7 @@ def test_every_named_policy_is_here():
     elsewhere = {"compactor", "expected-attention", "lagkv"}  # with state of their own: test_key_scores.py
     elsewhere |= {"merge", "merge-locret"}  # test_merging.py
     elsewhere |= {"windowed-locret"}  # test_reading.py
-    elsewhere |= {"focused-locret", "rereading-locret"}  # test_answering.py, test_rereading.py
+    elsewhere |= {"rereading-locret"}  # test_answering.py
     assert {policy.split("(")[0] for policy in POLICIES} >= NAMED.keys() - elsewhere
 
 

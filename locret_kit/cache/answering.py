@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..policies.answering import Reread
 from ..policies.base import Policy
 from .eviction import count_eviction
 from .schedule import Schedule
@@ -28,46 +27,15 @@ def check_answering(policy: Policy, schedule: Schedule) -> None:
         raise ValueError(
             f"{name} reads the prompt's last local_len={s.local_len} tokens twice: from 1 to chunk={s.chunk} of them"
         )
-    if policy.merge is not None and not isinstance(policy.answering, Reread):
-        raise ValueError(f"{name}: answering=focus(...) drops slots, merge= drops none: one of them")
-
-
-def looking(cache: BoundedCache, seen: int) -> bool:
-    """Whether what is read after ``seen`` tokens is the tail's first reading, of which only the choice is left."""
-    return cache.looks_twice and seen >= (cache.schedule.body or 0)
 
 
 def look_again(cache: BoundedCache) -> None:
-    """Where the tail has been read for the first time, forget it, and what it did not ask for; what the cache has seen then
-    ends before the tokens that are to be read next."""
-    if not cache.looks_twice or cache.get_seq_length() != cache.schedule.prompt_length:
+    """Where the tail has been read for the first time: empty every layer, and choose the passages that are read in the place of
+    the text, right before the tail; what the cache has seen then ends before them."""
+    answering, total, body = cache.policy.answering, cache.get_seq_length(), cache.schedule.body or 0
+    if answering is None or not cache.looks_twice or total != cache.schedule.prompt_length:
         return
-    if isinstance(cache.policy.answering, Reread):
-        _leave_passages(cache, cache.policy.answering)
-    else:
-        _leave_slots(cache)
-    cache.looked = True
-
-
-def _leave_slots(cache: BoundedCache) -> None:
-    """Cut every layer to the slots that the tail chose."""
-    answering, tail = cache.policy.answering, cache.schedule.tail
-    for layer, rows in enumerate(cache.bounded):
-        if rows.window is not None:
-            rows.drop_newest(tail)
-        else:
-            held = rows.rows - tail
-            keep = min(answering.size(cache.budgets[layer], tail), held)
-            slots = slots_of(cache, layer, keep, 0)
-            stay_BHS = answering.choose(slots, tail, held)
-            count_eviction(cache, rows, slots, held - keep)
-            rows.keep(stay_BHS, keep)
-        rows.seen -= tail
-
-
-def _leave_passages(cache: BoundedCache, answering: Reread) -> None:
-    """Empty every layer, and choose the passages that are read in the place of the text, right before the tail."""
-    total, body, tail = cache.get_seq_length(), cache.schedule.body or 0, cache.schedule.tail
+    tail = cache.schedule.tail
     size = answering.size(min(budget for budget in cache.budgets if budget), tail)
     score_P = torch.zeros(body, device=cache.model.device)
     for layer, rows in enumerate(cache.bounded):

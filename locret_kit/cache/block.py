@@ -11,7 +11,6 @@ from torch import Tensor
 from locret_kernels.backend import function
 
 from ..backbones.rope import rotate
-from .answering import looking
 from .attention import attend_rows, attend_rows_lse
 from .decoding import Turn, decode_rows
 from .layers import BoundedLayer, Part
@@ -24,14 +23,13 @@ def read_block(
     cache: BoundedCache, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor, scaling: float
 ) -> Tensor:
     """Attend over the rows and one block of new tokens, which become rows."""
-    chooses_only = looking(cache, rows.seen)
     score_BHT = cache.entry_scores(layer, rows, rows.seen, q, k, v)
     rows.remember(q)
     if cache.ropes is not None and not cache.rotates_rows(rows):
         cos, sin = cache.tables.between(cache.ropes[layer], rows.seen, q.shape[2], q)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     rows.append(k, v, score_BHT)
-    if q.shape[2] == 1 and rows.reads_flat and not _reads(cache, rows) and not chooses_only:
+    if q.shape[2] == 1 and rows.reads_flat and not _reads(cache, rows):
         assert cache.backend is not None
         flat = rows.flat()
         return decode_rows(
@@ -63,7 +61,7 @@ def _attend_part(cache: BoundedCache, layer: int, rows: BoundedLayer, part: Part
             cos, sin = cache.tables.at(rope, at, cache.places.span, q)
             newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
         keys, q = rotate(keys, cos, sin), rotate(q, *newest)
-    if not len(part.stats) or looking(cache, rows.seen - T):
+    if not len(part.stats):
         return attend_rows(q, keys, values, scaling, rows.window)
     assert cache.backend is not None
     out, lse = attend_rows_lse(q, keys, values, scaling, cache.backend)

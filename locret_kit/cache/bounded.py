@@ -23,7 +23,7 @@ from ..backbones.intercept import active_handler
 from ..backbones.rope import Rope
 from ..policies.base import Entry, Policy
 from ..policies.registry import parse_policy
-from .answering import check_answering, in_prompt, look_again, looking, source
+from .answering import check_answering, in_prompt, look_again, source
 from .block import read_block
 from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
@@ -145,10 +145,9 @@ class BoundedCache(Cache):
         self.tables = RotationTables()
         self.model: Any = None
         self.last_hidden: Tensor | None = None
-        self.looked = False
-        """Whether the prompt's tail has been read once and is being read again, see ``policies.answering``."""
         self.passages: list[int] = []
-        """Where the tokens stand in the prompt that were read in its place, the tail's included; empty where none were."""
+        """Where the tokens stand in the prompt that are read in its place, the tail's included, see ``policies.answering``;
+        empty where the prompt is read once, or not yet for the second time."""
         self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
         """What attends instead while a token is decoded with fixed shapes (see ``static``): layer, q, k, v."""
 
@@ -251,7 +250,7 @@ class BoundedCache(Cache):
     def looks_twice(self) -> bool:
         """Whether the prompt's tail is yet to be read for the second time."""
         s = self.schedule
-        return self.policy.answering is not None and not self.looked and (s.prompt_length or 0) > s.budget
+        return self.policy.answering is not None and not self.passages and (s.prompt_length or 0) > s.budget
 
     def look_again(self) -> None:
         """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
@@ -277,7 +276,7 @@ class BoundedCache(Cache):
             head=self.heads[layer] if self.heads is not None else None,
             seed=self.seed,
             rope=self.ropes[layer] if self.ropes is not None else None,
-            memory=dict(rows.memory) if looking(self, rows.seen) else rows.memory,
+            memory=rows.memory,
         )
         # A windowed layer's scores are never read, and its score's memory would grow with the text.
         score_BHT = self.policy.score.enter(entry) if rows.window is None else None
@@ -300,8 +299,6 @@ class BoundedCache(Cache):
     @torch.no_grad()
     def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
         """Score the block that was just read by the final hidden states of its tokens, then evict where it is due."""
-        if looking(self, self.get_seq_length() - hidden_BTE.shape[1]):
-            return
         began = time.perf_counter()
         score_BT, self.last_hidden = token_entropy(self.model, hidden_BTE, ids_BT, self.last_hidden)
         for rows in self.bounded:

@@ -219,10 +219,6 @@ class BoundedLayer(CacheLayerMixin):
             for rows in (self.keys, self.values, self.positions, self.scores):
                 rows[:, :, :keep] = rows[:, :, old - keep : old].clone()
 
-    def drop_newest(self, n: int) -> None:
-        """Forget the newest ``n`` rows (layers with a window)."""
-        self.rows, self.fresh = self.rows - n, self.fresh - n
-
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length)."""
         self.capacity = max(rows, 2 * self.capacity)

@@ -279,9 +279,11 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        from .eval_config import USAGE
+        from .eval_config import USAGE, EvalConfig
+        from .keys import describe_keys
 
-        print(USAGE)
+        keys = f"\n\nKeys with their defaults:\n\n{describe_keys(EvalConfig)}"
+        print(USAGE + keys if argv else USAGE)
         return 0 if argv else 1
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)
 

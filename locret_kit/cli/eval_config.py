@@ -24,7 +24,7 @@ USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
   torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
 A rerun does only what is missing, and what prompts have in common at their beginning is read once.
-An unknown key, task or policy is an error that names the nearest.
+An unknown key, task or policy is an error that names the nearest; --help lists the keys.
 Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies, and here also kvzip and
 kvzip(joint=true) (oracles that read the whole prompt first) and random-heads (locret with untrained heads).
 `locret-eval lm_eval` is lm-evaluation-harness's own command line (pip install 'locret-kit[harness]') with one model more,

@@ -23,7 +23,7 @@ USAGE = """usage: locret-train recipe=NAME [key=value ...]
   locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
   locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
 
-Keys are those of the recipe (see recipes/*.yaml); an unknown key or recipe is an error that names the nearest."""
+An unknown key or recipe is an error that names the nearest; --help lists them."""
 
 
 def load_config(argv: list[str]) -> TrainConfig:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..naming import nearest
 from .allocation import Adaptive, Pyramid, PyramidAdaptive, Uniform
-from .answering import Focus, Reread
+from .answering import Reread
 from .base import Policy
 from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
 from .merging import Lococo, Nearest
@@ -32,7 +32,7 @@ ALLOCATIONS: dict[str, type] = {"adaptive": Adaptive, "pyramid": Pyramid, "unifo
 SELECTIONS: dict[str, type] = {"representatives": Representatives, "sampled": Sampled, "top-k": TopK}
 MERGES: dict[str, type] = {"lococo": Lococo, "nearest": Nearest}
 READINGS: dict[str, type] = {"recent": Recent}
-ANSWERINGS: dict[str, type] = {"focus": Focus, "reread": Reread}
+ANSWERINGS: dict[str, type] = {"reread": Reread}
 PARTS = ("score", "scope", "allocation", "selection", "merge", "reading", "answering")
 
 
@@ -146,11 +146,6 @@ def _windowed_locret(newest: int = 1024, sinks: int = 8) -> Policy:
     )
 
 
-def _focused_locret(slots: int | float = 0.25, window: int = 32, kernel: int = 33) -> Policy:
-    base = replace(_locret(), name="focused-locret", answering=Focus(slots, window, kernel))
-    return replace(base, source="Locret, then SnapKV's score by the question")
-
-
 def _rereading_locret(tokens: int = 512, window: int = 32, kernel: int = 33, first: int = 32) -> Policy:
     base = replace(_locret(), name="rereading-locret", answering=Reread(tokens, window, kernel, first))
     return replace(base, source="Locret, then InfiniRetri's second reading, arXiv 2502.12962")
@@ -203,7 +198,6 @@ NAMED: dict[str, Callable[..., Policy]] = {
     "ada-locret": _ada_locret,
     "pyramid-locret": _pyramid_locret,
     "windowed-locret": _windowed_locret,
-    "focused-locret": _focused_locret,
     "rereading-locret": _rereading_locret,
     "merge": _merge,
     "merge-locret": _merge_locret,

@@ -1,0 +1,89 @@
+"""What the README says of names, commands and files is what there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from locret_kit.cli import infer, plan, publish, recipes
+from locret_kit.cli.eval import COMMANDS
+from locret_kit.cli.eval_config import load_eval_config
+from locret_kit.policies import registry
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+KIT = ("locret-infer", "locret-eval", "locret-train", "locret-plan", "locret-publish")
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of the lines below a table's header."""
+    lines = TEXT[TEXT.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def commands() -> list[list[str]]:
+    """The words of every command of the kit in the README's blocks."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", TEXT, re.S):
+        heads = re.search(r"^heads=(\S+)", block, re.M)
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.replace("$heads", heads[1] if heads else "$heads"), comments=True)
+            if words and words[0] in KIT:
+                found.append(words[: words.index("<")] if "<" in words else words)
+    return found
+
+
+def test_every_policy_and_no_other_has_a_line():
+    named = [name for row in table("| policy | a slot is kept for |") for name in re.findall(r"`([^`]+)`", row[0])]
+    assert sorted(named) == sorted(registry.NAMED)
+
+
+def test_every_choice_of_every_part_is_named():
+    tables = {
+        "score": registry.SCORES, "scope": registry.SCOPES, "allocation": registry.ALLOCATIONS, "merge": registry.MERGES,
+        "selection": registry.SELECTIONS, "reading": registry.READINGS, "answering": registry.ANSWERINGS,
+    }  # fmt: skip
+    rows = table("| part | says | choices |")
+    assert [row[0].strip("`") for row in rows] == list(registry.PARTS) and tables.keys() == set(registry.PARTS)
+    for row in rows:
+        choices = [word for text in re.findall(r"`([^`]+)`", row[2]) for word in text.split()]
+        names = {re.sub(r"\(.*", "", word) for word in choices if not word.startswith(("locret-", "recipe="))}
+        assert names - {"pyramid+adaptive"} == set(tables[row[0].strip("`")]), row
+
+
+def test_every_recipe_is_named():
+    (named,) = re.findall(r"^Recipes: (.*?); ", TEXT, re.S | re.M)
+    assert sorted(re.findall(r"`([^`]+)`", named)) == recipes.known_recipes()
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_are_understood(words):
+    """As far as a command can be checked without a model, its data and its output."""
+    name, *given = words
+    if name == "locret-eval" and given[0] not in COMMANDS:
+        load_eval_config(given)
+    elif name == "locret-train":
+        recipes.load_config(given)
+    elif name != "locret-eval":
+        module = {"locret-infer": infer, "locret-plan": plan, "locret-publish": publish}[name]
+        args = module.parser().parse_args(given)
+        if getattr(args, "policy", None):
+            registry.parse_policy(args.policy)
+
+
+def test_there_are_commands_of_every_kind():
+    assert {words[0] for words in commands()} == set(KIT) and len(commands()) > 25
+
+
+def test_links_lead_somewhere():
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in TEXT.splitlines()}
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif not target.startswith("https://"):
+            assert (ROOT / target).exists(), target
+    for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", TEXT):
+        assert (ROOT / path).exists(), path
