@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
         if args.check and stale:
             names = " and ".join(path.name for path in stale)
-            print(f"{names} differs from the rows: run python scripts/results.py", file=sys.stderr)
+            print(f"{names} differ from the rows: run python scripts/results.py", file=sys.stderr)
             return 1
         for path in stale:
             write_beside(path, lambda beside, text=texts[path]: beside.write_text(text, encoding="utf-8"))

@@ -79,6 +79,18 @@ def test_lines_differ_without_colour():
     assert len({(str(line(i)["linestyle"]), line(i)["marker"]) for i in range(40)}) == 40
 
 
+@pytest.mark.parametrize("policies", [2, 8, 40])
+def test_a_legend_of_any_length_stands_below_the_panels(policies):
+    """It takes nothing of their height."""
+    figure = results.score_budget([replace(row, policy=f"policy-{i}") for row in rows()[:2] for i in range(policies)])
+    figure.draw_without_rendering()
+    boxes = [axis.get_tightbbox() for axis in figure.axes]
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 <= min(box.y0 for box in boxes)
+    assert legend.get_window_extent().y0 >= 0
+    assert all(axis.get_window_extent().height >= 1.5 * figure.dpi for axis in figure.axes)
+
+
 def test_score_lines_show_the_means():
     figure = results.score_budget(rows())
     assert len([axis for axis in figure.axes if axis.get_title()]) == 2

@@ -277,18 +277,33 @@ def test_the_readme_s_results_are_those_of_the_committed_rows(capsys):
 
 
 def test_results_script(tmp_path, capsys):
-    script, readme, rows = RESULTS, tmp_path / "README.md", tmp_path / "results.jsonl"
+    script, readme, tables, rows = RESULTS, tmp_path / "README.md", tmp_path / "RESULTS.md", tmp_path / "results.jsonl"
     rows.write_text(ROW.to_json() + "\n")
     readme.write_text(f"top\n{script.BEGIN}\nold\n{script.END}\nbottom\n")
-    arguments = ["--readme", str(readme), "--rows", str(rows)]
-    assert script.main([*arguments, "--check"]) == 1 and "old" in readme.read_text()
-    assert "README.md differs" in capsys.readouterr().err
+    arguments = ["--readme", str(readme), "--tables", str(tables), "--rows", str(rows)]
+    assert script.main([*arguments, "--check"]) == 1 and "old" in readme.read_text() and not tables.exists()
+    assert "README.md and RESULTS.md differ" in capsys.readouterr().err
     assert script.main(arguments) == 0 and script.main([*arguments, "--check"]) == 0
     text = readme.read_text()
-    assert (
-        text.startswith(f"top\n{script.BEGIN}\n") and text.endswith(f"{script.END}\nbottom\n") and "1.00 (n=1)" in text
-    )
+    assert text.startswith(f"top\n{script.BEGIN}\n") and text.endswith(f"{script.END}\nbottom\n")
+    assert "1.00 (n=1)" in tables.read_text()
     rows.write_text(replace(ROW, score=0.0).to_json() + "\n")
     assert script.main([*arguments, "--check"]) == 1
     readme.write_text("no markers")
     assert script.main(arguments) == 1 and "once each" in capsys.readouterr().err
+
+
+def test_the_short_table_of_needles(tmp_path):
+    """A line where the heads that ship were measured on enough texts; other numbers of texts are named, and of the policies
+    without heads those that do best."""
+    ours = [
+        replace(ROW, task="R.Number", haystack="repeated", length=8192, heads=RESULTS.HEADS, sample=i) for i in range(8)
+    ]
+    rows = [replace(row, score=float(row.sample > 0)) for row in ours]
+    rows += [replace(row, policy="full", heads="-", budget=0, score=1.0) for row in ours[:2]]
+    for policy, score in (("h2o", 0.0), ("compactor", 1.0), ("keydiff", 1.0), ("h2o answering=reread", 1.0)):
+        rows += [replace(row, policy=policy, heads="-", score=score) for row in ours]
+    rows += [replace(row, length=4096) for row in ours[:7]]
+    line = RESULTS.short(RESULTS.summarize(rows)).splitlines()
+    shown = f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | - | - | 1.00: compactor, keydiff |"
+    assert line[2:] == [shown]

@@ -18,6 +18,8 @@ FORMATS = ("png", "svg")
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 2, 2)))
 MARKERS = "osD^vPX*<>h"
+LEGEND_ROW = 0.17
+"""Height of a line of a legend, inches."""
 MAP = "cividis"
 """Brightness rises along it, so it reads in grey."""
 RC: Any = {
@@ -48,7 +50,7 @@ def panels(
 
 
 def shared_legend(figure: Figure, columns: int = 4) -> None:
-    """One legend below the panels, each name once."""
+    """One legend below the panels, each name once; the figure grows by its height."""
     found: dict[str, Any] = {}
     for axis in figure.axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -57,6 +59,7 @@ def shared_legend(figure: Figure, columns: int = 4) -> None:
         return
     longest = max(len(name) for name in found)
     columns = max(1, min(columns, len(found), int(figure.get_figwidth() * 13 // (longest + 8))))
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(found) / columns))
     figure.legend(
         list(found.values()), list(found), loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=8,
         frameon=False,
