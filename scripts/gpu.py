@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from transformers import AutoConfig
+from triton.errors import TritonError
 
 from locret_kit.backbones.load import pick_device
 from locret_kit.cli.plan import resolve
@@ -151,7 +152,7 @@ class Table:
             try:
                 for figure in step.figures(run):
                     self.add(run.name, step.part, figure, run.setting)
-            except (RuntimeError, ValueError) as error:  # out of memory, above all
+            except (RuntimeError, ValueError, TritonError) as error:  # no memory, or a kernel that does not compile
                 reason = f"{type(error).__name__}: {first_line(error)}"
         if reason:
             self.add(run.name, step.part, e2e.Figure(step.says, None, "", "", f"not measured: {reason}"), run.setting)
@@ -190,7 +191,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Path:
 def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.device) -> None:
     """Each operation alone, into a file beside the table's, as long as there is time."""
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)
     out = table.out.with_name(f"{table.out.stem}-operations.csv")
     for row in bench.timed(shapes, 100, _origin(table), device):
         bench.append(out, row)

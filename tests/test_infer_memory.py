@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
+from torch._utils import _get_device_index
 from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
@@ -53,14 +54,16 @@ def infer(monkeypatch, capsys, *arguments: str, text: str = TEXT * 4) -> tuple[i
 
 
 @pytest.fixture
-def card(monkeypatch) -> list[tuple[float, str]]:
-    """A CUDA device of 24 GiB that only answers questions; what the process's share was set to."""
-    shares: list[tuple[float, str]] = []
+def card(monkeypatch) -> list[tuple[float, int | None]]:
+    """A CUDA device of 24 GiB that only answers questions; what the process's share was set to, and of which device."""
+    shares: list[tuple[float, int | None]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * GIB))
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append((share, str(device)))
-    )
+
+    def share(fraction: float, device: torch.device | int | None = None) -> None:
+        shares.append((fraction, None if device is None else _get_device_index(device)))  # refuses one without a number
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", share)
     return shares
 
 
@@ -84,7 +87,7 @@ def test_a_cap_without_cuda(place, monkeypatch, capsys, flags, said):
 def test_the_cap_is_set_on_the_device_and_the_reserve_is_kept_free(card):
     assert hold("12GiB", "cuda:1") == 11 * GIB
     assert hold("80GiB", None) == 23 * GIB, "no more than there is"
-    assert card == [(0.5, "cuda:1"), (1.0, "cuda")]
+    assert card == [(0.5, 1), (1.0, None)]
     for size, message in (("1GiB", "must be above the 1.00 GiB that are kept free"), ("24Gi", "is not a size")):
         with pytest.raises(ValueError, match=message):
             hold(size, None)
@@ -139,7 +142,7 @@ def test_a_run_within_a_cap(place, card, monkeypatch, capsys):
     run = ["--model", str(place / "backbone"), "--policy", "h2o", "--budget", "64", "--max-new-tokens", "2"]
     status, _, err = infer(monkeypatch, capsys, *run, "--gpu-memory", "6GiB")
     assert status == 0 and "plan: budget 64, chunk 4096, bfloat16; peak" in err and "of 5.00 GiB" in err, err
-    assert card == [(0.25, "cuda")]
+    assert card == [(0.25, None)]
     status, _, err = infer(monkeypatch, capsys, "--ckpt", str(place / "heads"), "--gpu-memory", "6GiB")
     assert status == 0 and "chunk 32, bfloat16; peak" in err, err
 

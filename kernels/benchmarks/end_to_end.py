@@ -65,6 +65,8 @@ class Run:
     """Of whole prefills, by policy."""
     share: float = SHARE
     """Of the floating-point ceiling that prefill reached."""
+    warm: set[str] = field(default_factory=set)
+    """Policies that have read a short prompt."""
     cache_bytes: int = 0
     after: Any = None
     """Cache and logits behind Locret's whole prompt, until something else needs the room."""
@@ -104,7 +106,10 @@ class Run:
     def whole(self, policy: str = "locret") -> float:
         """Seconds of the whole prompt, measured once; Locret's cache is kept."""
         if policy not in self.seconds:
-            self.after, cache = None, self.cache(policy)
+            self.after, tokens = None, short(self.setting)
+            if policy not in self.warm:  # kernels are compiled for the sizes of this prefill outside of its time
+                self.read(self.cache(policy, context=tokens), tokens)
+            cache = self.cache(policy)
             self.seconds[policy], logits = self.read(cache, self.setting.context)
             if policy == "locret":
                 self.after, self.cache_bytes = (cache, logits), cache.nbytes
@@ -116,11 +121,15 @@ class Run:
         budget = self.setting.budget if budget is None else budget
         return operations(self.config, replace(self.setting, context=tokens, budget=budget)) / self.flops
 
+    def work(self) -> float:
+        """Seconds that a whole prefill and the short one before it take at the ceiling."""
+        return self.floor(self.setting.context) + self.floor(short(self.setting))
+
     def expected(self, policy: str = "locret") -> float:
         """Seconds that ``whole`` will take, from what was measured; 0 where it was."""
         if policy in self.seconds:
             return 0.0
-        first = self.seconds.get("locret") or COMPILING + self.floor(self.setting.context) / self.share
+        first = self.seconds.get("locret") or COMPILING + self.work() / self.share
         if policy == "locret":
             return first
         known = [s for name, s in self.seconds.items() if name != "locret"]
@@ -212,6 +221,7 @@ def shares(run: Run) -> Iterator[Figure]:
 
     with synchronised(run.device):
         seconds = run.read(cache, tokens, note)[0]
+    run.warm.add("locret")
     if not run.seconds:
         run.share = run.floor(tokens) / seconds
     full = [now for now in seen if now[0] >= run.setting.budget + run.setting.chunk]
@@ -294,7 +304,7 @@ def full_attention(run: Run) -> Iterator[Figure]:
     mine, tokens = run.whole(), run.setting.context
     run.after = None
     if run.device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, run.device)
+        torch.cuda.set_per_process_memory_fraction(1.0, run.device.index)
 
     @torch.inference_mode()
     def forward(piece: int, total: int) -> tuple[float, int]:

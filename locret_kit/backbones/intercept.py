@@ -15,7 +15,7 @@ its blocks, and after each of them ``read`` gets the final hidden states.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Protocol
@@ -86,6 +86,28 @@ def _refuse_padding(mask: Tensor | None) -> None:
         )
 
 
+def unrotated(rotary: Any) -> Callable[[], None]:
+    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE; returns what undoes it. Its own
+    forward is not called then: of LongRoPE it makes the host wait for the largest position, in every forward."""
+    forward, shadowed = rotary.forward, vars(rotary).get("forward")  # accelerate puts its own there
+
+    def answer(x: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> Any:
+        if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
+            return forward(x, position_ids, *kind, **named)
+        inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
+        cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
+        return cos_BTR, torch.zeros_like(cos_BTR)
+
+    def restore() -> None:
+        if shadowed is None:
+            del rotary.forward
+        else:
+            rotary.forward = shadowed
+
+    rotary.forward = answer
+    return restore
+
+
 class Attachment:
     """A model whose attention is met; ``detach()`` (or leaving the ``with`` block) restores it exactly."""
 
@@ -103,8 +125,7 @@ class Attachment:
             self.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.decoder.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
-        if hasattr(self.decoder, "rotary_emb"):
-            self._hooks.append(self.decoder.rotary_emb.register_forward_hook(self._unrotate))
+        self._rotate_again = unrotated(self.decoder.rotary_emb) if hasattr(self.decoder, "rotary_emb") else lambda: None
         self._unslice = slice_mlps(model)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -153,11 +174,6 @@ class Attachment:
             output.last_hidden_state = torch.cat((*earlier, output.last_hidden_state), dim=1)
         return output
 
-    def _unrotate(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
-            return None
-        return torch.ones_like(output[0]), torch.zeros_like(output[1])
-
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
         """Send every attention call inside the block to ``handler``, whatever cache is passed."""
@@ -174,6 +190,7 @@ class Attachment:
                 hook.remove()
             self._hooks = []
             self._unslice()
+            self._rotate_again()
             self.model.set_attn_implementation(self._previous)
 
     def __enter__(self) -> Attachment:

@@ -22,11 +22,17 @@ def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, dev
     return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
+@lru_cache(maxsize=2)
+def _lower_right_bias(T: int, S: int) -> Tensor:
+    """PyTorch's bias; each one is a tensor ``[2, T, S]`` of the host beside what it means, so layers share it."""
+    return causal_lower_right(T, S)
+
+
 def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What hides later rows in the form that is fast on ``device``. On CUDA PyTorch's own bias, which reaches flash attention:
     a mask rules it out, and with grouped queries leaves the kernel that builds the matrix of logits."""
     if device.type == "cuda" and window is None:
-        return causal_lower_right(T, S)
+        return _lower_right_bias(T, S)
     return lower_right_mask(T, S, window, dtype, device)
 
 

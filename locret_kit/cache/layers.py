@@ -111,10 +111,11 @@ class BoundedLayer(CacheLayerMixin):
         self.keys[:, :, new], self.values[:, :, new] = k, v
 
     def _begin(self, new: slice | Tensor) -> None:
-        """Statistics of new rows."""
-        self.stats[..., new] = 0
+        """Statistics of new rows. A number of Python's that is written at an index of the device is copied there, and the host
+        waits for it; so numbers of the device are written."""
+        self.stats[..., new] = self.stats.new_zeros(())
         if self.merges:
-            self.absorbed[..., new] = float("-inf")
+            self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
 
     def settle(self) -> None:
         """After a block's attention and eviction: bring the new rows into the form in which they are kept."""

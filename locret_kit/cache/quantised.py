@@ -262,7 +262,7 @@ class QuantisedLayer(BoundedLayer):
         else:
             self._open()
             self._lent("keys")[at], self._lent("values")[at] = k, v
-        self.group[at] = -1
+        self.group[at] = self.group.new_full((), -1)
         self.tail += T
 
     def settle(self) -> None:

@@ -21,6 +21,10 @@ class RotationTables:
         """Forget the tables of the last forward."""
         self._made.clear()
 
+    def made(self) -> list[tuple[Tensor, Tensor]]:
+        """All of them."""
+        return list(self._made.values())
+
     def between(self, rope: Rope, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """``[length, R]`` of the positions from ``start`` on, with the dtype and device of ``like``."""
         key = (id(rope), start, length)

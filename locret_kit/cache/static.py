@@ -9,8 +9,6 @@ Host-side counts follow every step, so decoding may change to the dynamic form a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..backbones.families import decoder_of
 from ..backbones.rope import rotate
 from ..backbones.weight_bits import weight_bits_of
 from ..naming import first_line
@@ -126,7 +123,8 @@ class StaticDecoder:
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.graphs: dict[tuple[Cuts, Cuts], tuple[Any, Tensor]] = {}
         self.ran: dict[tuple[Cuts, Cuts], int] = {}
-        self._rotary: dict[Any, Any] = {}
+        self._held: list[Any] = []
+        """Tables of rotation that graphs read: a dynamic forward in between would free them."""
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
             self.seen = torch.full((), cache.get_seq_length(), device=model.device)
@@ -185,6 +183,7 @@ class StaticDecoder:
             except RuntimeError as error:  # nothing of it has run: the token is still to come
                 self.reason = f"its capture failed: {first_line(error)}"
             else:
+                self._held.append(self.cache.tables.made())
                 return self._run(before, after)
         with HostReads() as reads:
             logits = self._step(before, after)
@@ -216,8 +215,7 @@ class StaticDecoder:
             self._cut(cut)
         self.cache.stepping = self._attend
         try:
-            with self._one_rotation():
-                out = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         finally:
             self.cache.stepping = None
         self.seen += 1
@@ -281,27 +279,6 @@ class StaticDecoder:
             stats["count"] = (self.seen - slots.positions).float()
         seen: Any = self.seen
         return replace(slots, seen=seen, next_position=next_BH, stats=stats)
-
-    @contextmanager
-    def _one_rotation(self) -> Iterator[None]:
-        """The backbone's rotary module answers what it answered first: nothing reads it, since the cache rotates, and some
-        ask the device for the largest position."""
-        rotary = decoder_of(self.model).rotary_emb
-        real, own = rotary.forward, vars(rotary).get("forward")
-
-        def remembered(x: Tensor, position_ids: Tensor, *rest: Any, **named: Any) -> Any:
-            key = (rest, tuple(sorted(named.items())))
-            if key not in self._rotary:
-                self._rotary[key] = real(x, position_ids, *rest, **named)
-            return self._rotary[key]
-
-        rotary.forward = remembered
-        try:
-            yield
-        finally:
-            del rotary.forward
-            if own is not None:
-                rotary.forward = own
 
     # ---- what the host knows -----------------------------------------------------------------------------------------
 

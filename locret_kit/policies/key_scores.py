@@ -214,7 +214,7 @@ class ExpectedAttention(ScorePart):
     def score(self, slots: Slots) -> Tensor:
         assert slots.rope is not None and slots.next_position is not None  # needs_adapter
         among_BHS = slots.valid & (slots.positions >= self.sinks)
-        if not bool(among_BHS.any()):
+        if slots.seen <= self.sinks:
             return slots.entered
         B, H = slots.positions.shape[:2]
         mean_BHGD = slots.memory["mean"].unflatten(1, (H, -1))
@@ -232,7 +232,7 @@ class ExpectedAttention(ScorePart):
         )
         if self.value_norm:
             score_BHS = (score_BHS + self.epsilon) * wide(slots.values()).norm(dim=-1)
-        return score_BHS.masked_fill(~among_BHS, float(score_BHS.max()) + 1).float()
+        return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()
 
 
 # ---- compactor --------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Compactor(ScorePart):
         leverage_BHS = leverage_scores(raw_BHSD, among_BHS, sketch_HDR)
         evicted = 1 - slots.keep / slots.seen
         score_BHS = z_score(slots.entered, among_BHS) + self.blend * evicted * z_score(leverage_BHS, among_BHS)
-        return score_BHS.masked_fill(~among_BHS, float(score_BHS.max()) + 1).float()
+        return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()
 
     def _close(self, memory: MutableMapping[str, Tensor], tokens: int, rope: Rope | None) -> None:
         """Score the oldest ``tokens`` waiting tokens as one block."""

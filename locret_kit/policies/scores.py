@@ -83,9 +83,9 @@ class Random(ScorePart):
 
     def enter(self, entry: Entry) -> Tensor:
         B, H, T, _ = entry.k.shape
-        pos_T = torch.arange(entry.position, entry.position + T, dtype=torch.int64)
-        head_H = torch.arange(H, dtype=torch.int64)[:, None]
-        return hashed(pos_T, entry.seed, entry.layer, head_H).to(entry.k.device).expand(B, H, T)
+        pos_T = entry.position + torch.arange(T, device=entry.k.device)
+        head_H = torch.arange(H, device=entry.k.device)[:, None]
+        return hashed(pos_T, entry.seed, entry.layer, head_H).expand(B, H, T)
 
 
 def hashed(x: Tensor, *salts: int | Tensor) -> Tensor:

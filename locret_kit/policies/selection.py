@@ -129,14 +129,14 @@ class Representatives:
         edge = torch.arange(groups + 1, device=ordered_C.device) * len(ordered_C) // groups
         inside = torch.zeros_like(edge[:-1])
         if self.pick == "random":
-            draw = hashed(torch.arange(groups), slots.seed, slots.layer, slots.seen).to(edge.device)
+            draw = hashed(torch.arange(groups, device=edge.device), slots.seed, slots.layer, slots.seen)
             inside = (draw * edge.diff()).long()
         return token_N[torch.isin(unit_of_N, ordered_C[edge[:-1] + inside]) & free_N]
 
     def _anchor(self, bits_CX: Tensor, slots: Slots) -> Tensor:
         """The anchor's bits ``[X]``: a token's heads, or all heads of all tokens of a unit."""
         X = bits_CX.shape[1]
-        at_X = torch.arange(X)
+        at_X = torch.arange(X, device=bits_CX.device)
         if self.anchor == "mean":
             return bits_CX.float().mean(0) > 0.5
         made = {
@@ -145,7 +145,7 @@ class Representatives:
             "zeros": lambda: at_X < 0,
             "ones": lambda: at_X >= 0,
         }
-        return made[self.anchor]().to(bits_CX.device)
+        return made[self.anchor]()
 
 
 def _sum_over_units(scores_BHS: Tensor, unit_BHS: Tensor, valid_BHS: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def hold(gpu_memory: str, device: str | None) -> int:
     cap = min(size, total)
     if cap <= RESERVE:
         raise ValueError(f"gpu_memory={gpu_memory} must be above the {show(RESERVE)} that are kept free")
-    torch.cuda.set_per_process_memory_fraction(cap / total, where)
+    torch.cuda.set_per_process_memory_fraction(cap / total, where.index)  # a device without a number is refused
     return cap - RESERVE
 
 

@@ -1,0 +1,96 @@
+"""The code for CUDA on a card that is only played (`pretended`): inside a chunk the host waits for nothing, and no operation
+mixes devices; a step of the static decoder is fit for a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pretended import card, moved
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.families import spec_of
+from locret_kit.cache.static import StaticDecoder
+from locret_kit.policies.scores import Aas
+from locret_kit.runtime.session import prefill
+
+LENGTH, CHUNK = 57, 13
+PIECES = 1 + (LENGTH - 5 + CHUNK - 1) // CHUNK
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {}, "gemma3_text": dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"]),
+    "phi3": dict(sliding_window=None, original_max_position_embeddings=64, rope_parameters=LONGROPE),
+}  # fmt: skip
+
+
+def read(
+    policy: str, family: str = "llama", steps: int = 0, **rest
+) -> tuple[list[str], StaticDecoder | None, BoundedCache]:
+    """Where the host waits while a prompt is read, and ``steps`` tokens of fixed shapes are decoded."""
+    config = AutoConfig.for_model(
+        family, vocab_size=97, hidden_size=128, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        num_hidden_layers=2, max_position_embeddings=512, **FAMILIES[family],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(config), "tiny", 32)).requires_grad_(False)
+    heads.to = lambda *where: heads  # they are there
+    cache = BoundedCache(
+        24, policy, heads if "locret" in policy else None, chunk=CHUNK, stabilizers=4, local_len=5,
+        prompt_length=LENGTH, **rest,
+    )  # fmt: skip
+    decoder = None
+    with card() as mode, attach(moved(model)), torch.inference_mode():
+        moved(heads)
+        cache.bind(model)  # LongRoPE's factors are copied here, once a prompt
+        mode.waits.clear()
+        prefill(model, list(range(LENGTH)), cache)
+        if steps:
+            decoder = StaticDecoder(model, cache)
+            decoder.captures = False
+            mode.waits.clear()
+            for token in range(steps):
+                decoder(token)
+    assert cache.counters.evictions >= 3
+    return mode.waits, decoder, cache
+
+
+@pytest.mark.parametrize(
+    ("policy", "family", "positions"),
+    [
+        ("locret", "phi3", "compact"), ("h2o", "gemma3_text", "original"), ("roco", "llama", "clipped(40)"),
+        ("tova", "llama", "compact"), ("snapkv(6,3)", "llama", "original"), ("streaming", "llama", "clipped(40)"),
+    ],
+)  # fmt: skip
+def test_the_host_waits_for_nothing_inside_a_chunk(policy, family, positions):
+    """Of each piece of the prompt its tokens are copied, and no more."""
+    waits, _, _ = read(policy, family, positions=positions)
+    assert waits == ["a copy between host and device in prefill"] * PIECES
+
+
+@pytest.mark.parametrize(("policy", "family"), [("locret", "phi3"), ("h2o", "gemma3_text"), ("roco", "llama")])
+def test_a_step_of_fixed_shapes_is_fit_for_a_graph(policy, family):
+    waits, decoder, cache = read(policy, family, steps=CHUNK + 2)
+    assert waits == [] and decoder.reason is None and decoder.cuts_captured
+    assert cache.counters.evictions >= 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda x: x * float(x.sum()), "item"),
+        (lambda x: x[x > x.mean()].sum() + x, "index by booleans"),
+        (lambda x: x + torch.zeros(x.shape).to(x.device), "a copy between host and device"),
+        (lambda x: x + torch.zeros(x.shape), "mixes devices"),
+    ],
+)
+def test_what_waits_and_what_mixes_is_found(wrong, said, monkeypatch):
+    monkeypatch.setattr(Aas, "score", lambda self, slots: wrong(slots.stats["sum"]))
+    try:
+        found = read("h2o")[0]
+    except RuntimeError as error:
+        found = [str(error)]
+    assert any(said in wait for wait in found)
