@@ -101,6 +101,11 @@ def test_what_rounding_may_do():
     bench.agree(infinite, infinite.clone(), "x")
 
 
+def test_a_tree_without_git_can_say_its_commit(monkeypatch):
+    monkeypatch.setenv("LOCRET_COMMIT", "abc1234")
+    assert bench.provenance(CPU)["commit"] == "abc1234"
+
+
 def test_rows_are_of_one_device(tmp_path):
     where = bench.provenance(CPU)
     case = next(bench.ceilings(CPU))

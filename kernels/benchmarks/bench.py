@@ -101,7 +101,8 @@ class Case:
 
 
 def provenance(device: torch.device) -> dict[str, str]:
-    """Device, driver, versions, commit (with + where the tree is not clean) and date."""
+    """Device, driver, versions, commit (with + where the tree is not clean; LOCRET_COMMIT names it for a tree without git's
+    folder) and date."""
 
     def said(*command: str) -> str:
         try:
@@ -117,7 +118,7 @@ def provenance(device: torch.device) -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu", "driver": driver,
         "torch": torch.__version__, "triton": triton.__version__,
-        "commit": said("git", "rev-parse", "--short", "HEAD") + dirty,
+        "commit": os.environ.get("LOCRET_COMMIT") or said("git", "rev-parse", "--short", "HEAD") + dirty,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }  # fmt: skip
 
