@@ -5,8 +5,9 @@
 
 The wrappers run on meta tensors of real sizes; where they would launch, the kernel is compiled with the same arguments,
 their types and their divisibility. A kernel above its card's shared memory fails, and so does one that spills.
-``--against`` fails where a row takes more shared memory, spills more or takes over 10% more registers than in the table, and
-where the table was made with another Triton: then write it again, and look at what changed.
+``--against`` fails where a row takes more shared memory, spills more or takes over 10% more registers than the table's row
+of the same Triton. Of a Triton that the table has not, a card's limits and spills are checked, and a line says so. ``--csv``
+into the table puts the rows of this Triton in the place of its former ones.
 """
 
 from __future__ import annotations
@@ -166,12 +167,8 @@ def table(archs: list[int], head_sizes: list[int], dtypes: list[torch.dtype], ev
 
 
 def problems(rows: list[Row], committed: list[Row]) -> list[str]:
-    """One line for each row above its card's limit, with spills, or worse than the committed table, and for a table of
-    another Triton, with which nothing can be compared."""
-    others = sorted({row.triton for row in committed} - {triton.__version__})
-    found = [
-        f"the table was made with triton {other}, this is {triton.__version__}: write it again" for other in others
-    ]
+    """One line for each row above its card's limit, with spills, or worse than the committed one of the same Triton."""
+    found = []
     before = {row.key: row for row in committed if row.triton == triton.__version__}
     for row in rows:
         name = f"{row.kernel} ({row.options}) sm_{row.arch} head size {row.head_size} {row.dtype}"
@@ -199,11 +196,12 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Sorted, so that a change is a small difference."""
+    """Sorted, so that a change is a small difference; rows of other Tritons that are there stay."""
+    there = [row for row in read(path) if row.triton != triton.__version__] if path.exists() else []
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) for row in sorted(rows, key=lambda row: row.key))
+        writer.writerows(asdict(row) for row in sorted([*there, *rows], key=lambda row: (row.triton, row.key)))
 
 
 def main() -> int:
@@ -220,7 +218,12 @@ def main() -> int:
     rows = table(args.arch, args.head_size, [getattr(torch, name) for name in args.dtype], args.every)
     if args.csv:
         write(args.csv, rows)
-    found = problems(rows, read(args.against) if args.against else [])
+    committed = read(args.against) if args.against else []
+    found = problems(rows, committed)
+    if args.against and triton.__version__ not in (known := {row.triton for row in committed}):
+        print(
+            f"{args.against.name} has triton {', '.join(sorted(known))}: of {triton.__version__} only limits are checked"
+        )
     print("\n".join([*found, f"{len(rows)} compilations, {len(found)} problems (triton {triton.__version__})"]))
     return 1 if found else 0
 
