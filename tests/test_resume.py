@@ -142,7 +142,9 @@ def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tm
     again = shlex.split(again)
     assert again == ["locret-train", *arguments(backbone, part, *more), "resume=auto"]
     assert newest_state(part).name == "interrupted.ckpt"
+    assert "6/8" not in text
     assert status_of(start(lambda: main(again[1:]), log)) == 0
+    assert "6/8" in log.read_text(), "the bar of a run that goes on says how far it is"
     same_run(whole, part)
 
 

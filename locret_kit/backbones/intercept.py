@@ -108,6 +108,13 @@ def unrotated(rotary: Any) -> Callable[[], None]:
     return restore
 
 
+def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The hidden states as rows of one matrix. Of a block's last token alone, a slice, PyTorch makes a batch of matrices, and
+    in bfloat16 on a CPU copies the vocabulary's weights for it at every call."""
+    hidden_BTE, *rest = args
+    return hidden_BTE.flatten(0, 1).contiguous().view(hidden_BTE.shape), *rest
+
+
 class Attachment:
     """A model whose attention is met; ``detach()`` (or leaving the ``with`` block) restores it exactly."""
 
@@ -126,6 +133,8 @@ class Attachment:
             self.decoder.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
         self._rotate_again = unrotated(self.decoder.rotary_emb) if hasattr(self.decoder, "rotary_emb") else lambda: None
+        if (words := model.get_output_embeddings()) is not None:
+            self._hooks.append(words.register_forward_pre_hook(_as_rows))
         self._unslice = slice_mlps(model)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

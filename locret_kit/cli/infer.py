@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     text = p.add_argument_group("text")
     text.add_argument("--question", help="asked about the text on stdin, through the chat template")
     text.add_argument("--question-file", type=Path, help="the question, from a file")
-    text.add_argument("--no-chat", action="store_true", help="document and question without the chat template")
+    text.add_argument(
+        "--no-chat",
+        action="store_true",
+        help="no chat template, and nothing behind the question: it may end with the answer's first words",
+    )
     out = p.add_argument_group("generation")
     out.add_argument("--max-new-tokens", type=int, default=64)
     out.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -38,6 +38,12 @@ class Bar(TQDMProgressBar):
     def total_train_batches(self) -> int:
         return self._steps
 
+    def on_train_start(self, trainer: L.Trainer, *rest: Any) -> None:
+        """A run that goes on does so inside Lightning's one epoch, at whose beginning alone a bar is given its total."""
+        super().on_train_start(trainer, *rest)
+        bar = self.train_progress_bar
+        bar.total, bar.initial, bar.n = self._steps, trainer.global_step, trainer.global_step
+
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
 
