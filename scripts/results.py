@@ -16,7 +16,7 @@ from pathlib import Path
 
 from locret_kit.checkpoint import write_beside
 from locret_kit.evals.rows import Row, read_rows
-from locret_kit.evals.summary import Cell, size, summarize, table, to_markdown
+from locret_kit.evals.summary import PRECISION, Cell, size, summarize, table, to_markdown, usual_dtype
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -50,16 +50,20 @@ def short(cells: Sequence[Cell]) -> str:
             found.get((*where, cell.budget, "rereading-locret", HEADS)),
             found.get((*where, cell.budget, "locret", PAPER)),
         ]
-        shares = [_share(other, cell.n) for other in others]
+        shares = [_share(other, cell) for other in others]
         names = [cell.task, cell.haystack, size(cell.length), f"{cell.budget:,}", str(cell.n)]
         lines.append([*names, *shares, _best(cell, cells)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    usual = usual_dtype(ours)
+    others = " or ".join(sorted({cell.dtype for cell in cells} - {usual}))
+    return f"{text}\n{PRECISION[0]} in {others}, all else in {usual}\n" if PRECISION[0] in text else text
 
 
-def _share(cell: Cell | None, usual: int) -> str:
+def _share(cell: Cell | None, ours: Cell) -> str:
     if cell is None or cell.mean is None:
         return "-"
-    return f"{cell.mean:.2f}" + ("" if cell.n == usual else f" (n={cell.n})")
+    mark = "" if cell.dtype == ours.dtype else PRECISION[0]
+    return f"{cell.mean:.2f}{mark}" + ("" if cell.n == ours.n else f" (n={cell.n})")
 
 
 def _best(ours: Cell, cells: Sequence[Cell]) -> str:
@@ -72,7 +76,7 @@ def _best(ours: Cell, cells: Sequence[Cell]) -> str:
     top = max(c.mean or 0.0 for c in peers)
     best = [c for c in peers if c.mean == top]
     names = ", ".join(c.policy for c in best) if top else f"all {len(best)}"
-    return f"{_share(best[0], ours.n)}: {names}"
+    return f"{_share(best[0], ours)}: {names}"
 
 
 def readme_section(cells: Sequence[Cell]) -> str:

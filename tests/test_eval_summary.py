@@ -259,6 +259,19 @@ def test_broken_rows_name_file_and_line(tmp_path):
         read_rows(tmp_path)
 
 
+def test_another_precision_is_marked():
+    usual = replace(ROW, dtype="float32")
+    rows = [replace(usual, sample=i) for i in range(3)]
+    rows += [replace(usual, policy="h2o", sample=i, dtype="bfloat16") for i in range(2)]
+    rows += [replace(usual, policy="roco", sample=i, dtype=("float16", "float32")[i % 2]) for i in range(3)]
+    text = to_markdown(summarize(rows))
+    assert "1.00 ± 0.00 (n=3) |" in text and "1.00 ± 0.00 (n=2)†‡ |" in text and "1.00 ± 0.00 (n=3)‡ |" in text
+    assert text.endswith(
+        "\n\n† on other texts than most of its column\n\n‡ in another precision than most of the table\n"
+    )
+    assert {cell.dtype for cell in summarize(rows)} == {"float32", "bfloat16", "float16+float32"}
+
+
 def test_summary_files(tmp_path):
     (tmp_path / "rows.0.jsonl").write_text(ROW.to_json() + "\n" + replace(ROW, sample=1, score=0.0).to_json() + "\n")
     write_summary(tmp_path)
@@ -303,7 +316,10 @@ def test_the_short_table_of_needles(tmp_path):
     rows += [replace(row, policy="full", heads="-", budget=0, score=1.0) for row in ours[:2]]
     for policy, score in (("h2o", 0.0), ("compactor", 1.0), ("keydiff", 1.0), ("h2o answering=reread", 1.0)):
         rows += [replace(row, policy=policy, heads="-", score=score) for row in ours]
+    rows += [replace(row, policy="rereading-locret", dtype="bfloat16") for row in ours]
     rows += [replace(row, length=4096) for row in ours[:7]]
-    line = RESULTS.short(RESULTS.summarize(rows)).splitlines()
-    shown = f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | - | - | 1.00: compactor, keydiff |"
-    assert line[2:] == [shown]
+    lines = RESULTS.short(RESULTS.summarize(rows)).splitlines()
+    shown = (
+        f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | 1.00‡ | - | 1.00: compactor, keydiff |"
+    )
+    assert lines[2:] == [shown, "", f"‡ in bfloat16, all else in {ROW.dtype}"]

@@ -20,7 +20,7 @@ from ..naming import first_line
 from .figures import FIGURES, draw
 from .kept import shares, token_texts, tokenizer_of
 from .rows import Row, read_rows
-from .summary import OTHERS, Cell, describe, show, size, summarize, usual_samples
+from .summary import Cell, describe, legend, show, size, summarize, usual_dtype, usual_samples
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PAGE = "report.html"
@@ -89,15 +89,14 @@ def score_tables(cells: Sequence[Cell]) -> list[str]:
         columns = sorted({(c.length, c.budget) for c in members}, key=lambda c: (c[0], c[1] == 0, c[1]))
         found = {(c.label, c.length, c.budget): c for c in members}
         head = ["policy", *(f"{size(n)}, {f'budget {b}' if b else 'full'}" for n, b in columns)]
-        usual = {column: usual_samples(members, *column) for column in columns}
+        usual, dtype = {column: usual_samples(members, *column) for column in columns}, usual_dtype(members)
         lines = [
-            [(label, None), *(_score(found.get((label, n, b)), usual[n, b]) for n, b in columns)]
+            [(label, None), *(_score(found.get((label, n, b)), usual[n, b], dtype) for n, b in columns)]
             for label in dict.fromkeys(c.label for c in members)
         ]
         metric = next((c.metric for c in members if c.n), "-")
         over = "" if haystack == "-" else f", haystack: {haystack}"
-        marked = any(text.endswith(OTHERS[0]) for line in lines for text, _ in line[1:])
-        says = f"{describe(metric)}; {OTHERS}" if marked else describe(metric)
+        says = "; ".join([describe(metric), *legend(text for line in lines for text, _ in line[1:])])
         out.append(table(head, lines, f"{task}{over} ({says})"))
     return out
 
@@ -106,13 +105,13 @@ def cells_table(cells: Sequence[Cell]) -> str:
     """Every cell of the summary."""
     head = [
         "task", "haystack", "length", "policy", "budget", "metric", "mean", "standard error", "n", "failed", "tokens",
-        "prefill (s)", "peak (MiB)",
+        "prefill (s)", "peak (MiB)", "precision",
     ]  # fmt: skip
     lines = [
         [
             (c.task, None), (c.haystack, None), _number(c.length), (c.label, None), _number(c.budget or None),
             (c.metric, None), _number(c.mean, 3), _number(c.stderr, 3), _number(c.n), _number(c.errors),
-            _number(c.tokens, 0), _number(c.prefill_s, 2), _number(c.peak_bytes / 2**20, 0),
+            _number(c.tokens, 0), _number(c.prefill_s, 2), _number(c.peak_bytes / 2**20, 0), (c.dtype, None),
         ]
         for c in cells
     ]  # fmt: skip
@@ -138,8 +137,8 @@ def _field(text: str, number: float | None) -> str:
     return f"<td{value}>{html.escape(text)}</td>"
 
 
-def _score(cell: Cell | None, usual: str) -> Field:
-    return show(cell, usual), None if cell is None else cell.mean
+def _score(cell: Cell | None, usual: str, dtype: str) -> Field:
+    return show(cell, usual, dtype), None if cell is None else cell.mean
 
 
 def _number(value: float | None, digits: int = 0) -> Field:

@@ -18,7 +18,8 @@ from .rows import Row, label_of, read_rows
 
 LIKELIHOOD = ("nll", "nll_prefill")
 OTHERS = "† on other texts than most of its column"
-"""Beside a cell its first character, under the table all of it."""
+PRECISION = "‡ in another precision than most of the table"
+"""Marks: beside a cell the first character, under the table all of it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Cell:
     """Mean seconds of prefill, shared beginnings in every example, see `Row.prefill_s`."""
     peak_bytes: int
     """Largest peak memory."""
+    dtype: str
+    """Of the backbone; several are joined by '+'."""
 
     @property
     def label(self) -> str:
@@ -83,7 +86,7 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
                 ranges(row.sample for row in good), mean, stderr,
                 errors=len(members) - len(good), tokens=math.fsum(row.tokens for row in costs) / len(costs),
                 prefill_s=math.fsum(row.prefill_s for row in costs) / len(costs),
-                peak_bytes=max(row.peak_bytes for row in costs),
+                peak_bytes=max(row.peak_bytes for row in costs), dtype="+".join(sorted({row.dtype for row in costs if row.dtype})),
             )
         )  # fmt: skip
     return cells
@@ -109,6 +112,14 @@ def usual_samples(cells: Iterable[Cell], length: int, budget: int) -> str:
         if cell.n and cell.length == length and (not budget or cell.budget in (0, budget))
     )
     return max(counts, key=lambda one: (counts[one], one), default=(0, ""))[1]
+
+
+def usual_dtype(cells: Iterable[Cell]) -> str:
+    """The precision that most examples of a table were answered in."""
+    counts: Counter[str] = Counter()
+    for cell in cells:
+        counts[cell.dtype] += cell.n
+    return max(counts, key=lambda one: (counts[one], one), default="")
 
 
 def to_csv(cells: list[Cell]) -> str:
@@ -140,16 +151,26 @@ def overview(rows: Iterable[Row]) -> str:
     lines = [f"| length | budget | policy | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
     for length, budget, label in keys:
         shown = " | ".join(
-            show(found.get((length, budget, label)), usual_samples(found.values(), length, budget))
+            show(
+                found.get((length, budget, label)),
+                usual_samples(found.values(), length, budget),
+                usual_dtype(found.values()),
+            )
             for found in columns.values()
         )
         lines.append(f"| {size(length)} | {budget or '-'} | {label} | {shown} |")
     return _with_legend("\n".join(["**All tasks** (mean ± standard error)", "", *lines]) + "\n")
 
 
+def legend(shown: Iterable[str]) -> list[str]:
+    """What the marks behind any of these figures mean."""
+    marks = {letter for text in shown for letter in text.rpartition(")")[2]}
+    return [mark for mark in (OTHERS, PRECISION) if mark[0] in marks]
+
+
 def _with_legend(text: str) -> str:
-    """A table with what its mark means, where it has one."""
-    return f"{text}\n{OTHERS}\n" if f"){OTHERS[0]}" in text else text
+    """A table with what its marks mean, where it has some."""
+    return "\n".join([text, *(f"{mark}\n" for mark in legend(cell.strip() for cell in text.split("|")))])
 
 
 def _figures(row: Row) -> list[str]:
@@ -191,15 +212,16 @@ def table(task: str, haystack: str, cells: list[Cell]) -> str:
         f"| policy | {head} |",
         "|---" * (len(columns) + 1) + "|",
     ]
-    usual = {column: usual_samples(cells, *column) for column in columns}
+    usual, dtype = {column: usual_samples(cells, *column) for column in columns}, usual_dtype(cells)
     for label in labels:
-        figures = [show(found.get((label, n, b)) or found.get((label, n, 0)), usual[n, b]) for n, b in columns]
+        figures = [show(found.get((label, n, b)) or found.get((label, n, 0)), usual[n, b], dtype) for n, b in columns]
         lines.append(f"| {label} | {' | '.join(figures)} |")
     return _with_legend("\n".join(lines) + "\n")
 
 
-def show(cell: Cell | None, usual: str | None = None) -> str:
-    """``0.50 ± 0.13 (n=16)``; errors are named, and other examples than the column's ``usual`` ones, if given, are marked."""
+def show(cell: Cell | None, usual: str | None = None, dtype: str | None = None) -> str:
+    """``0.50 ± 0.13 (n=16)``; errors are named. Other examples than the column's ``usual`` ones and another precision than the
+    table's, where these are given, are marked."""
     if cell is None:
         return "-"
     failed = f", {cell.errors} failed" if cell.errors else ""
@@ -207,6 +229,7 @@ def show(cell: Cell | None, usual: str | None = None) -> str:
         return f"- (n=0{failed})"
     spread = "" if cell.stderr is None else f" ± {cell.stderr:.2f}"
     mark = "" if usual in (None, cell.samples) else OTHERS[0]
+    mark += "" if dtype in (None, cell.dtype) else PRECISION[0]
     return f"{cell.mean:.2f}{spread} (n={cell.n}{failed}){mark}"
 
 
