@@ -86,7 +86,8 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
                 ranges(row.sample for row in good), mean, stderr,
                 errors=len(members) - len(good), tokens=math.fsum(row.tokens for row in costs) / len(costs),
                 prefill_s=math.fsum(row.prefill_s for row in costs) / len(costs),
-                peak_bytes=max(row.peak_bytes for row in costs), dtype="+".join(sorted({row.dtype for row in costs if row.dtype})),
+                peak_bytes=max(row.peak_bytes for row in costs),
+                dtype="+".join(sorted({row.dtype for row in costs if row.dtype})),
             )
         )  # fmt: skip
     return cells
