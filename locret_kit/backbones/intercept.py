@@ -111,8 +111,8 @@ def unrotated(rotary: Any) -> Callable[[], None]:
 def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The hidden states as rows of one matrix. Of a block's last token alone, a slice, PyTorch makes a batch of matrices, and
     in bfloat16 on a CPU copies the vocabulary's weights for it at every call."""
-    hidden_BTE, *rest = args
-    return hidden_BTE.flatten(0, 1).contiguous().view(hidden_BTE.shape), *rest
+    hidden, *rest = args
+    return hidden.reshape(-1, hidden.shape[-1]).contiguous().view(hidden.shape), *rest
 
 
 class Attachment:
