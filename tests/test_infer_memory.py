@@ -21,7 +21,7 @@ from locret_kit.cli import plan as plan_cli
 from locret_kit.cli.infer import main
 from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime import fit, memory
-from locret_kit.runtime.memory import OutOfMemory, allocator_figures, explained, hold, planned
+from locret_kit.runtime.memory import Explained, OutOfMemory, allocator_figures, hold, planned
 from locret_kit.runtime.plan import Backbone, Setting, plan_inference
 from locret_kit.runtime.session import generate
 
@@ -200,7 +200,7 @@ def test_a_plan_that_was_too_low_is_lowered_by_what_was_asked():
     model = tiny_model("llama")
     cache = BoundedCache(600, "h2o", chunk=300, prompt_length=2000)
     peak = plan_inference(Backbone.of(model.config), Setting(2000, 600, 300, "float32", policy=cache.policy)).peak
-    with pytest.raises(OutOfMemory) as caught, explained(model, cache, 2000):
+    with pytest.raises(OutOfMemory) as caught, Explained(model, cache, 2000):
         raise torch.OutOfMemoryError(small(f"{peak / 2**20 + 1:.2f} MiB"))
     assert "These fit: " in str(caught.value)
     offered = [float(part.split(" MiB")[0]) for part in str(caught.value).split("These fit: ")[1].split("(")[1:]]
@@ -209,7 +209,7 @@ def test_a_plan_that_was_too_low_is_lowered_by_what_was_asked():
 
 def test_other_errors_pass():
     model, cache = tiny_model("llama"), BoundedCache(64, "h2o")
-    with pytest.raises(ValueError, match="another"), explained(model, cache, 9):
+    with pytest.raises(ValueError, match="another"), Explained(model, cache, 9):
         raise ValueError("another")
-    with pytest.raises(OutOfMemory, match="^no figures$"), explained(model, cache, 9):
+    with pytest.raises(OutOfMemory, match="^no figures$"), Explained(model, cache, 9):
         raise torch.OutOfMemoryError("no figures\nmore")

@@ -10,7 +10,7 @@ from locret_kit.cli import eval as eval_cli
 from locret_kit.cli import train as train_cli
 from locret_kit.cli.config import TrainConfig
 from locret_kit.cli.eval_config import EvalConfig, FigureConfig
-from locret_kit.cli.keys import describe_keys, keys_of
+from locret_kit.cli.keys import help_of, keys_of
 from locret_kit.cli.recipes import leaves
 
 
@@ -42,7 +42,7 @@ def test_keys_of_a_schema():
         ("model", "...", "Which."), ("inner.rate", "0.001", "Per step, no unit."), ("inner.names", "[a,b]", "Names."),
         ("inner.bare", "1", ""), ("on", "true", "Or off."), ("folder", "null", "Where."),
     ]  # fmt: skip
-    assert "  inner.rate=0.001\n      Per step, no unit.\n" in describe_keys(Outer)
+    assert "  inner.rate=0.001\n      Per step, no unit.\n" in help_of("usage", Outer)
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, EvalConfig, FigureConfig])

@@ -280,10 +280,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         from .eval_config import USAGE, EvalConfig
-        from .keys import describe_keys
+        from .keys import help_of
 
-        keys = f"\n\nKeys with their defaults:\n\n{describe_keys(EvalConfig)}"
-        print(USAGE + keys if argv else USAGE)
+        print(help_of(USAGE, EvalConfig) if argv else USAGE)
         return 0 if argv else 1
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)
 

@@ -16,11 +16,11 @@ from omegaconf import MISSING as REQUIRED
 INDENT = 6
 
 
-def describe_keys(schema: type) -> str:
-    """``key=default`` and below it what the key means, in the schema's order, as wide as the terminal."""
+def help_of(usage: str, schema: type) -> str:
+    """The usage, and ``key=default`` with what the key means below it, in the schema's order, as wide as the terminal."""
     width = max(60, min(shutil.get_terminal_size().columns, 120))
     pad = " " * INDENT
-    return "\n".join(
+    return f"{usage}\n\nKeys with their defaults:\n\n" + "\n".join(
         f"  {key}={default}\n" + textwrap.fill(meaning, width, initial_indent=pad, subsequent_indent=pad)
         for key, default, meaning in keys_of(schema)
     )

@@ -23,7 +23,8 @@ USAGE = """usage: locret-train recipe=NAME [key=value ...]
   locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
   locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
 
-An unknown key or recipe is an error that names the nearest; --help lists them."""
+Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the nearest;
+--help lists the keys."""
 
 
 def load_config(argv: list[str]) -> TrainConfig:

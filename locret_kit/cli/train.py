@@ -16,10 +16,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         from .config import TrainConfig
-        from .keys import describe_keys
+        from .keys import help_of
 
-        keys = f"\n\nKeys with their defaults; a recipe has its own for some:\n\n{describe_keys(TrainConfig)}"
-        print(USAGE + keys if argv else USAGE)
+        print(help_of(USAGE, TrainConfig) if argv else USAGE)
         return 0 if argv else 1
     cfg = load_config(argv)
     import torch

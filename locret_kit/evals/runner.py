@@ -7,7 +7,6 @@ example that fails is a row with its error.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import math
@@ -253,7 +252,6 @@ def _answer(
         failed = _failed(plan, group, variant, error, **known)
         no_memory = isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
     if no_memory:  # out here, where the error no longer holds what the example had allocated
-        gc.collect()  # from Python 3.12 on a context manager that raises leaves a cycle
         torch.cuda.empty_cache()
         if turn.held:
             return _answer(plan, variant, prompt, Turn(turn.prompt), beginnings, reference)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,13 +56,21 @@ def planned(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) ->
     return setting, require_fit(backbone, setting, cap)
 
 
-@contextmanager
-def explained(model: Any, cache: BoundedCache, tokens: int) -> Iterator[None]:
-    """Turn an out-of-memory error of a run into an ``OutOfMemory`` that says what would fit."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(_advice(str(error), model, cache, tokens)) from error
+@dataclass(frozen=True)
+class Explained:
+    """A block in which an out-of-memory error of a run becomes an ``OutOfMemory`` that says what would fit. A class, since from
+    Python 3.12 on a generator's context that raises leaves a cycle, which holds what ran out of memory."""
+
+    model: Any
+    cache: BoundedCache
+    tokens: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
 
 
 def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
 from ..cache.static import StaticDecoder, reason_against
-from .memory import explained
+from .memory import Explained
 from .report import Report
 
 
@@ -192,7 +192,7 @@ def generate(
     cache.bind(model)
     if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
         raise ValueError(f"graph=True is not possible here: {reason}")
-    with attach(model), explained(model, cache, len(ids)):
+    with attach(model), Explained(model, cache, len(ids)):
         began = time.perf_counter()
         logits = prefill(model, ids, cache, progress)
         prefilled = time.perf_counter()
