@@ -8,4 +8,4 @@ python scripts/fetch_backbone.py
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -q "$@"
+exec python -m pytest -q --numprocesses=auto --maxprocesses=4 --dist=loadfile "$@"

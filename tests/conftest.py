@@ -1,11 +1,18 @@
+import os
 import sys
 from pathlib import Path
 
+# One thread a process: OpenMP's threads do not survive `os.fork`, and a forked process would wait for them forever.
+os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it once, so here; torch.set_num_threads fails in threads of a fork
 sys.path.insert(0, str(Path(__file__).parent))
 
 import interpreted  # noqa: F401  (before any other module imports Triton, whose own functions are decorated then too)
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("locret", deadline=None, derandomize=True)  # the same examples on every machine, however slow
+settings.load_profile("locret")
 
 
 @pytest.fixture

@@ -10,11 +10,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 
 def start(work: Callable[[], int], log: Path, **env: str) -> int:
     """Fork; the child runs ``work`` with its output in ``log`` and ends with its status. Returns the child's id."""
+    assert torch.get_num_threads() == 1, "a forked process waits forever for OpenMP's other threads"
     child = os.fork()
     if child:
         return child

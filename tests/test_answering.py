@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_reading import IDS, bounded, mask_by_definition
 from tiny_models import tiny_model
@@ -141,7 +141,6 @@ def test_passages_are_the_best_neighbourhoods(score, size, half, first):
 
 
 @given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 80))
-@settings(deadline=None)
 def test_passages_and_tail_fit_the_budget(tokens, budget, tail):
     tail = min(tail, budget - 1) or 1
     assert 1 <= Reread(tokens).size(budget, tail) <= max(1, budget - tail)

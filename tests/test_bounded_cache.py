@@ -27,7 +27,7 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-FEW = settings(max_examples=12, deadline=None, derandomize=True)
+FEW = settings(max_examples=12)
 
 
 @cache
@@ -274,7 +274,7 @@ def test_more_protected_than_room_keeps_the_newest():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_theorem_f1_on_the_policy(data):
     """With scores fixed when a token enters, evicting chunk by chunk keeps the top of the whole prefix."""
     n = data.draw(st.integers(1, 40))
@@ -391,7 +391,7 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
     ),
     positions=st.sampled_from(["compact", "original"]),
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @torch.no_grad()
 def test_invariants(length, budget, chunk, share, policy, positions):
     model = backbone("llama")
@@ -480,7 +480,7 @@ def test_full_policy_grows_past_its_budget():
 
 
 @given(n=st.integers(1, 60), budget=st.integers(1, 20), chunk=st.integers(1, 30), local=st.integers(0, 19))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 def test_schedule_never_leaves_the_buffers(n, budget, chunk, local):
     schedule = Schedule(budget, chunk, 0, min(local, budget - 1), n)
     seen = rows = 0

@@ -62,7 +62,7 @@ def test_target_refuses():
 
 
 @given(st.integers(0, 999), st.integers(1, 3), st.integers(1, 30), st.sampled_from([0.5, 1.0, 2.0]))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 def test_loss_is_the_papers_formula(seed, H, S, beta):
     generator = torch.Generator().manual_seed(seed)
     predicted, target = (3 * torch.randn(1, H, S, generator=generator) for _ in range(2))
@@ -90,7 +90,7 @@ def test_top_weight():
 
 
 @given(st.integers(0, 999), st.integers(1, 60), st.sampled_from([0.05, 0.1, 0.5, 1.0]))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_recall_against_sets(seed, S, fraction):
     generator = torch.Generator().manual_seed(seed)
     predicted, target = (torch.rand(1, 2, S, generator=generator) for _ in range(2))

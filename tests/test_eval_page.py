@@ -145,7 +145,7 @@ def test_a_missing_tokenizer_costs_the_text_alone(run, monkeypatch):
     assert [("kept" in e, "gone" in e.get("kept_error", "")) for e in found["examples"]].count((False, True)) == 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=30))
 def test_token_texts_are_the_text(text):
     ids = TOKENIZER(text, add_special_tokens=False).input_ids

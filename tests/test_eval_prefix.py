@@ -85,7 +85,7 @@ def prompts_and_limits(draw):
 
 
 @given(prompts_and_limits())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_beginning_is_read_once(drawn):
     chunk, prompts, limits = drawn
     Tokens.total = 0

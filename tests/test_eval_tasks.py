@@ -46,7 +46,7 @@ def test_lengths_are_met_within_one_per_cent(name, chat):
 
 
 @given(st.integers(700, 3000), st.integers(0, 40), st.sampled_from(["repeated", "pydoc"]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_length_and_sample_of_a_needle(length, sample, haystack):
     task, made = example("ruler.niah_single", sample, haystack, length)
     size = count_ids(tiny_tokenizer(), made.prompt, made.special)

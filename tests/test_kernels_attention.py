@@ -86,7 +86,7 @@ def test_rows_of_a_larger_buffer():
     close(mine, REFERENCES["column_stats"](q, k, 0.2, lse, want=frozenset({"sum"})).sum)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(
     T=st.integers(1, 40), older=st.integers(0, 90), D=st.sampled_from([64, 96]), group=st.sampled_from(sorted(GROUPS))
 )

@@ -272,7 +272,7 @@ PARTS = [KNorm(), KeyDiff(), LagKV(2, 6), ExpectedAttention(2, 9), Compactor(blo
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda p: type(p).__name__)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pieces=st.lists(st.integers(1, 9), min_size=1, max_size=20), seed=st.integers(0, 99))
 def test_feeding_in_pieces_changes_nothing(part, pieces, seed):
     q, k, v = random_qkv(4, 2, 60, seed)
@@ -391,7 +391,7 @@ def test_compactor_state_does_not_grow_with_the_text():
 
 
 @given(seed=st.integers(0, 999), slots=st.integers(2, 30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_keydiff_properties(seed, slots):
     k = random_qkv(2, 2, slots, seed)[1]
     scores = key_difference(k)
@@ -405,7 +405,7 @@ def test_keydiff_properties(seed, slots):
 
 
 @given(seed=st.integers(0, 999))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_lagkv_ignores_scale_and_offset_of_a_channel_and_order_in_a_partition(seed):
     q, k, v = random_qkv(2, 2, 30, seed)
     part, keep = LagKV(sinks=2, lag=7), 9
@@ -421,7 +421,7 @@ def test_lagkv_ignores_scale_and_offset_of_a_channel_and_order_in_a_partition(se
 
 
 @given(seed=st.integers(0, 999), cuts=st.lists(st.integers(0, 40), max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_moments_do_not_depend_on_how_queries_arrive(seed, cuts):
     q, memory = random_qkv(3, 1, 40, seed)[0], {}
     for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
@@ -455,7 +455,7 @@ def test_expected_attention_follows_long_range_decay_of_position():
 
 
 @given(seed=st.integers(0, 999))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_leverage_properties(seed):
     k = random_qkv(2, 2, 30, seed)[1]
     every, exact = torch.ones(1, 2, 30).bool(), gaussian_sketch(2, D, D, 0)
@@ -479,7 +479,7 @@ def test_a_sketch_repeats_and_differs_by_seed_and_head():
 
 
 @given(seed=st.integers(0, 999), tokens=st.integers(1, 20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_block_attention_hands_out_one_per_query_and_knows_no_order(seed, tokens):
     q, k, _ = random_qkv(4, 2, tokens, seed)
     received = block_attention(q, k)

@@ -23,7 +23,7 @@ from locret_kit.policies.registry import parse_policy, spell
 from locret_kit.pool import ConvPool, PoolConfig, SlotConvolution, load_pool, save_pool
 from locret_kit.runtime.session import prefill
 
-MANY = settings(max_examples=60, deadline=None, derandomize=True)
+MANY = settings(max_examples=60)
 BASES = [
     "h2o",
     "locret",
@@ -231,7 +231,7 @@ def test_a_shut_gate_is_plain_eviction(base, tmp_path):
     base=st.sampled_from(BASES), budget=st.integers(12, 30), slots=st.sampled_from([1, 5, 40]),
     chunk=st.sampled_from([3, 7, 64]),
 )  # fmt: skip
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])  # each takes two runs
+@settings(max_examples=12, phases=[Phase.generate])  # each takes two runs
 def test_budgets_hold_and_nothing_is_remembered(tmp_path_factory, base, budget, slots, chunk):
     """Pools larger than the budget too: a pool has no more slots than stay."""
     folder = tmp_path_factory.getbasetemp() / f"pool-{slots}"

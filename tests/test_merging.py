@@ -23,7 +23,7 @@ from locret_kit.policies.merging import METRICS, Nearest, fold_nearest, nearest_
 from locret_kit.policies.registry import describe_policies, parse_policy
 from locret_kit.runtime.session import prefill
 
-MANY = settings(max_examples=80, deadline=None, derandomize=True)
+MANY = settings(max_examples=80)
 MERGING = [
     "merge-locret", "merge-locret(metric=l2,weight=count)", "merge", "merge(base=sirllm)", "merge(base=tova,metric=l2)",
     "merge(base=snapkv(6,3))", "merge(base=ada-locret)", "merge(base=ada-snapkv(6,3,alpha=1.0))", "merge(base=keydiff)",

@@ -35,7 +35,7 @@ def backbone(name: str) -> p.Backbone:
 SIZES = st.integers(1, 40_000)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(budget=SIZES, chunk=SIZES, more=SIZES, name=st.sampled_from(NAMES))
 def test_more_never_takes_less(budget, chunk, more, name):
     one = backbone(name)
@@ -47,7 +47,7 @@ def test_more_never_takes_less(budget, chunk, more, name):
     assert p.plan_inference(one, replace(setting, dtype="float32")).peak > least
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(budget=st.integers(64, 60_000), chunk=st.integers(64, 20_000), cap=st.integers(10 * GIB, 24 * GIB))
 def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
     one, setting = backbone("phi3-mini"), p.Setting(131072, budget, chunk)

@@ -371,7 +371,7 @@ def small_cases(draw) -> tuple[Setting, list[int]]:
 
 
 @given(case=small_cases(), policy=st.sampled_from(list(POLICIES)), seed=st.integers(0, 9))
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 def test_random_small_cases(case, policy, seed):
     """Pieces of any size, budgets below a window, no known end: the same slots."""
     setting, pieces = case
@@ -403,7 +403,7 @@ def test_ties_go_to_the_newer_slot(policy):
     beta=st.floats(1, 60),
     longest=st.none() | st.integers(1, 700),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_pyramid_budgets(budget, layers, share, beta, longest):
     window = int(share * budget)
     budgets = Pyramid(beta).layer_budgets(budget, layers, window, longest)
@@ -422,7 +422,7 @@ def test_pyramid_budgets(budget, layers, share, beta, longest):
     alpha=st.floats(0, 1),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_adaptive_budgets(H, S, share, window, alpha, seed):
     """Exact sums, the safeguard's floor, the definition's integers, and theorem 4: pooled choice retains no less weight."""
     keep = max(1, int(share * S))
@@ -479,7 +479,7 @@ def test_sampled_part_follows_the_softmax_of_the_scores():
     level=st.sampled_from(list(LEVELS)),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_representatives_of_any_kind(H, S, share, window, ratio, anchor, pick, level, seed):
     """The budget is filled exactly and repeats, protected slots stay, at least the best ``1 - ratio`` stay, and in heads
     that hold the same tokens the others are the same tokens."""

@@ -15,7 +15,7 @@ from locret_kit.policies.registry import NAMED, describe_policies, parse_policy
 from locret_kit.policies.scores import Cis
 from locret_kit.policies.selection import ANCHORS, Representatives, Sampled, TopK
 
-MANY = settings(max_examples=200, deadline=None, derandomize=True)
+MANY = settings(max_examples=200)
 
 # ---- allocation -----------------------------------------------------------------------------------------------------------
 

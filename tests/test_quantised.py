@@ -23,7 +23,7 @@ from locret_kit.runtime.session import prefill
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 STORED = [policy for policy in POLICIES if not parse_policy(policy).merge]
-SOME = settings(max_examples=12, deadline=None, derandomize=True)
+SOME = settings(max_examples=12)
 BITS = pytest.mark.parametrize("bits", [4, 2])
 
 

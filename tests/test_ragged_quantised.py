@@ -25,7 +25,7 @@ from locret_kit.runtime.session import prefill
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 RAGGED = [name for name in POLICIES if (policy := parse_policy(name)).ragged and not policy.merge]
-SOME = settings(max_examples=12, deadline=None, derandomize=True)
+SOME = settings(max_examples=12)
 BITS = pytest.mark.parametrize("bits", [4, 2])
 B, H, D, CAPACITY, GROUP = 2, 3, 8, 40, 4
 
@@ -55,7 +55,7 @@ def regrouped(keys, group: list[int], head: list[int], heads: int, groups: int, 
     return target, made
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 4), st.integers(1, 30), st.floats(0, 1), st.integers(1, 3)
 )
@@ -82,7 +82,7 @@ def test_rows_that_stand_out_are_in_pairs(seed, size, heads, capacity, density, 
         assert all(i in moved for i in paired if group[i] < 0)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4), st.integers(1, 30), st.floats(0, 1))
 def test_heads_share_a_table_and_no_group(seed, size, heads, capacity, density):
     """Against the definition, one number of groups after the other; the table is as small as it may be."""
@@ -110,7 +110,7 @@ def test_heads_share_a_table_and_no_group(seed, size, heads, capacity, density):
 
 
 @given(st.integers(0, 5000), st.integers(1, 64), st.floats(0, 2), st.integers(1, 40))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_a_table_has_room_for_every_split(capacity, heads, spare, size):
     groups = table_size(capacity, heads, spare, size)
     alone, whole = min(heads - 1, heads * capacity), heads * capacity

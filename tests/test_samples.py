@@ -94,7 +94,7 @@ def test_answers_that_look_like_something_else(answer):
 words = st.text(alphabet="ab1 .\né日", min_size=1, max_size=12).filter(str.strip)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
 def test_spans_are_exact(turns):
     messages = chat(*itertools.chain(*turns))
@@ -285,7 +285,7 @@ def test_load_text(tmp_path, monkeypatch):
         text.load_text(tmp_path / "c.txt")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([HAYSTACK, PARAGRAPH, "Ein Satz, größer. 日本語のテキスト。 Ja!\n"]),
     st.integers(1, 700) | st.integers(700, 4000),
@@ -302,7 +302,7 @@ def test_cut_length_and_start(source, n_tokens, seed):
 # --- needles
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(needles.TASKS)),
     st.integers(220, 3000),

@@ -62,7 +62,7 @@ def place(tmp_path_factory) -> Path:
 # ---- bytes ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(inputs=st.integers(1, 300), outputs=st.integers(1, 150))
 def test_the_bytes_of_a_matrix(inputs, outputs):
     packed = bnb.nn.Params4bit(torch.rand(outputs, inputs), quant_type="nf4", compress_statistics=True).to("cpu")
