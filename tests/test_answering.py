@@ -200,3 +200,11 @@ def test_errors_name_what_is_wrong():
     model = tiny_model("llama")
     with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.generate"):
         model.generate(IDS, past_key_values=bounded("h2o answering=reread"), max_new_tokens=3, do_sample=False)
+
+
+def test_windows_alone_are_read_once():
+    """No slot is kept by the policy, so there is no index: the prompt is read as without a second reading."""
+    model = tiny_model("mistral-window").double()
+    cache, plain = bounded("score=random answering=reread", 24), bounded("score=random", 24)
+    assert torch.equal(read(model, cache), read(model, plain))
+    assert not cache.passages and cache.get_seq_length() == plain.get_seq_length() == TOKENS

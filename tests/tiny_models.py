@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen3": dict(model_type="qwen3", head_dim=16),
     "phi3": dict(model_type="phi3", sliding_window=None),
     "phi3-longrope": dict(model_type="phi3", sliding_window=None, **LONGROPE),
+    "phi3-longrope-window": dict(model_type="phi3", sliding_window=24, **LONGROPE),
     "gemma3": dict(model_type="gemma3_text", head_dim=16, sliding_window=16, num_hidden_layers=6),
 }
 

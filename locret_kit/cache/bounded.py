@@ -207,7 +207,7 @@ class BoundedCache(Cache):
     def _span(self, spec: BackboneSpec) -> int:
         """The largest position of a run plus one."""
         s = self.schedule
-        if self.policy.keeps_everything:
+        if self.policy.keeps_everything or None not in spec.windows:  # rows of a window keep their place in the text
             return s.prompt_length or 0
         heads = spec.n_kv_heads if self.policy.ragged else 1
         return self.places.largest(max(self.budgets, default=0) * heads + s.chunk, s.prompt_length)
@@ -250,7 +250,8 @@ class BoundedCache(Cache):
     def looks_twice(self) -> bool:
         """Whether the prompt's tail is yet to be read for the second time."""
         s = self.schedule
-        return self.policy.answering is not None and not self.passages and (s.prompt_length or 0) > s.budget
+        asked = self.policy.answering is not None and any(self.budgets)  # windows alone hold no index to the text
+        return asked and not self.passages and (s.prompt_length or 0) > s.budget
 
     def look_again(self) -> None:
         """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
