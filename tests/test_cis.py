@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_model
+from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import ropes_of, spec_of
@@ -181,3 +181,26 @@ def test_observer_without_backward_builds_no_graph():
     assert (got - want).abs().max() < 1e-4
     assert len(observer.figures.recall) == windows.count(None)  # layers with a window need no head
     assert all(p.grad is None for p in heads.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_are_the_backbones_own_attention(family):
+    """The most that the answer's queries give a slot, by the probabilities that transformers returns."""
+    model, eager = tiny_model(family), tiny_model(family)
+    eager.set_attn_implementation("eager")
+    spec, length, start = spec_of(model.config), 100, 90  # past the 64 tokens of LongRoPE's short factors
+    heads, targets = RetainingHeads(HeadsConfig.for_backbone(spec, "tiny", 16)), []
+    observer = Observer(
+        heads, ropes_of(model, length), spec.windows, ((start, length),), kind="log_prob", floor=-100.0, lead=1, loss={},
+        watch=lambda predicted, target: targets.append(target),
+    )  # fmt: skip
+    ids = torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), attach(model) as attachment, attachment.handled_by(observer):
+        model(input_ids=ids, use_cache=False)
+    with torch.no_grad():
+        attentions = eager(input_ids=ids, use_cache=False, output_attentions=True).attentions
+    scored = [a for a, window in zip(attentions, spec.windows, strict=True) if window is None]
+    assert len(scored) == len(targets) == spec.windows.count(None)
+    for a_BQTS, target_BHS in zip(scored, targets, strict=True):
+        grouped = a_BQTS[:, :, start - 1 :, :start].unflatten(1, (spec.n_kv_heads, -1))
+        torch.testing.assert_close(target_BHS.exp(), grouped.amax(dim=(2, 3)), rtol=1e-3, atol=1e-6)
