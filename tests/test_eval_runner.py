@@ -24,7 +24,7 @@ from locret_kit.checkpoint import save_heads
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_config import load_eval_config, split_list
 from locret_kit.cli.eval_engine import load_parts
-from locret_kit.evals import page, runner
+from locret_kit.evals import measure, page
 from locret_kit.evals.rows import KEY, Row, Shard, read_kept, read_rows
 from locret_kit.evals.summary import summarize, to_csv
 from locret_kit.evals.tasks import _text, texts
@@ -197,21 +197,21 @@ def test_two_writers_of_one_shard_are_refused(tmp_path):
 
 def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    generate = runner.generate
+    generate = measure.generate
 
     def fails_once(model, tokenizer, ids, cache, **rest):
         if cache.policy.name == "locret" and cache.schedule.budget == 32:
             raise torch.OutOfMemoryError("no room\nfor this")
         return generate(model, tokenizer, ids, cache, **rest)
 
-    monkeypatch.setattr(runner, "generate", fails_once)
+    monkeypatch.setattr(measure, "generate", fails_once)
     assert main(words(heads, out, tasks="[passkey]")) == 1
     assert "3 examples ended with an error" in capsys.readouterr().err
     bad = [row for row in read_rows(out) if row.error]
     assert len(bad) == 3 and {row.error for row in bad} == {"OutOfMemoryError: no room"}
     assert {(row.policy, row.budget, row.score) for row in bad} == {("locret", 32, None)}
     assert "- (n=0, 3 failed)" in (out / "summary.md").read_text()
-    monkeypatch.setattr(runner, "generate", generate)
+    monkeypatch.setattr(measure, "generate", generate)
     assert main(words(heads, out, tasks="[passkey]")) == 1
     assert sum(row.error is not None for row in read_rows(out)) == 3  # errors are results, unless
     assert main(words(heads, out, tasks="[passkey]", retry="errors")) == 0
@@ -227,7 +227,7 @@ def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_pat
 
 def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, monkeypatch):
     """A score that is not finite, and half a surrogate pair, which the file and the page hold as it is."""
-    out, generate, metric = tmp_path / "run", runner.generate, runner.get_metric
+    out, generate, metric = tmp_path / "run", measure.generate, measure.get_metric
 
     def with_half_a_pair(*given, **rest):
         text, report = generate(*given, **rest)
@@ -237,8 +237,8 @@ def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, m
         return lambda text, answer, extra: {**metric(name)(text, answer, extra), "match": next(scores)}
 
     scores = iter([math.nan, 1.0, math.inf, 0.5])
-    monkeypatch.setattr(runner, "generate", with_half_a_pair)
-    monkeypatch.setattr(runner, "get_metric", sometimes_nan)
+    monkeypatch.setattr(measure, "generate", with_half_a_pair)
+    monkeypatch.setattr(measure, "get_metric", sometimes_nan)
     assert main(words(heads, out, tasks="[passkey]", policies="[locret]", budgets="[32]", samples=4)) == 1
     rows = read_rows(out)
     assert sorted((row.score, row.error) for row in rows if not row.error) == [(0.5, None), (1.0, None)]

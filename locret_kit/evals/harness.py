@@ -25,7 +25,7 @@ from ..cache.bounded import BoundedCache
 from ..naming import nearest
 from ..runtime.session import Sampling, decode, prefill, stop_ids
 from .fidelity import nll_reading
-from .runner import cache_for
+from .measure import cache_for
 from .settings import Engine, Variant
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")

@@ -106,6 +106,12 @@ def is_oracle(policy: str) -> bool:
     return policy in ORACLES
 
 
+def key_of(group: Group, variant: Variant) -> tuple:
+    """The row's key."""
+    task = group.task
+    return task.name, task.haystack, group.length, variant.budget, variant.policy, variant.heads, group.sample
+
+
 def check_policies(policies: list[str], kv_bits: int | None) -> None:
     """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
     ``kv_bits`` bits."""

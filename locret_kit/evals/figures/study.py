@@ -22,8 +22,8 @@ from ...cache.view import slots_of
 from ...policies.registry import PARTS, parse_policy, parts_of
 from ...runtime.session import prefill
 from ...runtime.tokens import stream_ids
+from ..measure import cache_for
 from ..rows import Row, read_rows
-from ..runner import cache_for
 from ..runner import run as answer
 from ..settings import Engine, Run, Variant, variants
 from ..tasks.base import Request, Task
