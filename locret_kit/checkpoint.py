@@ -241,6 +241,7 @@ def _build(state: dict[str, Tensor], config: HeadsConfig, path: Path) -> Retaini
         for name, weight in wanted.items()
         if name in state and state[name].shape != weight.shape
     ]
+    wrong += [f"{name} is not finite" for name in wanted if name in state and not state[name].isfinite().all()]
     if wrong:
         more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
         raise ValueError(f"{path} does not fit {config.backbone}: " + "; ".join(wrong[:4]) + more)

@@ -99,6 +99,7 @@ def test_every_wrong_head_is_named(tmp_path, kind):
     del state["model.layers.0.self_attn.fc2.weight"]
     state["model.layers.7.self_attn.fc1.weight"] = torch.zeros(1)
     state["model.layers.1.self_attn.fc1.weight"] = torch.zeros(16, 5)
+    state["model.layers.1.self_attn.fc2.weight"][0, 3] = float("nan")
     target = tmp_path / f"heads{kind}"
     if kind:
         torch.save({"config": CONFIG.to_dict(), "state": state}, target)
@@ -112,6 +113,7 @@ def test_every_wrong_head_is_named(tmp_path, kind):
         "layers.0.self_attn.fc2.weight is missing",
         "layers.7.self_attn.fc1.weight is not expected",
         "layers.1.self_attn.fc1.weight is (16, 5), expected (16, 64)",
+        "layers.1.self_attn.fc2.weight is not finite",
     ):
         assert words in str(caught.value)
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSORS, EventAccumulator
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
@@ -240,6 +241,16 @@ def test_errors_are_one_line(backbone, tmp_path, capsys):
     ):
         more = [] if "recipe=smolm2-135m" in arguments else [f"out={tmp_path}"]
         assert said in refused(capsys, *arguments, *more)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_heads(tmp_path, capsys):
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    weights = load_file(backbone / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("inf")
+    save_file(weights, backbone / "model.safetensors", metadata={"format": "pt"})
+    more = [*SETTINGS, f"backbone.model={backbone}", f"out={tmp_path / 'run'}", "optim.lr=0.25"]
+    assert "loss=nan after 0 steps: the training has diverged" in refused(capsys, *more)
+    assert not (tmp_path / "run" / "heads").exists() and not list(tmp_path.glob("run/state/*"))
 
 
 def test_an_accelerator_that_is_not_there_is_one_line_before_the_backbone_is_loaded(tmp_path, monkeypatch, capsys):

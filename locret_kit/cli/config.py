@@ -296,7 +296,7 @@ _BOUNDS: dict[str, Bound] = {
     "data.val_samples": _at_least(0),
     "data.batch": _at_least(1),
     "data.num_workers": _at_least(0),
-    "optim.lr": _POSITIVE,
+    "optim.lr": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
     "optim.betas": (lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "two numbers, each at least 0 and below 1"),
     "optim.weight_decay": _at_least(0),
     "optim.clip_value": _at_least(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones.intercept import attach
-from .board import flat
+from .board import flat, peak_mib
 from .strategy import finish_gradients
 
+BAR = ("loss", "recall", "tok/s")
+"""Figures that the progress bar shows, where a training has them."""
 INFERENCE = ("budget", "chunk", "stabilizers", "local_len", "positions")
 
 
@@ -93,6 +96,15 @@ class FrozenTraining(L.LightningModule, ABC):
     def on_validation_epoch_start(self) -> None:
         self._validation, self.validated = [], {}
 
+    def require_finite(self, loss: float) -> None:
+        """Before the update that it would spoil: raise ValueError where the loss of a step, the same in every process, is no
+        finite number."""
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"loss={loss} after {self.global_step} steps: the training has diverged; begin again in another out with less "
+                f"than optim.lr={self.cfg.optim.lr}"
+            )
+
     def _update(self) -> float:
         """One optimiser step with the gradients of every process; the learning rate it was made with."""
         optimiser: Any = self.optimizers()
@@ -104,6 +116,14 @@ class FrozenTraining(L.LightningModule, ABC):
         schedule.step()
         self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
         return rate
+
+    def log_step(self, scalars: dict[str, float]) -> None:
+        """Figures of a step that is done: some in the progress bar, all on the board."""
+        for name in (name for name in BAR if name in scalars):
+            self.log(name, scalars[name], prog_bar=True, logger=False)
+        if self.global_step % self.cfg.trainer.log_every == 0:
+            scalars = {**scalars, "memory/peak_MiB": peak_mib(self.device)}
+            self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
         optim = self.cfg.optim

@@ -16,7 +16,7 @@ from ..checkpoint import save_heads
 from ..heads import HeadsConfig, RetainingHeads
 from ..samples.chat import Sample
 from .base import FrozenTraining, inference_settings
-from .board import cis_image, marked_text, most_kept, peak_mib
+from .board import cis_image, marked_text, most_kept
 from .callbacks import KeepBest
 from .data import Step
 from .observer import Observer, PaddedBatch
@@ -125,26 +125,15 @@ class HeadTraining(FrozenTraining):
                 means = observer.figures.means()
                 tokens = means["recall"].new_tensor(len(sample.ids))
                 seen.append(torch.stack([means["regression"], means["smooth"], means["recall"], tokens]))
+        mean = torch.stack(seen).mean(0)  # [4]
+        regression, smooth, recall, tokens = self.trainer.strategy.reduce(mean, reduce_op="mean").tolist()  # type: ignore[union-attr]
+        self.require_finite(regression + smooth)
         rate = self._update()
-        self._log_step(torch.stack(seen), rate, time.perf_counter() - began)
-
-    def _log_step(self, seen: Tensor, rate: float, seconds: float) -> None:
-        """``seen [samples, 4]``: regression, smoothing, recall and tokens of this process's samples."""
-        means = self.trainer.strategy.reduce(seen.mean(0), reduce_op="mean").tolist()  # type: ignore[union-attr]
-        regression, smooth, recall, tokens = means
-        scalars = {
-            "loss": regression + smooth,
-            "train/regression": regression,
-            "train/smoothing": smooth,
-            "recall": recall,
-            "train/lr": rate,
-            "tok/s": tokens * len(seen) * self.trainer.world_size / seconds,
-            "memory/peak_MiB": peak_mib(self.device),
-        }
-        for name in ("loss", "recall", "tok/s"):
-            self.log(name, scalars[name], prog_bar=True, logger=False)
-        if self.global_step % self.cfg.trainer.log_every == 0:
-            self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
+        seconds = time.perf_counter() - began
+        self.log_step({
+            "loss": regression + smooth, "train/regression": regression, "train/smoothing": smooth, "recall": recall,
+            "train/lr": rate, "tok/s": tokens * len(seen) * self.trainer.world_size / seconds,
+        })  # fmt: skip
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample, so nothing is to be exchanged; the first one is the fixed prompt."""

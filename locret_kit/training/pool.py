@@ -30,7 +30,6 @@ from ..policies.registry import parse_policy
 from ..pool import ConvPool, PoolConfig, save_pool
 from ..samples.chat import Sample
 from .base import FrozenTraining, inference_settings
-from .board import peak_mib
 from .data import Step
 
 
@@ -163,23 +162,13 @@ class PoolTraining(FrozenTraining):
         for sample in (sample for batch in step for sample in batch):
             total, counted = self.read(sample.ids, self.new_cache(), lambda loss: self.manual_backward(loss * share))
             read.append((total, counted, len(sample.ids)))
+        sums = torch.tensor(read, device=self.device).sum(0)  # [3]
+        total, counted, tokens = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()  # type: ignore[union-attr]
+        loss = total / max(1, counted)
+        self.require_finite(loss)
         rate = self._update()
-        self._log_step(torch.tensor(read, device=self.device), rate, time.perf_counter() - began)
-
-    def _log_step(self, read: Tensor, rate: float, seconds: float) -> None:
-        """``read [samples, 3]``: summed loss, its tokens, all tokens of this process's samples."""
-        total, counted, tokens = self.trainer.strategy.reduce(read.sum(0), reduce_op="sum").tolist()  # type: ignore[union-attr]
-        scalars = {
-            "loss": total / max(1, counted),
-            "train/lr": rate,
-            "train/gate": self.pool.mean_gate(),
-            "tok/s": tokens / seconds,
-            "memory/peak_MiB": peak_mib(self.device),
-        }
-        for name in ("loss", "tok/s"):
-            self.log(name, scalars[name], prog_bar=True, logger=False)
-        if self.global_step % self.cfg.trainer.log_every == 0:
-            self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
+        seconds = time.perf_counter() - began
+        self.log_step({"loss": loss, "train/lr": rate, "train/gate": self.pool.mean_gate(), "tok/s": tokens / seconds})
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample; the policy without a pool reads it too, to compare with."""
