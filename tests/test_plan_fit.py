@@ -130,13 +130,13 @@ def test_settings_out_of_bounds(change, message):
     ("text", "size"), [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("1.5MiB", 3 * 2**19), ("4096", 4096), ("7B", 7)]
 )
 def test_sizes(text, size):
-    assert parse_bytes(text) == size
+    assert parse_bytes(text, "gpu_memory") == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "24Gi", "24 gigabytes", "-1GiB", "0", "infGiB", "nanGB"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(ValueError):
-        parse_bytes(text)
+    with pytest.raises(ValueError, match=f"^reserve={text} "):
+        parse_bytes(text, "reserve")
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_the_command_prints_a_plan(capsys):
     [
         (["--model", "phi3min", "--gpu-memory", "24GiB"], "is no recipe and no folder. Did you mean 'phi3-mini'?"),
         (["--model", "tiny", "--gpu-memory", "24GiB"], "names no backbone"),
-        (["--model", "phi3-mini", "--gpu-memory", "24Gi"], "'24Gi' is not a size such as 24GiB"),
+        (["--model", "phi3-mini", "--gpu-memory", "24Gi"], "=24Gi is not a size such as 24GiB"),
         (["--model", "phi3-mini", "--gpu-memory", "1GiB"], "gpu_memory=1GiB must be above reserve=1GiB"),
         (["--model", "phi3-mini", "--gpu-memory", "24GiB", "--budget", "0"], "budget=0 must be at least 1"),
         (["--model", "llama3.1-8b", "--gpu-memory", "17GiB"], "These fit: budget"),

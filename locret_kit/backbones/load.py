@@ -20,7 +20,10 @@ def pick_device(device: str | None) -> torch.device:
     """The named device, or the best there is."""
     if device in (None, "auto"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} must be one of PyTorch's, such as cpu, cuda, cuda:1 or mps") from error
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: PyTorch sees no CUDA device here")
     return where

@@ -219,6 +219,8 @@ def read_prompt(args: argparse.Namespace, tokenizer: Any) -> Any:
             question = args.question_file.read_text(encoding="utf-8").strip()
         except UnicodeDecodeError as error:
             raise ValueError(f"question_file={str(args.question_file)!r} is not UTF-8: byte {error.start}") from error
+        except OSError as error:
+            raise ValueError(f"question_file={str(args.question_file)!r} cannot be read: {error.strerror}") from error
     if question is not None and not question.strip():
         raise ValueError("the question is empty")
     if sys.stdin.isatty():

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime import plan as p
     from ..runtime.sizes import parse_bytes, show
 
-    cap = parse_bytes(args.gpu_memory) - parse_bytes(args.reserve)
+    cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
     config, recipe = resolve(args.model)

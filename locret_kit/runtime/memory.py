@@ -32,7 +32,7 @@ def hold(gpu_memory: str, device: str | None) -> int:
     Raises:
         ValueError: no size, a size below the reserve, another device, or no CUDA here.
     """
-    size, where = parse_bytes(gpu_memory), pick_device(device)
+    size, where = parse_bytes(gpu_memory, "gpu_memory"), pick_device(device)
     if where.type != "cuda":
         reason = "PyTorch sees no CUDA device here" if device in (None, "auto") else f"this runs on device={device}"
         raise ValueError(f"gpu_memory={gpu_memory} is a cap on a CUDA device, and {reason}: leave it out")

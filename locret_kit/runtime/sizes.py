@@ -6,11 +6,11 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, field: str) -> int:
     """``24GiB``, ``24GB`` (decimal) or plain bytes, as an integer.
 
     Raises:
-        ValueError: not a positive number with a known unit.
+        ValueError: not a positive number with a known unit; names the ``field``.
     """
     number = text.strip().rstrip("KMGTiB")
     unit = text.strip()[len(number) :]
@@ -18,10 +18,10 @@ def parse_bytes(text: str) -> int:
         size = float(number) * UNITS[unit]
     except (KeyError, ValueError):
         raise ValueError(
-            f"{text!r} is not a size such as 24GiB or 24GB; units: {', '.join(filter(None, UNITS))}"
+            f"{field}={text} is not a size such as 24GiB or 24GB; units: {', '.join(filter(None, UNITS))}"
         ) from None
     if not 0 < size < float("inf"):
-        raise ValueError(f"{text!r} must be above 0")
+        raise ValueError(f"{field}={text} must be above 0")
     return int(size)
 
 
