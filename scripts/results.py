@@ -42,6 +42,7 @@ def short(cells: Sequence[Cell]) -> str:
     head = ["needle", "text", "tokens", "slots", "n", "full attention", "`locret`", "`rereading-locret`"]
     lines = [[*head, "the paper's recipe", "best without training"], ["---"] * (len(head) + 2)]
     ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= ENOUGH]
+    usual = usual_dtype(ours)
     for cell in sorted(ours, key=lambda c: (NEEDLES.index(c.task), c.haystack, c.length, c.budget)):
         where = cell.task, cell.haystack, cell.length
         others = [
@@ -50,23 +51,23 @@ def short(cells: Sequence[Cell]) -> str:
             found.get((*where, cell.budget, "rereading-locret", HEADS)),
             found.get((*where, cell.budget, "locret", PAPER)),
         ]
-        shares = [_share(other, cell) for other in others]
+        shares = [_share(other, cell.n, usual) for other in others]
         names = [cell.task, cell.haystack, size(cell.length), f"{cell.budget:,}", str(cell.n)]
-        lines.append([*names, *shares, _best(cell, cells)])
+        lines.append([*names, *shares, _best(cell, cells, usual)])
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    usual = usual_dtype(ours)
     others = " or ".join(sorted({cell.dtype for cell in cells} - {usual}))
     return f"{text}\n{PRECISION[0]} in {others}, all else in {usual}\n" if PRECISION[0] in text else text
 
 
-def _share(cell: Cell | None, ours: Cell) -> str:
+def _share(cell: Cell | None, n: int, usual: str) -> str:
+    """A mean, marked where it is of another number of texts or in another precision than usual."""
     if cell is None or cell.mean is None:
         return "-"
-    mark = "" if cell.dtype == ours.dtype else PRECISION[0]
-    return f"{cell.mean:.2f}{mark}" + ("" if cell.n == ours.n else f" (n={cell.n})")
+    mark = "" if cell.dtype == usual else PRECISION[0]
+    return f"{cell.mean:.2f}{mark}" + ("" if cell.n == n else f" (n={cell.n})")
 
 
-def _best(ours: Cell, cells: Sequence[Cell]) -> str:
+def _best(ours: Cell, cells: Sequence[Cell], usual: str) -> str:
     """The named policies without heads that do best where ours was measured."""
     where = ours.task, ours.haystack, ours.length, ours.budget
     peers = [c for c in cells if (c.task, c.haystack, c.length, c.budget) == where and c.mean is not None]
@@ -76,7 +77,7 @@ def _best(ours: Cell, cells: Sequence[Cell]) -> str:
     top = max(c.mean or 0.0 for c in peers)
     best = [c for c in peers if c.mean == top]
     names = ", ".join(c.policy for c in best) if top else f"all {len(best)}"
-    return f"{_share(best[0], ours)}: {names}"
+    return f"{_share(best[0], ours.n, usual)}: {names}"
 
 
 def readme_section(cells: Sequence[Cell]) -> str:
