@@ -108,7 +108,7 @@ def test_the_promise_of_24_gib():
     [
         ({"budget": 0}, "budget=0 must be at least 1"),
         ({"chunk": 0}, "chunk=0 must be at least 1"),
-        ({"context": 0}, "prompt_length=0 must be at least 1"),
+        ({"context": 0}, "context=0 must be from 1 to 2147483647 (32-bit positions)"),
         ({"dtype": "int8"}, "dtype='int8' must be one of: bfloat16, float16, float32"),
         ({"d_hidden": -1}, "d_hidden=-1 must be at least 0"),
         ({"kv_bits": 3}, "kv_bits=3 must be 4 or 2"),
@@ -159,6 +159,9 @@ def test_the_command_prints_a_plan(capsys):
     assert "budget 6000, chunk 3072" in out and "7.12 GiB" in out and "48.00 GiB, 14.2 times" in out
     assert cli.main(["--model", "Qwen/Qwen3-8B", "--gpu-memory", "24GiB", "--train", "10240"]) == 0
     assert "longest sample that fits" in capsys.readouterr().out
+    assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB", "--context", "600", "--budget", "600"]) == 0
+    out = capsys.readouterr().out
+    assert "the budget holds the whole context: nothing is evicted" in out and "largest budget" not in out
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,9 @@ def run(args: argparse.Namespace) -> int:
         *plan.lines(),
         f"full attention's cache would take {show(full)}, {full / plan.cache:.1f} times as much",
     ]
-    if not setting.policy.keeps_everything:
+    if setting.budget >= setting.context:
+        say.append("the budget holds the whole context: nothing is evicted")
+    elif not setting.policy.keeps_everything:
         say.append(
             f"at chunk {setting.chunk} the largest budget that fits is {fit.largest_budget(backbone, setting, cap)}; "
             f"at budget {setting.budget} the largest chunk is {fit.largest_chunk(backbone, setting, cap)}"

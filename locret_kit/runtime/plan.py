@@ -109,6 +109,8 @@ class Setting:
     """Bits of a weight in the backbone's layers; None is ``dtype``."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.context <= INT32_MAX:
+            raise ValueError(f"context={self.context} must be from 1 to {INT32_MAX} (32-bit positions)")
         _ = self.schedule  # names the field that is out of bounds
         check_storage(self.kv_bits, self.policy)
         check_weight_bits(self.weight_bits)
@@ -116,8 +118,6 @@ class Setting:
             raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
         if self.d_hidden < 0:
             raise ValueError(f"d_hidden={self.d_hidden} must be at least 0")
-        if self.context > INT32_MAX:
-            raise ValueError(f"context={self.context} must be at most {INT32_MAX} (32-bit positions)")
 
     @property
     def schedule(self) -> Schedule:
