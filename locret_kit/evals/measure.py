@@ -120,25 +120,25 @@ def _likelihood(plan: Run, variant: Variant, prompt: Prompt, start: Start) -> di
     if kind == "nll":
         continuation = stream_ids(engine.tokenizer, [prompt.example.continuation])
         followed = fidelity.follow(engine.model, cache, ids, continuation)
-        nll, prefill_s, decode_s, measured = followed.nll, followed.prefill_s, followed.decode_s, len(continuation)
+        nll, prefill_s, decode_s, tokens = followed.nll, followed.prefill_s, followed.decode_s, len(continuation)
     else:
         (nll, prefill_s), decode_s = fidelity.nll_reading(engine.model, cache, ids, len(ids) // 2), 0.0
-        measured = len(ids) - len(ids) // 2
+        tokens = len(ids) - len(ids) // 2
     scores = {"score": nll, "metric": kind, "scores": {kind: nll}}
-    return scores | _read(engine, prompt, start, measured, prefill_s, decode_s)
+    return scores | _read(engine, prompt, start, tokens, prefill_s, decode_s)
 
 
 def _read(
-    engine: Engine, prompt: Prompt, start: Start, measured: int, prefill_s: float, decode_s: float
+    engine: Engine, prompt: Prompt, start: Start, tokens: int, prefill_s: float, decode_s: float
 ) -> dict[str, Any]:
-    """Fields of a row whose text was given: nothing was written, and ``measured`` tokens were read after or of the prompt."""
+    """Fields of a row whose text was given: nothing was written, and so many ``tokens`` were read after or of the prompt."""
     cache, prefill_s = start.cache, prefill_s + start.seconds
     report = Report.of(
-        engine.model, cache, prompt_tokens=len(prompt.ids), new_tokens=measured, prefill_s=prefill_s, decode_s=decode_s,
+        engine.model, cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s, decode_s=decode_s,
         kept_rows=cache.kept_rows,
     )  # fmt: skip
     return {
-        "new_tokens": measured, "prefix_shared": start.shared, "prefill_s": prefill_s, "decode_s": decode_s,
+        "new_tokens": tokens, "prefix_shared": start.shared, "prefill_s": prefill_s, "decode_s": decode_s,
         "peak_bytes": peak_memory(engine.model.device), **_cost(report),
     }  # fmt: skip
 
@@ -146,8 +146,7 @@ def _read(
 def _cost(report: Report) -> dict[str, Any]:
     return {
         "cache_bytes": report.cache_bytes, "chunk": report.chunk, "stabilizers": report.stabilizers,
-        "local_len": report.local_len,
-        "one_shot": report.one_shot,
+        "local_len": report.local_len, "one_shot": report.one_shot,
         "decode_every": report.decode_every, "positions": report.positions,
         "kv_bits": report.kv_bits, "device": report.device, "dtype": report.dtype,
         "backend": report.backend, "versions": report.versions,
