@@ -15,7 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fetch_backbone import dequantise, first_line, say
+from fetch_backbone import dequantise, say
+
+from locret_kit.cli.command import command
+from locret_kit.naming import first_line
 
 MAGIC = b"GGUF"
 
@@ -50,17 +53,14 @@ def convert(file: Path, to: Path) -> None:
     say(f"done: {to}")
 
 
+@command("convert_gguf")
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("file", type=Path, help="the GGUF file")
     parser.add_argument("folder", type=Path, help="folder to make")
     args = parser.parse_args(argv)
     os.environ.setdefault("TQDM_DISABLE", "1")  # the steps are said in words
-    try:
-        convert(args.file.absolute(), args.folder.absolute())
-    except (OSError, ValueError) as error:
-        print(f"error: {first_line(error)}", file=sys.stderr)
-        return 1
+    convert(args.file.absolute(), args.folder.absolute())
     return 0
 
 

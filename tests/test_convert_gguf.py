@@ -89,7 +89,7 @@ def test_what_cannot_be_made_is_one_line(tmp_path, capsys):
     ):
         capsys.readouterr()
         assert script.main([str(tmp_path / file), str(tmp_path / to)]) == 1
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("convert_gguf: ")]
         assert len(errors) == 1 and said in errors[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "text.gguf"]
     (tmp_path / "made").mkdir()

@@ -119,8 +119,9 @@ class FrozenTraining(L.LightningModule, ABC):
 
     def log_step(self, scalars: dict[str, float]) -> None:
         """Figures of a step that is done: some in the progress bar, all on the board."""
-        for name in (name for name in BAR if name in scalars):
-            self.log(name, scalars[name], prog_bar=True, logger=False)
+        for name in BAR:
+            if name in scalars:
+                self.log(name, scalars[name], prog_bar=True, logger=False)
         if self.global_step % self.cfg.trainer.log_every == 0:
             scalars = {**scalars, "memory/peak_MiB": peak_mib(self.device)}
             self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
