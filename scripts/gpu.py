@@ -37,10 +37,12 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import bench  # noqa: E402
 import end_to_end as e2e  # noqa: E402
+import targets  # noqa: E402
+from targets import CAP, TOKENS  # noqa: E402
 
 PARTS = ("prefill", "decode", "peers", "full", "ops")
 MODELS = (*bench.SHAPES, "tiny")
-TOKENS, MINUTES = 131072, 9.0
+MINUTES = 9.0
 TINY = dict(
     vocab_size=199, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, initializer_range=0.2, max_position_embeddings=TOKENS, bos_token_id=1,
@@ -136,11 +138,11 @@ class Table:
         return self.seconds - (time.monotonic() - self.began)
 
     def add(self, model: str, part: str, figure: e2e.Figure, setting: Setting | None = None) -> None:
-        name, value, unit, target, note = figure
+        (name, value, unit, note), goal = figure, targets.target(figure.name, model)
         context, said = (0, "") if setting is None else (setting.context, str(setting))
-        bench.append(self.out, Row(model, part, name, value, unit, target, note, context, said, self.cap, **self.where))
+        bench.append(self.out, Row(model, part, name, value, unit, goal, note, context, said, self.cap, **self.where))
         number = "-" if value is None else f"{value:.4g}"
-        aim = f" (target: {target})" if target else ""
+        aim = f" (target: {goal})" if goal else ""
         print(f"{model:<12} {part:<8} {name:<58} {number:>10} {unit}{aim}{'; ' if note else ''}{note}", flush=True)
 
     def make(self, step: Step, run: e2e.Run, reason: str = "") -> str:
@@ -155,7 +157,7 @@ class Table:
             except (RuntimeError, ValueError, TritonError) as error:  # no memory, or a kernel that does not compile
                 reason = f"{type(error).__name__}: {first_line(error)}"
         if reason:
-            self.add(run.name, step.part, e2e.Figure(step.says, None, "", "", f"not measured: {reason}"), run.setting)
+            self.add(run.name, step.part, e2e.Figure(step.says, None, "", f"not measured: {reason}"), run.setting)
         return reason
 
 
@@ -169,8 +171,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> Path:
         bench.measure(c, c.runs["torch"], "torch", 200, _origin(table), device) for c in bench.ceilings(device)
     )
     assert matmul.tflops is not None and copy.gb_s is not None
-    table.add("-", "ceiling", e2e.Figure("bfloat16 matmul", matmul.tflops, "TFLOP/s", "", matmul.shape))
-    table.add("-", "ceiling", e2e.Figure("copy", copy.gb_s, "GB/s", "", copy.shape))
+    table.add("-", "ceiling", e2e.Figure("bfloat16 matmul", matmul.tflops, "TFLOP/s", matmul.shape))
+    table.add("-", "ceiling", e2e.Figure("copy", copy.gb_s, "GB/s", copy.shape))
     for name, (config, setting) in subjects.items():
         if on_gpu:
             torch.cuda.empty_cache()
@@ -198,7 +200,7 @@ def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.devic
         print(bench.line(row), flush=True)
         if table.left() < e2e.COMPILING:
             table.add(
-                "-", "ops", e2e.Figure(f"operations behind {row.operation}", None, "", "", "not measured: out of time")
+                "-", "ops", e2e.Figure(f"operations behind {row.operation}", None, "", "not measured: out of time")
             )
             return
 
@@ -215,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument(
         "--minutes", type=float, default=MINUTES, help=f"start nothing that would end later (default {MINUTES})"
     )
-    p.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="cap on the bounded runs (default 24GiB)")
+    p.add_argument("--gpu-memory", default=CAP, metavar="SIZE", help=f"cap on the bounded runs (default {CAP})")
     p.add_argument("--device", default="cuda")
     p.add_argument("--out", type=Path, help="CSV file; rows are appended (default: in kernels/benchmarks/results)")
     p.add_argument("--list", action="store_true", help="print what would be measured and leave")

@@ -1,15 +1,18 @@
-"""Write the tables of results from the committed rows (``checkpoints/*/results.jsonl``), or check that they agree.
+"""Write the tables of results from the committed rows (``checkpoints/*/results.jsonl``, and ``kernels/benchmarks/results/*.csv``
+of GPUs), or check that they agree.
 
-    python scripts/results.py           # rewrite what stands between the two markers of README.md, and RESULTS.md
+    python scripts/results.py           # rewrite what stands between the markers of README.md, and RESULTS.md
     python scripts/results.py --check   # exit status 1 if it would change
 
-The README has the needles in a few columns, and everything about pass keys in real text; RESULTS.md has every table. The
-markers are HTML comments on lines of their own: ``<!-- results:begin -->`` and ``<!-- results:end -->``.
+The README has the needles in a few columns, everything about pass keys in real text, and what GPUs reach of their targets;
+RESULTS.md has every table of rows. Markers are HTML comments on lines of their own: ``<!-- results:begin -->`` and
+``<!-- results:end -->``, ``<!-- gpu:begin -->`` and ``<!-- gpu:end -->``.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +22,10 @@ from locret_kit.evals.rows import Row, read_rows
 from locret_kit.evals.summary import PRECISION, Cell, size, summarize, table, to_markdown, usual_dtype
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+BENCHMARKS = ROOT / "kernels" / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import targets  # noqa: E402
+
 NEEDLES = ("R.PassKey", "R.Number")
 HEADS, PAPER = "smollm2-135m-locret", "smollm2-135m-paper"
 FULL_TABLE = ("R.PassKey", "jargon")
@@ -96,16 +102,23 @@ def _ground(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {' and '.join(sorted(values))}" for name, values in named.items() if values)
 
 
-def replaced(text: str, new: str) -> str:
-    """The text with ``new`` between the markers.
+def replaced(text: str, name: str, new: str) -> str:
+    """The text with ``new`` between the markers of that name.
 
     Raises:
         ValueError: a marker is missing, or stands there more than once or in the wrong order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the file must have {BEGIN} and then {END}, once each")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{new}{END}{rest.split(END)[1]}"
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the file must have {begin} and then {end}, once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{new}{end}{rest.split(end)[1]}"
+
+
+def gpu_section(files: Sequence[Path]) -> str:
+    """What the rows of `scripts/gpu.py` in these files reach of their targets."""
+    rows = [row for file in files for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())]
+    return targets.to_markdown(rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,13 +128,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--tables", type=Path, default=ROOT / "checkpoints" / HEADS / "RESULTS.md")
     parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results.jsonl)")
+    parser.add_argument("--gpu-rows", type=Path, nargs="*", help="(default: kernels/benchmarks/results/*.csv)")
     args = parser.parse_args(argv)
     files = args.rows if args.rows is not None else sorted((ROOT / "checkpoints").glob("*/results.jsonl"))
+    results = sorted(path for path in BENCHMARKS.glob("results/*.csv") if not path.stem.endswith("-operations"))
     try:
         rows = read_rows(files)
         cells, ground = summarize(rows), provenance(rows, files)
+        readme = replaced(args.readme.read_text(encoding="utf-8"), "results", f"{ground}\n{readme_section(cells)}")
         texts = {
-            args.readme: replaced(args.readme.read_text(encoding="utf-8"), f"{ground}\n{readme_section(cells)}"),
+            args.readme: replaced(readme, "gpu", gpu_section(results if args.gpu_rows is None else args.gpu_rows)),
             args.tables: f"# Results\n\n{ground}\n{to_markdown(cells)}",
         }
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

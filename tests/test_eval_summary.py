@@ -292,13 +292,15 @@ def test_the_readme_s_results_are_those_of_the_committed_rows(capsys):
 def test_results_script(tmp_path, capsys):
     script, readme, tables, rows = RESULTS, tmp_path / "README.md", tmp_path / "RESULTS.md", tmp_path / "results.jsonl"
     rows.write_text(ROW.to_json() + "\n")
-    readme.write_text(f"top\n{script.BEGIN}\nold\n{script.END}\nbottom\n")
-    arguments = ["--readme", str(readme), "--tables", str(tables), "--rows", str(rows)]
+    gpu = "<!-- gpu:begin -->\n<!-- gpu:end -->\n"
+    readme.write_text(f"top\n<!-- results:begin -->\nold\n<!-- results:end -->\n{gpu}bottom\n")
+    arguments = ["--readme", str(readme), "--tables", str(tables), "--rows", str(rows), "--gpu-rows"]
     assert script.main([*arguments, "--check"]) == 1 and "old" in readme.read_text() and not tables.exists()
     assert "README.md and RESULTS.md differ" in capsys.readouterr().err
     assert script.main(arguments) == 0 and script.main([*arguments, "--check"]) == 0
     text = readme.read_text()
-    assert text.startswith(f"top\n{script.BEGIN}\n") and text.endswith(f"{script.END}\nbottom\n")
+    assert text.startswith("top\n<!-- results:begin -->\n") and text.endswith("<!-- gpu:end -->\nbottom\n")
+    assert "old" not in text and text.count("| not measured yet | not measured yet |") == len(script.targets.TARGETS)
     assert "1.00 (n=1)" in tables.read_text()
     rows.write_text(replace(ROW, score=0.0).to_json() + "\n")
     assert script.main([*arguments, "--check"]) == 1

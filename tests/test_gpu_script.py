@@ -103,7 +103,7 @@ def test_what_does_not_fit_gets_a_row(tmp_path):
 def test_decoding_behind_two_contexts():
     run = small_run(8448)
     figures = {figure.name: figure for figure in e2e.decoding(run)}
-    ratio = figures["decode behind 8448 against 8192 tokens, dynamic"].value
+    ratio = figures["decode behind the whole prompt against a short one, dynamic"].value
     long, brief = (figures[f"decode behind {n} tokens, dynamic"] for n in (8448, 8192))
     assert ratio == pytest.approx(long.value / brief.value)
     assert long.note == brief.note == "256 rows a head"
@@ -147,6 +147,32 @@ def test_work_of_attention():
         dense = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 192 + 2 * 128) + 128
         assert e2e.operations(config, none) == 4 * 2 * 2 * 64 * pairs + 2 * 300 * dense
         assert e2e.operations(config, setting) - e2e.operations(config, none) == 2 * 300 * heads
+
+
+def test_what_is_reached_of_the_targets(tmp_path):
+    """Every target is a figure that a run makes, and the table shows the last row of each, of this length and cap alone."""
+    run = small_run(8448)
+    made = {figure.name.replace("dynamic", form) for form in ("dynamic", "graph") for figure in e2e.decoding(run)}
+    made |= {figure.name for step in gpu.steps(["prefill", "peers", "full"])[1:] for figure in step.figures(run)}
+    assert set(gpu.targets.TARGETS) - made == {"peak memory, allocated against planned"}  # of a CUDA device's allocator
+    assert gpu.targets.to_markdown([]).count("| not measured yet | not measured yet |") == len(gpu.targets.TARGETS)
+    where = {**gpu.bench.provenance(CPU), "device": "Some card", "transformers": "1"}
+    for value, context, cap in (
+        (3.0, 131072, "24GiB"),
+        (2.25, 131072, "24GiB"),
+        (9.0, 2048, "24GiB"),
+        (8.0, 131072, "80GiB"),
+    ):
+        row = gpu.Row(
+            "phi3-mini", "full", "prefill against full attention", value, "", "", "", context, "", cap, **where
+        )
+        gpu.bench.append(tmp_path / "rows.csv", row)
+    shown = gpu.targets.to_markdown(rows_of(tmp_path / "rows.csv"))
+    assert (
+        "| prefill against full attention (times faster) | at least 2.5 and at least 1.8 | 2.25 | not measured yet |"
+        in shown
+    )
+    assert shown.count("Some card") == 1
 
 
 def test_the_list(capsys):

@@ -26,8 +26,6 @@ from locret_kit.cache import bounded, eviction
 from locret_kit.runtime.plan import ITEM_BYTES, Backbone, Setting, head_parameters, plan_inference
 from locret_kit.runtime.session import Sampling, decode, prefill
 
-TARGETS = {"phi3-mini": {"speed": 2.5, "cache": 14}, "llama3.1-8b": {"speed": 1.8, "cache": 7}}
-"""Against full attention at 131,072 tokens: times faster, times fewer bytes of cache."""
 WARM, TIMED = 8, 48
 """Decoded tokens."""
 SHARE = 0.2
@@ -42,7 +40,6 @@ class Figure(NamedTuple):
     name: str
     value: float | None
     unit: str
-    target: str = ""
     note: str = ""
 
 
@@ -198,7 +195,7 @@ def check(run: Run) -> Iterator[Figure]:
         piece = torch.tensor([run.ids[:tokens]], device=run.device)
         theirs = run.model(input_ids=piece, logits_to_keep=1).logits[0, -1].float()
     error = float((mine - theirs).norm() / theirs.norm())
-    yield Figure("logits with nothing evicted, error", error, "of their size", "below 0.1", f"{tokens} tokens")
+    yield Figure("logits with nothing evicted, error", error, "of their size", f"below 0.1 passes; {tokens} tokens")
     if not error < 0.1:
         raise SystemExit(f"gpu: {run.name}: logits with nothing evicted are off by {error:.2g}; nothing was timed")
 
@@ -228,8 +225,8 @@ def shares(run: Run) -> Iterator[Figure]:
     _, total, *parts = (b - a for a, b in zip(full[0], full[-1], strict=True))
     said = f"{full[-1][0] - full[0][0]} tokens behind {full[0][0]}, the device waited for"
     for name, part in zip(("scoring", "selecting", "compacting"), parts, strict=True):
-        yield Figure(f"share of prefill in {name}", 100 * part / total, "%", "", said)
-    yield Figure("share of prefill in all three", 100 * sum(parts) / total, "%", "at most 3", said)
+        yield Figure(f"share of prefill in {name}", 100 * part / total, "%", said)
+    yield Figure("share of prefill in all three", 100 * sum(parts) / total, "%", said)
 
 
 def prefilling(run: Run) -> Iterator[Figure]:
@@ -239,14 +236,14 @@ def prefilling(run: Run) -> Iterator[Figure]:
     planned = plan_inference(Backbone.of(run.config), run.setting).peak
     work = f"{run.floor(tokens) * run.flops / tokens / 1e9:.4g} GFLOP a token"
     yield Figure("prefill", tokens / seconds, "tokens/s")
-    yield Figure("prefill, of the floating-point floor", 100 * run.share, "%", "at least 60", work)
+    yield Figure("prefill, of the floating-point floor", 100 * run.share, "%", work)
     yield Figure("peak memory, planned", planned / 2**30, "GiB")
     if most is None:
-        yield Figure("peak memory, allocated", None, "GiB", "", "not measured: no CUDA device's allocator here")
+        yield Figure("peak memory, allocated", None, "GiB", "not measured: no CUDA device's allocator here")
         return
     yield Figure("peak memory, allocated", most / 2**30, "GiB")
     yield Figure("peak memory, reserved", torch.cuda.max_memory_reserved(run.device) / 2**30, "GiB")
-    yield Figure("peak memory, allocated against planned", most / planned, "times", "0.95 to 1.05")
+    yield Figure("peak memory, allocated against planned", most / planned, "times")
 
 
 def decoding(run: Run) -> Iterator[Figure]:
@@ -268,17 +265,17 @@ def decoding(run: Run) -> Iterator[Figure]:
             try:
                 seconds = took[context, form] = per_token(run, cache, logits, form == "graph")
             except ValueError as error:
-                yield Figure(name, None, "ms/token", "", f"not measured: {error}")
+                yield Figure(name, None, "ms/token", f"not measured: {error}")
                 continue
-            floor = bytes_read(run.config, s.dtype, rows) / run.bandwidth
-            yield Figure(name, 1e3 * seconds, "ms/token", "", f"{rows} rows a head")
-            yield Figure(
-                f"{name}, of the copy floor", 100 * floor / seconds, "%", "at least 70", f"{1e3 * floor:.4g} ms"
-            )
+            yield Figure(name, 1e3 * seconds, "ms/token", f"{rows} rows a head")
+            if context == s.context:
+                floor = bytes_read(run.config, s.dtype, rows) / run.bandwidth
+                share, least = 100 * floor / seconds, f"{1e3 * floor:.4g} ms"
+                yield Figure(f"decode at a full cache, {form}, of the copy floor", share, "%", least)
     for form in ("dynamic", "graph"):
         if len(times := [took[c, form] for c in dict.fromkeys(contexts) if (c, form) in took]) == 2:
-            name = f"decode behind {contexts[0]} against {contexts[1]} tokens, {form}"
-            yield Figure(name, times[0] / times[1], "times", "0.97 to 1.03")
+            name = f"decode behind the whole prompt against a short one, {form}"
+            yield Figure(name, times[0] / times[1], "times", f"{contexts[0]} and {contexts[1]} tokens")
 
 
 def per_token(run: Run, cache: BoundedCache, logits: torch.Tensor, graph: bool) -> float:
@@ -295,7 +292,7 @@ def per_token(run: Run, cache: BoundedCache, logits: torch.Tensor, graph: bool) 
 
 def peer(policy: str, run: Run) -> Iterator[Figure]:
     """Another policy's prefill in the same setting."""
-    yield Figure(f"prefill of {policy} against locret", run.whole(policy) / run.whole(), "times", "at most 1.5")
+    yield Figure(f"prefill of {policy} against locret", run.whole(policy) / run.whole(), "times")
 
 
 def full_attention(run: Run) -> Iterator[Figure]:
@@ -325,8 +322,7 @@ def full_attention(run: Run) -> Iterator[Figure]:
     if found is None:
         found, how = forward(run.setting.chunk, tokens), f"in pieces of {run.setting.chunk}"
     seconds, held = found
-    target = TARGETS.get(run.name, {})
-    yield Figure("full attention, prefill", tokens / seconds, "tokens/s", "", f"{how}, no cap")
+    yield Figure("full attention, prefill", tokens / seconds, "tokens/s", f"{how}, no cap")
     yield Figure("full attention, cache", held / 2**30, "GiB")
-    yield Figure("prefill against full attention", seconds / mine, "times faster", f"{target.get('speed', '')}")
-    yield Figure("cache against full attention", held / run.cache_bytes, "times smaller", f"{target.get('cache', '')}")
+    yield Figure("prefill against full attention", seconds / mine, "times faster")
+    yield Figure("cache against full attention", held / run.cache_bytes, "times smaller")
