@@ -9,6 +9,7 @@ import torch
 from tiny_models import COMMON, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import FAMILIES, UnsupportedArchitecture, spec_of
@@ -231,3 +232,19 @@ def test_an_attention_the_cache_cannot_do_is_refused():
     for kwargs, words in [({"softcap": 30.0}, "softcap"), ({"s_aux": torch.zeros(6)}, "s_aux")]:
         with attach(model), pytest.raises(ValueError, match=words):
             model(input_ids=tokens(5), past_key_values=BoundedCache(8, "streaming"), **kwargs)
+
+
+@torch.no_grad()
+def test_who_wraps_attention_functions_may_pass_dropout_by_place(monkeypatch):
+    """As kvpress does with every one there is when it is imported."""
+    model, ids = tiny_model("llama"), tokens(40)
+    want, own = model(input_ids=ids).logits, ALL_ATTENTION_FUNCTIONS["locret"]
+
+    def wrapped(module, q, k, v, attention_mask, dropout, **kwargs):
+        return own(module, q, k, v, attention_mask, dropout, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "locret", wrapped)
+    with attach(model):
+        assert torch.equal(model(input_ids=ids).logits, want)
+        got = prefill(model, ids[0].tolist(), BoundedCache(50, "streaming", prompt_length=40, positions="original"))
+    torch.testing.assert_close(got, want[0, -1])

@@ -217,6 +217,15 @@ def test_knorm_is_the_negated_norm_of_the_rotated_key(Q, H):
     torch.testing.assert_close(one_shot(KNorm(), q, k, v, 5)[0], torch.tensor(expected))
 
 
+def test_knorm_counts_the_factor_on_cos_and_sin_where_a_part_of_the_key_is_turned():
+    """Phi-4-mini's keys: LongRoPE on three quarters of a head."""
+    q, k, v = random_qkv(2, 2, 21)
+    rope = Rope(ROPE.inv_freq[:3], scaling=1.2)
+    layer = Layer(KNorm(), q, k, v, rope=rope)
+    layer.feed(21)
+    torch.testing.assert_close(layer.entered, -turned(k, rope).norm(dim=-1).float())
+
+
 @pytest.mark.parametrize(("Q", "H"), HEADS)
 def test_keydiff_is_the_papers(Q, H):
     q, k, v = random_qkv(Q, H, 21)

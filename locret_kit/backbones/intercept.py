@@ -53,11 +53,18 @@ _ACTIVE = _Active()
 
 
 def _attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kw: Any
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,  # where transformers' own have it: who wraps them all (kvpress) passes it by place
+    scaling: float | None = None,
+    **kw: Any,
 ) -> tuple[Tensor, None]:
     handler = _ACTIVE.handler
     if handler is None:
-        return sdpa_attention_forward(module, q, k, v, attention_mask, scaling=scaling, **kw)
+        return sdpa_attention_forward(module, q, k, v, attention_mask, dropout, scaling, **kw)
     for name in ("softcap", "s_aux"):  # a cap on the logits; attention sinks (gpt-oss)
         if kw.get(name) is not None:
             raise ValueError(f"this backbone's attention has {name!r}, which the bounded cache does not support")

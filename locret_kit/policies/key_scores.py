@@ -51,11 +51,14 @@ def low_key_norm(k_BHSD: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KNorm(ScorePart):
-    """The negated norm of the key. RoPE does not change a norm, so it is fixed when the token enters.
-    Source: L2-norm strategy, arXiv 2406.11430."""
+    """The negated norm of the key as attention sees it. RoPE does not change a norm but by its factor on cos and sin, so it
+    is fixed when the token enters. Source: L2-norm strategy, arXiv 2406.11430."""
 
     def enter(self, entry: Entry) -> Tensor:
-        return low_key_norm(entry.k).float()
+        k = wide(entry.k)
+        if entry.rope is not None:  # the factor lengthens only the part that is turned
+            k = rotate(k, *entry.rope.tables(k.new_zeros(1), k.dtype))
+        return low_key_norm(k).float()
 
 
 # ---- keydiff ----------------------------------------------------------------------------------------------------------

@@ -137,7 +137,8 @@ class Mas(Weight):
 
 @dataclass(frozen=True)
 class Ltas(Weight):
-    """Attention of the last token. Source: TOVA, arXiv 2401.06104."""
+    """Attention of the last token, in each head for itself (RoCo, section 4.1); the code of its authors takes the mean over all
+    heads of a layer, which then keep the same slots. Source: TOVA, arXiv 2401.06104."""
 
     def recent(self, chunk: int) -> int:
         return 1
@@ -148,8 +149,9 @@ class Ltas(Weight):
 
 @dataclass(frozen=True)
 class WindowAttention(Weight):
-    """``sum of a`` over the newest ``window`` queries, then the maximum over ``kernel`` neighbouring slots. The newest
-    ``window`` slots are neither pooled nor pooled from, whatever the scope protects. Source: SnapKV, arXiv 2404.14469.
+    """``sum of a`` over the newest ``window`` queries, then the maximum over ``kernel`` neighbouring slots (as Ada-KV, section
+    4.1, gives SnapKV's settings; the code of its authors can also take the mean). The newest ``window`` slots are neither
+    pooled nor pooled from, whatever the scope protects. Source: SnapKV, arXiv 2404.14469.
 
     The newest queries of the text count, not of the last block alone: a block shorter than the window leaves the rest of it
     to the blocks before. A query looks from the place of its rank among the newest slots; where one of those tokens was
