@@ -56,11 +56,13 @@ def write_release(
     """Fill ``target`` with everything that is published, and return the names of its files.
 
     Raises:
-        ValueError: ``repo`` is no ``user/name``, the backbone or adapter is known by a local folder only, or results that one
-            figure would hold were taken with different settings.
+        ValueError: ``repo``, ``base_model`` or ``adapter`` is no ``user/name``, the backbone or adapter is known by a local
+            folder only, the heads have no adapter, or results that one figure would hold were taken with different settings.
     """
     if not REPO.match(repo):
         raise ValueError(f"repo={repo!r} must be user/name")
+    if adapter and not heads.config.adapter:
+        raise ValueError(f"adapter={adapter!r} has no effect: the heads were trained without one")
     beside = _beside(source)
     own = beside / CARD if beside else None
     text = own.read_text(encoding="utf-8") if own and own.is_file() else ""
@@ -249,6 +251,8 @@ def _hub_name(field: str, given: str | None, recorded: str) -> str:
     from .backbones.load import resolve_model
 
     if given:
+        if not isinstance(given, str) or not REPO.match(given):
+            raise ValueError(f"{field}={given!r} must be user/name")
         return given
     try:
         path = Path(resolve_model(recorded))

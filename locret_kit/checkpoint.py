@@ -48,6 +48,30 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors``: the new configuration is on the disk before the weights that it
+    describes are renamed, and renamed after them."""
+    from safetensors.torch import save_file
+
+    def both(path: Path) -> None:
+        path.write_text(json.dumps(config, indent=2) + "\n")
+        write_beside(folder / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+
+    write_beside(folder / CONFIG, both)
+
+
+def read_json(path: Path) -> Any:
+    """What a configuration's file holds.
+
+    Raises:
+        ValueError: no JSON; names the file.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
 def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights by their published names, contiguous, in ``dtype``, on the CPU."""
     return {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in _named(heads).items()}
@@ -70,19 +94,12 @@ def lossless_dtype(heads: RetainingHeads) -> torch.dtype:
 
 def save_heads(heads: RetainingHeads, target: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write a folder, or one file where ``target`` ends in ``.pt``; by default nothing is rounded (`lossless_dtype`)."""
-    from safetensors.torch import save_file
-
     target, state = Path(target), state_of(heads, dtype or lossless_dtype(heads))
     config = {"format": FORMAT, **heads.config.to_dict()}
     if target.suffix == ".pt":
         write_beside(target, lambda path: torch.save({"config": config, "state": state}, path))
-        return
-
-    def both(path: Path) -> None:  # the new configuration is on the disk before the weights it describes are renamed
-        path.write_text(json.dumps(config, indent=2) + "\n")
-        write_beside(target / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
-
-    write_beside(target / CONFIG, both)
+    else:
+        write_folder(target, config, state)
 
 
 def load_heads(
@@ -96,7 +113,8 @@ def load_heads(
     """Heads from a folder, a ``.pt`` file, a published ``.bin`` or a Hub repository id.
 
     A ``.bin`` says nothing of its backbone: ``config`` does, or ``backbone`` (a folder or Hub id) whose configuration
-    gives the sizes, or a ``config.json`` beside the file; those of the paper's authors are known by name (`PUBLISHED`).
+    gives the sizes, or a ``config.json`` beside the file (which, beside a ``.safetensors`` file, comes before ``backbone``);
+    those of the paper's authors are known by name (`PUBLISHED`).
     ``hub``: token, cache_dir and local_files_only, as ``huggingface_hub`` takes them.
 
     Raises:
@@ -106,10 +124,13 @@ def load_heads(
     if path.is_dir():
         if not (path / CONFIG).exists() or not (path / WEIGHTS).exists():
             raise FileNotFoundError(f"{path} holds no heads: it needs {CONFIG} and {WEIGHTS}")
-        return _build(_read_safetensors(path / WEIGHTS), _read_config(path / CONFIG), path)
+        return _build(_read_safetensors(path / WEIGHTS), _config(read_json(path / CONFIG), path / CONFIG), path)
     if path.is_file():
         if path.suffix == ".safetensors":
-            return _build(_read_safetensors(path), config or _config_beside(path), path)
+            state = _read_safetensors(path)
+            if config is None and backbone is not None and not path.with_name(CONFIG).exists():
+                config = _config_of_backbone(backbone, state)
+            return _build(state, config or _config_beside(path), path)
         return _from_torch_file(path, config, backbone)
     if (
         path.suffix in (".pt", ".bin", ".safetensors")
@@ -148,7 +169,7 @@ def _from_hub(
 
     file = pull(repo, choose, revision=revision, **hub)[0]
     if file.name == WEIGHTS:
-        return load_heads(file.parent, config=config)
+        return load_heads(file.parent)
     known, settings = PUBLISHED.get(repo, (None, {}))
     heads = load_heads(file, config=config, backbone=backbone or known)
     if known is not None and config is None:
@@ -179,7 +200,7 @@ def _config_of_backbone(backbone: str, state: dict[str, Tensor]) -> HeadsConfig:
     from .backbones.load import load_config
 
     spec = spec_of(load_config(backbone))
-    width = next(weight.shape[0] for name, weight in state.items() if name.endswith("fc1.weight"))
+    width = next((weight.shape[0] for name, weight in state.items() if name.endswith("fc1.weight")), 1)
     return HeadsConfig.for_backbone(spec, backbone, width)
 
 
@@ -196,15 +217,7 @@ def _config_beside(path: Path) -> HeadsConfig:
     beside = path.with_name(CONFIG)
     if not beside.exists():
         raise ValueError(f"{path} says nothing of its backbone: name it (--model, or backbone=)")
-    return _read_config(beside)
-
-
-def _read_config(path: Path) -> HeadsConfig:
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return _config(raw, path)
+    return _config(read_json(beside), beside)
 
 
 def _config(raw: dict[str, Any], path: Path) -> HeadsConfig:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from .backbones.families import BackboneSpec
+from .cis import TARGETS
 
-NAMES = ("positions", "policy")
+WORDS = ("positions", "policy")
 """The settings for inference that are words; the others are integers."""
 
 
@@ -62,17 +63,18 @@ class HeadsConfig:
         integers |= {
             f"inference.{name}": value
             for name, value in self.inference.items()
-            if name not in NAMES and value is not None
+            if name not in WORDS and value is not None
         }
         for name, value in integers.items():
             low = 0 if name in ("inference.stabilizers", "inference.local_len") else 1
             if type(value) is not int or value < low:
                 raise ValueError(f"{name}={value!r} must be an integer, at least {low}")
-        words = {"adapter": self.adapter, "target": self.target}
-        words |= {f"inference.{name}": self.inference.get(name) for name in NAMES}
+        words = {"adapter": self.adapter} | {f"inference.{name}": self.inference.get(name) for name in WORDS}
         for name, value in words.items():
             if not isinstance(value, (str, type(None))):
                 raise ValueError(f"{name}={value!r} must be a name")
+        if self.target not in TARGETS:
+            raise ValueError(f"target={self.target!r} must be one of: {', '.join(TARGETS)}")
 
     def mismatches(self, spec: BackboneSpec) -> list[str]:
         """One line for each dimension in which a backbone is not the one the heads were made for."""
@@ -81,6 +83,7 @@ class HeadsConfig:
         return [f"{n}: heads have {mine}, the backbone has {theirs}" for n, mine, theirs in pairs if mine != theirs]
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field by name, as ``config.json`` has them."""
         return asdict(self)
 
 

@@ -14,7 +14,6 @@ that begins at a half. Here the gate is a sigmoid, so that weights stay convex, 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .backbones.families import BackboneSpec
-from .checkpoint import CONFIG, WEIGHTS, write_beside
+from .checkpoint import CONFIG, WEIGHTS, read_json, write_folder
 
 FORMAT = "locret_kit.lococo.v1"
 DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")
@@ -113,17 +112,8 @@ class ConvPool(nn.Module):
 
 def save_pool(pool: ConvPool, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write ``model.safetensors`` and ``config.json``, each renamed into its place when it is whole."""
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
     state = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in pool.state_dict().items()}
-    config = json.dumps({"format": FORMAT, **asdict(pool.config)}, indent=2) + "\n"
-
-    def both(path: Path) -> None:  # the new configuration is on the disk before the weights it describes are renamed
-        path.write_text(config)
-        write_beside(folder / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
-
-    write_beside(folder / CONFIG, both)
+    write_folder(Path(folder), {"format": FORMAT, **asdict(pool.config)}, state)
 
 
 def read_pool_config(folder: str | Path) -> PoolConfig:
@@ -135,10 +125,7 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     folder = Path(folder)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
-    try:
-        raw = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from error
+    raw = read_json(folder / CONFIG)
     found = raw.pop("format", None) if isinstance(raw, dict) else None
     if found != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={found!r}, a pool says {FORMAT!r}")

@@ -12,4 +12,13 @@
 | D | size of one head |
 
 ``budget`` is the number of slots a key/value head keeps in one layer after eviction, everything counted.
+
+| word | means |
+|---|---|
+| head | a key/value head; ``heads`` of a checkpoint are retaining heads, one for all key/value heads of a layer |
+| slot, row | a token that a head holds, as a policy sees it; and as it lies in a buffer |
+| chunk | tokens between evictions |
+| block | tokens that attend together, none of them behind an eviction that is due |
+| piece | tokens that one forward is fed, of any number |
+| body, tail | the prompt up to its last ``local_len`` tokens, and these, which are held back |
 """

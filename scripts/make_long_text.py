@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from locret_kit.backbones.load import load_tokenizer
+from locret_kit.naming import first_line
 from locret_kit.samples.needles import make_needle
 from locret_kit.samples.text import load_text
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except (ValueError, OSError) as error:
-        print(f"error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 1
     return 0
 

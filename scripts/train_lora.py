@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from locret_kit.backbones.load import load_backbone
+from locret_kit.naming import first_line
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.samples.text import load_text
 
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(parser.parse_args(argv))
     except (ValueError, OSError, ImportError) as error:
-        print(f"error: {(str(error).strip() or type(error).__name__).splitlines()[0]}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -208,3 +208,13 @@ def test_windows_alone_are_read_once():
     cache, plain = bounded("score=random answering=reread", 24), bounded("score=random", 24)
     assert torch.equal(read(model, cache), read(model, plain))
     assert not cache.passages and cache.get_seq_length() == plain.get_seq_length() == TOKENS
+
+
+def test_a_cache_that_was_reset_reads_a_text_twice_again():
+    model = tiny_model("llama")
+    policy = "random answering=reread(9,4,3,2)"
+    used, fresh = bounded(policy), bounded(policy)
+    first = read(model, used)
+    used.reset()
+    assert torch.equal(read(model, used), read(model, fresh)) and torch.equal(first, read(model, bounded(policy)))
+    assert used.passages == fresh.passages and used.passages

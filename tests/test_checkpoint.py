@@ -136,6 +136,11 @@ def test_every_wrong_head_is_named(tmp_path, kind):
         ({"config": {**CONFIG.to_dict(), "inference": {"budget": "x"}}, "state": {}}, "inference.budget='x' must be"),
         ({"config": {**CONFIG.to_dict(), "inference": {"budget": 0}}, "state": {}}, "at least 1"),
         ({"config": {**CONFIG.to_dict(), "inference": {"positions": 3}}, "state": {}}, "positions=3 must be a name"),
+        (
+            {"config": {**CONFIG.to_dict(), "target": "logprob"}, "state": {}},
+            "target='logprob' must be one of: logit, log_prob",
+        ),
+        ({"config": {**CONFIG.to_dict(), "target": None}, "state": {}}, "target=None must be one of"),
     ],
 )
 def test_a_file_of_something_else(tmp_path, content, words):
@@ -280,6 +285,20 @@ def test_heads_are_saved_without_loss_unless_a_type_is_named(tmp_path):
     assert equal(load_heads(tmp_path / "small"), rounded)
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("exact", "small")]
     assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_a_bare_file_of_weights_takes_its_sizes_from_the_backbone_that_is_named(tmp_path):
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    spec = spec_of(AutoConfig.from_pretrained(backbone))
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, target="log_prob"))
+    save_heads(heads, tmp_path / "h")
+    file = tmp_path / "h" / "model.safetensors"
+    assert load_heads(file, backbone=str(backbone)).config == heads.config  # what lies beside it says more
+    (tmp_path / "h" / "config.json").unlink()
+    loaded = load_heads(file, backbone=str(backbone))
+    assert equal(loaded, heads) and loaded.config.target == "logit"
+    with pytest.raises(ValueError, match="name it"):
+        load_heads(file)
 
 
 def test_published_heads_are_known_by_name(tmp_path, monkeypatch):

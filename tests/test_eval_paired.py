@@ -8,7 +8,8 @@ from statistics import mean, stdev
 
 import pytest
 
-from locret_kit.cli.eval import main
+from locret_kit.cli.eval import chosen_rows, main
+from locret_kit.cli.eval_config import load_rows_config
 from locret_kit.evals.paired import differences, to_markdown
 from locret_kit.evals.rows import Row, Shard
 
@@ -78,3 +79,14 @@ def test_command(tmp_path, capsys):
         f"{mean(THEIRS) - mean(OURS):+.3f} ± {spread:.3f} |"
     )
     assert main(["paired", f"out={tmp_path}"]) == 1 and "against=... is missing" in capsys.readouterr().err
+
+
+def test_rows_are_named_as_the_tasks_were_asked_for(tmp_path):
+    """Aliases, groups and prefixes of locret-eval find the rows that it wrote for them."""
+    names = ("R.PassKey", "ruler.vt", "fidelity:R.PassKey", "agreement:ruler.cwe")
+    with Shard(tmp_path / "rows.0.jsonl") as shard:
+        for name in names:
+            shard.append(replace(ONE, task=name))
+    asked = ("passkey", "ruler", "fidelity:passkey", "agreement:ruler", "ruler.vt")
+    found = {name: chosen_rows(load_rows_config([f"out={tmp_path}", f"tasks=[{name}]"])) for name in asked}
+    assert [[row.task for row in found[name]] for name in asked] == [[name] for name in (*names, "ruler.vt")]

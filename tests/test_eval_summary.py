@@ -254,6 +254,9 @@ def test_broken_rows_name_file_and_line(tmp_path):
     path.write_text('{"task": "x"}\n')
     with pytest.raises(ValueError, match="it lacks haystack, length"):
         read_rows(tmp_path)
+    path.write_text("5\n")
+    with pytest.raises(ValueError, match=r"line 1: a row must be a JSON object, not int"):
+        read_rows(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match="holds no rows"):
         read_rows(tmp_path)

@@ -215,6 +215,17 @@ def test_reconstruction_quotes_the_words_in_front_of_the_passage(chat):
         example("reconstruction", length=200)
 
 
+def test_a_reconstruction_is_never_longer_than_asked_for(monkeypatch):
+    """Where each length of the article has another quotation, so that no length settles."""
+    quotes = itertools.cycle(["few words", "many words " * 20])
+    monkeypatch.setattr("locret_kit.evals.tasks.texts._passage", lambda request, piece: (next(quotes), "passage", 0.5))
+    _, made = example("reconstruction", chat="never")
+    assert 900 <= count_ids(tiny_tokenizer(), made.prompt, made.special) <= 1024
+    quotes = iter(["many words " * 8 * n for n in range(1, 9)])
+    with pytest.raises(ValueError, match="length=1024 cannot be met by a quotation of sample 0"):
+        example("reconstruction", chat="never")
+
+
 def test_perplexity_continues_the_prompt():
     _, made = example("perplexity")
     assert made.continuation and count_ids(tiny_tokenizer(), made.continuation, False) >= 100

@@ -175,6 +175,21 @@ def test_what_is_reached_of_the_targets(tmp_path):
     assert shown.count("Some card") == 1
 
 
+def test_every_clock_of_a_prefill_waits_for_the_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(e2e, "wait", waited.append)
+    timed = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("locret_kit.cache.") and "time" in vars(module)
+    ]
+    with e2e.synchronised(CPU):
+        for module in timed:
+            module.time.perf_counter()
+    # What is decoded with fixed shapes is timed as a whole, outside of the counters.
+    assert len(waited) == len(timed) - 1 and "locret_kit.cache.static" in {module.__name__ for module in timed}
+
+
 def test_the_list(capsys):
     assert gpu.main(["--list", "--part", "decode", "ops"]) == 0
     said = capsys.readouterr().out

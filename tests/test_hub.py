@@ -144,6 +144,12 @@ def test_what_others_could_not_load_is_refused(tmp_path):
     for repo in ("heads", "a/b/c", "me/", "../x", "me/a b"):
         with pytest.raises(ValueError, match="must be user/name"):
             write_release(make(), repo, tmp_path / "r")
+    for field, given in (("base_model", "./mine"), ("base_model", ["lab/a", "lab/b"]), ("adapter", "lora")):
+        heads = make(replace(CONFIG, adapter="lab/lora"))
+        with pytest.raises(ValueError, match=f"{field}=.* must be user/name"):
+            write_release(heads, "me/heads", tmp_path / "r", **{field: given})
+    with pytest.raises(ValueError, match="the heads were trained without one"):
+        write_release(make(), "me/heads", tmp_path / "r", adapter="lab/lora")
     write_release(make(replace(CONFIG, adapter=str(tmp_path))), "me/heads", tmp_path / "r", adapter="lab/lora")
     assert RetainingHeads.from_pretrained(str(tmp_path / "r")).config.adapter == "lab/lora"
     assert 'load_backbone("lab/tiny", adapter="lab/lora")' in (tmp_path / "r" / "README.md").read_text()

@@ -253,3 +253,32 @@ def test_entropy_needs_token_ids():
         model(inputs_embeds=torch.zeros(1, 4, 48, dtype=torch.double), past_key_values=make("sirllm"))
     with attach(model), torch.no_grad():  # and the model is whole afterwards
         assert model(input_ids=torch.tensor([tokens(5)])).logits.shape == (1, 5, 97)
+
+
+# ---- another text, another order -------------------------------------------------------------------------------------------
+
+UNPROTECTED = "score=entropy allocation=adaptive selection=sampled"
+
+
+@pytest.mark.parametrize("policy", ["full", "locret", "h2o", "ada-snapkv(6,3)", "compactor(block=8)", UNPROTECTED])
+def test_a_cache_that_was_reset_is_a_fresh_one(policy):
+    model, used, fresh = backbone(), make(policy), make(policy)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(seed=1), used)
+        used.reset()
+        assert torch.equal(prefill(model, tokens(seed=2), used), prefill(model, tokens(seed=2), fresh))
+    assert held(used) == held(fresh)
+    assert used.counters.evicted_rows == fresh.counters.evicted_rows
+
+
+def test_beams_keep_the_state_behind_their_own_last_token():
+    """The entropy of a beam's next token is taken from the hidden state in front of it."""
+    model, swapped, straight = backbone(), make(UNPROTECTED, length=None), make(UNPROTECTED, length=None)
+    ids = torch.tensor([tokens(seed=1), tokens(seed=2)])
+    with attach(model), torch.no_grad():
+        model(input_ids=ids, past_key_values=swapped)
+        model(input_ids=ids.flip(0), past_key_values=straight)
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        for step in torch.tensor([tokens(30, seed=5), tokens(30, seed=6)]).split(1, dim=1):
+            one, other = (model(input_ids=step, past_key_values=cache).logits for cache in (swapped, straight))
+            assert torch.allclose(one, other, atol=1e-9)

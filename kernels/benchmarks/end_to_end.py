@@ -9,7 +9,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
-from locret_kit.cache import bounded, eviction
+from locret_kit.cache import block, bounded, eviction
 from locret_kit.runtime.plan import ITEM_BYTES, Backbone, Setting, head_parameters, plan_inference
 from locret_kit.runtime.session import Sampling, decode, prefill
 
@@ -177,7 +177,9 @@ def synchronised(device: torch.device) -> Iterator[None]:
         return time.perf_counter()
 
     now = SimpleNamespace(perf_counter=clock)
-    with mock.patch.object(bounded, "time", now), mock.patch.object(eviction, "time", now):
+    with ExitStack() as patched:
+        for module in (block, bounded, eviction):
+            patched.enter_context(mock.patch.object(module, "time", now))
         yield
 
 

@@ -58,20 +58,20 @@ def resolve_model(name: str, field: str = "model") -> str:
     return name
 
 
-def load_config(name: str, field: str = "model") -> Any:
+def load_config(name: str) -> Any:
     """The configuration of a backbone's text model, by folder or Hub id. Code that comes with it is never run.
 
     Raises:
-        FileNotFoundError: there is none that can be read; names ``field``.
+        FileNotFoundError: there is none that can be read.
     """
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(resolve_model(name, field), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(resolve_model(name), trust_remote_code=False)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"{field}={name!r} cannot be loaded: {first_line(error)}") from error
+        raise FileNotFoundError(f"model={name!r} cannot be loaded: {first_line(error)}") from error
     return config.get_text_config(decoder=True)
 
 

@@ -42,7 +42,7 @@ def look_again(cache: BoundedCache) -> None:
         if rows.window is None:
             slots = slots_of(cache, layer, rows.rows, 0)
             answering.collect(score_P, slots, tail, size)
-            count_eviction(cache, rows, slots, rows.rows - tail)
+            count_eviction(cache, rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
     cache.passages = [*answering.choose(score_P, size).tolist(), *range(body, total)]
     for rows in cache.bounded:
         rows.reset()

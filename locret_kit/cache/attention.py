@@ -15,11 +15,12 @@ from locret_kernels.backend import function
 @lru_cache(maxsize=2)
 def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask ``[T, S]``: the last new token sees the last row; with a window, only the newest ``window`` rows."""
-    every_TS = torch.ones(T, S, dtype=torch.bool, device=device)
-    hidden = every_TS.triu(S - T + 1)
-    if window is not None:
-        hidden |= every_TS.tril(S - T - window)
-    return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    with torch.inference_mode(False):  # it is held for later calls, which may need gradients
+        every_TS = torch.ones(T, S, dtype=torch.bool, device=device)
+        hidden = every_TS.triu(S - T + 1)
+        if window is not None:
+            hidden |= every_TS.tril(S - T - window)
+        return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
 @lru_cache(maxsize=2)
@@ -54,10 +55,18 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
 
+def attend_text(q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, window: int | None = None) -> Tensor:
+    """Grouped-query attention ``[B, Q, T, D]`` of a whole text, which needs no mask where there is no window."""
+    if window is not None:
+        return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, window)
+    gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
+    return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
+
+
 def attend_rows_lse(
     q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str = "reference"
 ) -> tuple[Tensor, Tensor]:
-    """The same without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
+    """``attend_rows`` without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
     if backend != "reference" or q_BQTD.device.type != "cpu":
         return function("attend", backend)(q_BQTD, k_BHSD, v_BHSD, scaling)
     T, S = q_BQTD.shape[2], k_BHSD.shape[2]

@@ -72,6 +72,7 @@ class BoundedCache(Cache):
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). When not, every
             boundary is treated as one in the middle of the prompt.
         stabilizers: newest slots that a prefill eviction may not take.
+        local_len: last tokens of the prompt that are held back, where its length is known.
         positions: "compact" rotates keys by their row, so no position exceeds ``budget + chunk``; "original" keeps the
             true positions; "clipped(4096)" those of the newest 4,096 tokens, and rows below (see ``positions``).
             Default: compact where the architecture has an adapter.
@@ -339,6 +340,16 @@ class BoundedCache(Cache):
                 "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget the text, so that the cache reads another one as a fresh cache would; the buffers stay."""
+        super().reset()
+        self.passages, self.last_hidden, self.counters = [], None, CacheCounters()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.last_hidden is not None:
+            self.last_hidden = self.last_hidden.index_select(0, beam_idx.to(self.last_hidden.device))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.bounded[layer_idx].get_seq_length() if self.layers else 0

@@ -50,7 +50,7 @@ def evict(cache: BoundedCache, layer: int, rows: BoundedLayer, keep: int, *, dec
     t1 = time.perf_counter()
     stay_BHS = policy.choose(slots, scores_BHS)
     t2 = time.perf_counter()
-    count_eviction(cache, rows, slots, rows.rows - keep)
+    count_eviction(cache, rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
     if policy.merge is not None:
         merge(cache, layer, rows, slots, scores_BHS, stay_BHS)
     rows.keep(stay_BHS, keep)
@@ -87,9 +87,8 @@ def merge(
             absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
 
 
-def count_eviction(cache: BoundedCache, rows: BoundedLayer, slots: Slots, evicted: int) -> None:
-    """An eviction of ``evicted`` rows a head, on average where heads differ."""
-    B, H = slots.valid.shape[:2]
+def count_eviction(cache: BoundedCache, rows: BoundedLayer, evicted: int) -> None:
+    """An eviction of ``evicted`` rows, of all heads together."""
     rows.evictions += 1
     cache.counters.evictions = max(cache.counters.evictions, rows.evictions)
-    cache.counters.evicted_rows += evicted * B * H
+    cache.counters.evicted_rows += evicted

@@ -58,6 +58,17 @@ def check_storage(kv_bits: int | None, policy: Policy) -> None:
         )
 
 
+def check_head_size(kv_bits: int, size: int) -> None:
+    """Raise ValueError where the codes of a head's numbers do not fill whole bytes."""
+    if size * kv_bits % 8:
+        raise ValueError(f"kv_bits={kv_bits} needs a head size that is a multiple of {8 // kv_bits}, not {size}")
+
+
+def value_group(size: int) -> int:
+    """Channels of a value row of ``size`` channels that share a step and a zero point."""
+    return max(n for n in range(1, VALUE_GROUP + 1) if size % n == 0)
+
+
 class Scratch:
     """Keys and values ``[B, H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
 
@@ -130,9 +141,8 @@ class QuantisedLayer(BoundedLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         per_byte = 8 // self.bits
         for size in (self.key_size, self.value_size):
-            if size % per_byte:
-                raise ValueError(f"kv_bits={self.bits} needs a head size that is a multiple of {per_byte}, not {size}")
-        self.value_group = max(n for n in range(1, VALUE_GROUP + 1) if self.value_size % n == 0)
+            check_head_size(self.bits, size)
+        self.value_group = value_group(self.value_size)
         tables, groups = self._tables()
         by_row, tail = self._shape(self.B, self.H), (self.B, self.H, self.residual + self.group_rows - 1)
 

@@ -173,7 +173,7 @@ def run_settings(
     """A run's settings: what is given, then what the heads were ``published`` with, then 1,024 slots and chunks of 512
     tokens; the rest stays None, for `Schedule.scaled` and the backbone. Published stabilizers keep their share of the
     budget; the tail that is held back gets shorter with it, never longer."""
-    chosen = budget if budget is not None else published.get("budget", 1024)
+    chosen = budget if budget is not None else published.get("budget") or 1024
     factor = chosen / published["budget"] if published.get("budget") else 1.0
 
     def scaled(name: str, given: int | None, scale: float) -> int | None:
@@ -181,7 +181,7 @@ def run_settings(
 
     return {
         "budget": chosen,
-        "chunk": chunk if chunk is not None else published.get("chunk", 512),
+        "chunk": chunk if chunk is not None else published.get("chunk") or 512,
         "stabilizers": scaled("stabilizers", stabilizers, factor),
         "local_len": scaled("local_len", local_len, min(1.0, factor)),
         "positions": positions or published.get("positions"),

@@ -23,6 +23,7 @@ from ..naming import first_line
 from ..policies.base import Slots
 from .bounded import BoundedCache
 from .decoding import Flat, Turn, decode_rows
+from .eviction import count_eviction
 from .layers import BoundedLayer
 from .view import slots_of
 
@@ -292,13 +293,11 @@ class StaticDecoder:
             self._note(cut)
 
     def _note(self, cut: Cut) -> None:
-        rows, counters = self.cache.bounded[cut.layer], self.cache.counters
+        rows = self.cache.bounded[cut.layer]
         rows.rows = cut.keep
         if rows.window is None:
             rows.fresh = 0
-            rows.evictions += 1
-            counters.evictions = max(counters.evictions, rows.evictions)
-            counters.evicted_rows += (cut.rows - cut.keep) * rows.positions.shape[0] * rows.positions.shape[1]
+            count_eviction(self.cache, rows, rows.positions.shape[:2].numel() * (cut.rows - cut.keep))
 
     def _cut_all(self, cuts: Cuts) -> None:
         """Cut layers outside of any graph."""

@@ -1,4 +1,4 @@
-"""What every command does at its edges: one line for an error, an exit status, Ctrl-C, a reader that has left."""
+"""What every command does at its edges: its words, one line for an error, an exit status, Ctrl-C, a reader that has left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn, ParamSpec
 
 from ..naming import first_line, nearest
@@ -23,6 +23,23 @@ class Flags(argparse.ArgumentParser):
         flags = (flag for action in self._actions for flag in action.option_strings)
         near = nearest(unknown[1], flags) if unknown else ""
         self.exit(2, f"{self.prog}: {message}.{near} (--help lists what there is)\n")
+
+
+def pairs_of(argv: Iterable[str], example: str) -> dict[str, str]:
+    """``{key: text}`` of ``key=value`` arguments, in their order.
+
+    Raises:
+        ValueError: an argument of another form (``example`` is one that is right), or a key that is given twice.
+    """
+    given: dict[str, str] = {}
+    for argument in argv:
+        key, equals, text = argument.partition("=")
+        if not equals or not key:
+            raise ValueError(f"argument {argument!r} must be key=value, such as {example}")
+        if key in given:
+            raise ValueError(f"{key} is given twice: {key}={given[key]} and {argument}")
+        given[key] = text
+    return given
 
 
 def command(

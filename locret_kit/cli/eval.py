@@ -174,9 +174,9 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
         ValueError: there are none.
     """
     from ..evals.rows import read_rows
-    from ..evals.tasks import ALIASES
+    from ..evals.tasks import row_names
 
-    tasks = {ALIASES.get(task, task) for task in config.tasks}
+    tasks = {name for task in config.tasks for name in row_names(task)}
     rows = [
         row
         for row in read_rows(config.out)

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 from ..evals.tasks.base import CHAT
 from ..naming import nearest
 from ..samples.needles import ENDINGS
+from .command import pairs_of
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER
@@ -238,14 +239,9 @@ def load_kept_config(argv: list[str]) -> KeptConfig:
 
 def _given(argv: list[str], kind: type, required: tuple[str, ...]) -> dict[str, Any]:
     schema, given = get_type_hints(kind), dict[str, Any]()
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or not key:
-            raise ValueError(f"argument {argument!r} must be key=value, such as samples=20")
+    for key, text in pairs_of(argv, "samples=20").items():
         if key not in schema:
             raise ValueError(f"unknown key {key!r}.{nearest(key, schema)} Keys: {', '.join(schema)}.")
-        if key in given:
-            raise ValueError(f"{key} is given twice")
         given[key] = _value(key, text.strip(), schema[key])
     for key in required:
         if not given.get(key):

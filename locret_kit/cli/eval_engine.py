@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ..heads import RetainingHeads
     from .eval_config import EvalConfig
 
-UNTRAINED = "untrained"
-SCALED = ("chunk", "stabilizers", "local_len", "positions")
+FROM_HEADS = ("chunk", "stabilizers", "local_len", "positions")
 """Settings that heads bring along, where none are given."""
 
 
@@ -34,6 +33,8 @@ class Parts:
     @property
     def trained(self) -> list[str]:
         """Names of the checkpoints."""
+        from ..evals.settings import UNTRAINED
+
         return [name for name in self.heads if name != UNTRAINED]
 
     def facts(self) -> dict[str, dict[str, Any]]:
@@ -51,7 +52,7 @@ def load_parts(config: EvalConfig) -> Parts:
     """
     import torch
 
-    from ..evals.settings import RANDOM_HEADS
+    from ..evals.settings import RANDOM_HEADS, UNTRAINED
     from ..heads import RetainingHeads
     from ..runtime.provenance import weights_hash
 
@@ -96,17 +97,16 @@ def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | No
     return adapter
 
 
-def load_engine(config: EvalConfig, parts: Parts | None = None) -> Engine:
-    """The backbone with its heads on it; ``parts``: those of `load_parts` where they are loaded already.
+def load_engine(config: EvalConfig, parts: Parts) -> Engine:
+    """The backbone with its heads on it.
 
     Raises:
-        ValueError, OSError: see `load_parts` and `load_backbone`.
+        ValueError, OSError: see `load_backbone`; ValueError also for heads of another backbone.
     """
     from ..backbones.families import spec_of, text_config
     from ..backbones.load import load_backbone
     from ..evals.settings import Engine
 
-    parts = parts or load_parts(config)
     model, tokenizer = load_backbone(
         parts.model,
         dtype=config.dtype,
@@ -133,13 +133,13 @@ def settings_of(config: EvalConfig, published: Mapping[str, Mapping[str, Any]], 
     """
     from ..cache.schedule import run_settings
 
-    given = {name: getattr(config, name) for name in SCALED}
+    given = {name: getattr(config, name) for name in FROM_HEADS}
     scaled = {
         name: run_settings(one, budget=variant.budget or None, **given)
         for name, one in (published or {"-": {}}).items()
     }
     settings = scaled.get(variant.heads, next(iter(scaled.values())))
-    for name in SCALED if variant.budget and variant.heads not in scaled else ():
+    for name in FROM_HEADS if variant.budget and variant.heads not in scaled else ():
         if len(found := {one[name] for one in scaled.values()}) > 1:
             values = " and ".join(sorted(map(str, found)))
             raise ValueError(f"policy={variant.policy}: the checkpoints have {name}={values}: give {name}=...")

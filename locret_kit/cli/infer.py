@@ -200,8 +200,10 @@ def plan_chunk(
     named = args.chunk is not None or "chunk" in (heads.inference if heads else {})
     setting = Setting(
         tokens, settings["budget"], settings["chunk"] if named else PLANNED_CHUNK,
-        str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."), heads.d_hidden if heads else 0,
-        policy, args.kv_bits, settings["stabilizers"], settings["local_len"], args.one_shot, args.weight_bits,
+        dtype=str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."),
+        d_hidden=heads.d_hidden if heads else 0, policy=policy, kv_bits=args.kv_bits,
+        stabilizers=settings["stabilizers"], local_len=settings["local_len"], one_shot=args.one_shot,
+        weight_bits=args.weight_bits,
     )  # fmt: skip
     setting, plan = planned(load_config(name), setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")

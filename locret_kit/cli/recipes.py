@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ..naming import first_line, nearest
+from .command import pairs_of
 from .config import TrainConfig
 
 USAGE = """usage: locret-train recipe=NAME [key=value ...]
@@ -32,7 +33,7 @@ def load_config(argv: list[str]) -> TrainConfig:
 
     Defaults are the schema's, the recipe overrides them, and the other arguments override the recipe.
     """
-    given = _split(argv)
+    given = pairs_of(argv, "optim.lr=1e-4")
     if not given.get("recipe"):
         raise ValueError(f"recipe=NAME is missing; known recipes: {', '.join(known_recipes())}")
     name, values = read_recipe(given.pop("recipe"))
@@ -85,18 +86,6 @@ def recipes_folder() -> Path:
         return Path(str(resources.files("locret_recipes")))
     except ModuleNotFoundError:  # not installed: run from a checkout
         return Path(__file__).resolve().parents[2] / "recipes"
-
-
-def _split(argv: list[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or not key:
-            raise ValueError(f"argument {argument!r} must be key=value, such as optim.lr=1e-4")
-        if key in given:
-            raise ValueError(f"{key} is given twice: {key}={given[key]} and {argument}")
-        given[key] = text
-    return given
 
 
 def _parse(key: str, text: str, expected: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cache.bounded import BoundedCache
 from ..checkpoint import write_beside
-from ..runtime.report import Report, peak_memory
+from ..runtime.report import Report
 from ..runtime.session import generate, stop_ids
 from ..runtime.tokens import stream_ids
 from . import fidelity, oracle
@@ -91,8 +91,7 @@ def _written(plan: Run, variant: Variant, prompt: Prompt, start: Start, referenc
         }
     return {
         "score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer,
-        "new_tokens": report.new_tokens, "prefix_shared": start.shared, "prefill_s": start.seconds + report.prefill_s,
-        "decode_s": report.decode_s, "peak_bytes": report.peak_bytes, **_cost(report), **kept,
+        **_cost(report, start), **kept,
     }  # fmt: skip
 
 
@@ -132,19 +131,18 @@ def _read(
     engine: Engine, prompt: Prompt, start: Start, tokens: int, prefill_s: float, decode_s: float
 ) -> dict[str, Any]:
     """Fields of a row whose text was given: nothing was written, and so many ``tokens`` were read after or of the prompt."""
-    cache, prefill_s = start.cache, prefill_s + start.seconds
     report = Report.of(
-        engine.model, cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s, decode_s=decode_s,
-        kept_rows=cache.kept_rows,
+        engine.model, start.cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s,
+        decode_s=decode_s, kept_rows=start.cache.kept_rows,
     )  # fmt: skip
-    return {
-        "new_tokens": tokens, "prefix_shared": start.shared, "prefill_s": prefill_s, "decode_s": decode_s,
-        "peak_bytes": peak_memory(engine.model.device), **_cost(report),
-    }  # fmt: skip
+    return _cost(report, start)
 
 
-def _cost(report: Report) -> dict[str, Any]:
+def _cost(report: Report, start: Start) -> dict[str, Any]:
+    """What a row says of its run; the prefill with the seconds in which its start was read."""
     return {
+        "new_tokens": report.new_tokens, "prefix_shared": start.shared, "prefill_s": start.seconds + report.prefill_s,
+        "decode_s": report.decode_s, "peak_bytes": report.peak_bytes,
         "cache_bytes": report.cache_bytes, "chunk": report.chunk, "stabilizers": report.stabilizers,
         "local_len": report.local_len, "one_shot": report.one_shot,
         "decode_every": report.decode_every, "positions": report.positions,

@@ -115,7 +115,7 @@ def qa_f1_jieba(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
     return {"f1": _best(lambda o, a: f1(words(o), words(a)), output, answer)}
 
 
-def first_line(metric: Metric) -> Metric:
+def of_first_line(metric: Metric) -> Metric:
     """The metric of the output's first line (LongBench's few-shot tasks)."""
     return lambda output, answer, extra: metric(output.lstrip("\n").split("\n")[0], answer, extra)
 
@@ -350,7 +350,7 @@ def _wordnet() -> Any:
 
 METRICS: dict[str, Metric] = {
     "qa_f1": qa_f1,
-    "qa_f1_first_line": first_line(qa_f1),
+    "qa_f1_first_line": of_first_line(qa_f1),
     "qa_f1_characters": qa_f1_characters,
     "qa_f1_jieba": qa_f1_jieba,
     "first_number": first_number,
@@ -368,13 +368,13 @@ METRICS: dict[str, Metric] = {
     "leval_math": leval_math,
     "leval_code": leval_code,
     "leval_judge": leval_judge,
-    "classification_first_line": first_line(classification),
+    "classification_first_line": of_first_line(classification),
     "share_of_numbers": share_of_numbers,
     "code_similarity": code_similarity,
     "rouge": rouge,
     "rouge_lsum": rouge_lsum,
     "rouge_pltrdy": rouge_pltrdy,
-    "rouge_pltrdy_first_line": first_line(rouge_pltrdy),
+    "rouge_pltrdy_first_line": of_first_line(rouge_pltrdy),
     "rouge_jieba": rouge_jieba,
     "distance": distance,
     "reconstruction": reconstruction,

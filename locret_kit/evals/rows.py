@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .settings import ORACLES
+from .settings import ORACLES, UNTRAINED
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """What tells examples apart; no two rows of a run have the same."""
@@ -29,12 +29,12 @@ SETTINGS = (
     "kv_bits", "ending", "seed", "metric",
 )  # fmt: skip
 """What must not differ among the examples of one cell of a table."""
+SCHEDULED = ("chunk", "stabilizers", "local_len")
+"""Of these, what says nothing of full attention and of a one-shot cache, whose chunk is its prompt."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
 """What an older row may not tell: ''."""
 COLUMN = KEY[:3]
 """What the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
-SCHEDULED = ("chunk", "stabilizers", "local_len")
-"""Of these, what says nothing of full attention and of a one-shot cache, whose chunk is its prompt."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Row:
     local_len: int = 0
     """Last prompt tokens that are never evicted before decoding."""
     positions: str = ""
-    """'compact' or 'original'."""
+    """'compact', 'original' or 'clipped(SPAN)'."""
     one_shot: bool = False
     """One eviction, when the whole prompt has been read."""
     decode_every: int | None = None
@@ -164,8 +164,10 @@ class Row:
         """A row of this version or an older one; fields of neither are left aside.
 
         Raises:
-            ValueError: one of `KEY` is missing; names it.
+            ValueError: no JSON object, or one of `KEY` is missing; names it.
         """
+        if not isinstance(record, dict):
+            raise ValueError(f"a row must be a JSON object, not {type(record).__name__}")
         missing = [name for name in KEY if name not in record]
         if missing:
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
@@ -190,7 +192,7 @@ def label_of(policy: str, heads: str) -> str:
     """The policy with its heads, or with what it is where it is no bounded one."""
     if policy in ORACLES:
         return f"{policy} (unbounded oracle)"
-    return policy if heads in ("-", "untrained") else f"{policy} ({heads})"
+    return policy if heads in ("-", UNTRAINED) else f"{policy} ({heads})"
 
 
 def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:

@@ -12,6 +12,8 @@ from .tasks.base import Task
 
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
+UNTRAINED = "untrained"
+"""Its heads, as rows name them."""
 ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
 """Unbounded oracles, see `oracle`: whether heads and layers share the slots among them."""
 
@@ -135,7 +137,7 @@ def variants(policies: list[str], budgets: list[int], heads: list[str]) -> list[
     found = []
     for policy in policies:
         if policy == RANDOM_HEADS:
-            names = ["untrained"]
+            names = [UNTRAINED]
         elif is_oracle(policy):
             names = ["-"]
         else:

@@ -9,32 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import rank_of
-
-
-class _Layers:
-    """Every layer alike."""
-
-    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
-        return [budget] * layers
-
-
-class _Heads:
-    """Every head of a layer alike."""
-
-    ragged: ClassVar[bool] = False
-
-    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        return valid_BHS.sum(-1).clamp(max=keep)
+from .base import Uniform, rank_of
 
 
 @dataclass(frozen=True)
-class Uniform(_Layers, _Heads):
-    """The budget for every layer and head."""
-
-
-@dataclass(frozen=True)
-class Pyramid(_Heads):
+class Pyramid(Uniform):
     """Low layers get more: layer ``l`` of ``L`` has ``w + hi - l (hi - lo) / (L - 1)`` slots, ``lo = (B - w) / beta`` and
     ``hi = 2 (B - w) - lo``, ``w`` being the protected window. What a short prompt cannot fill of ``hi`` goes to the high
     layers. Rounded down, and what is missing from the sum goes to the largest fractions. Source: PyramidKV, arXiv 2406.02069."""
@@ -56,7 +35,7 @@ class Pyramid(_Heads):
 
 
 @dataclass(frozen=True)
-class Adaptive(_Layers):
+class Adaptive(Uniform):
     """The ``H * B`` best slots of a layer's heads together give each head ``B*_h``; it gets
     ``alpha B*_h + (1 - alpha) B``. Source: Ada-KV, algorithms 2 and 3 (``alpha`` is its safeguard)."""
 

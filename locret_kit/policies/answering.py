@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Slots
+from .base import Slots, at_least
 from .scores import check_size, check_window, recent_attention
 
 
@@ -40,8 +40,7 @@ class Reread:
     def __post_init__(self) -> None:
         check_size("reread", "tokens", self.tokens, 1)
         check_window("reread", self.window, self.kernel)
-        if self.first < 0:
-            raise ValueError(f"reread(first={self.first}): first must be at least 0")
+        at_least("reread", 0, first=self.first)
 
     def size(self, budget: int, tail: int) -> int:
         """Tokens that are read before the ``tail``, at least one."""

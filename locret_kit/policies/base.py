@@ -105,6 +105,13 @@ def amount(size: int | float, whole: int) -> int:
     return min(int(size * whole) if isinstance(size, float) else size, whole)
 
 
+def at_least(part: str, low: int, **parameters: float) -> None:
+    """Raise ValueError for a parameter of ``part`` below ``low``."""
+    for name, value in parameters.items():
+        if value < low:
+            raise ValueError(f"{part}({name}={value}): {name} must be at least {low}")
+
+
 class Score(Protocol):
     """How much a slot is worth. Derive from ``ScorePart`` for the defaults."""
 
@@ -187,7 +194,7 @@ class ScopePart:
 
 
 class Allocation(Protocol):
-    """How many slots each layer and each head gets."""
+    """How many slots each layer and each head gets. Derive from ``Uniform`` for the defaults."""
 
     ragged: ClassVar[bool]
     """Whether heads of one layer may get different numbers."""
@@ -200,6 +207,19 @@ class Allocation(Protocol):
         """Slots ``[B, H]`` (int64) of each head; the sum over heads is ``H * keep``, and no head gets more than it holds.
         The scores are comparable across heads."""
         ...
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The budget for every layer and head: the default of an allocation, over layers and over heads."""
+
+    ragged: ClassVar[bool] = False
+
+    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
+        return [budget] * layers
+
+    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
+        return valid_BHS.sum(-1).clamp(max=keep)
 
 
 class Selection(Protocol):
@@ -236,8 +256,7 @@ class Policy:
     score: Any
     scopes: tuple[Any, ...]
     selection: Any
-    allocation: Any = None
-    """None is uniform: every layer and head gets the budget."""
+    allocation: Any = Uniform()
     source: str = ""
     keeps_everything: bool = False
     merge: Any = None
@@ -249,6 +268,7 @@ class Policy:
 
     @property
     def needs_heads(self) -> bool:
+        """Whether retaining heads are needed."""
         return self.score.needs_heads
 
     @property
@@ -258,6 +278,7 @@ class Policy:
 
     @property
     def needs_logits(self) -> bool:
+        """Whether the backbone's probability of each token is needed."""
         return self.score.needs_logits
 
     @property
@@ -268,7 +289,7 @@ class Policy:
     @property
     def ragged(self) -> bool:
         """Whether heads of one layer may hold different numbers of slots."""
-        return self.allocation is not None and self.allocation.ragged
+        return self.allocation.ragged
 
     def recent(self, chunk: int) -> int:
         """How many of the newest queries must be kept at hand."""
@@ -278,21 +299,21 @@ class Policy:
         self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
     ) -> list[int]:
         """Slots a head of each layer. ``tail``: tokens that are never evicted and must find room in every layer."""
-        if self.allocation is None:
-            return [budget] * layers
         window = max((scope.window(budget, chunk, stabilizers) for scope in self.scopes), default=0)
         return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
+
+    def protected(self, slots: Slots) -> Tensor:
+        """Boolean ``[B, H, S]``: the slots that one of the scopes protects."""
+        protected_BHS = torch.zeros_like(slots.valid)
+        for scope in self.scopes:
+            protected_BHS |= scope.protects(slots)
+        return protected_BHS
 
     def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given)."""
         if scores_BHS is None:
             scores_BHS = self.score.score(slots)
-        protected_BHS = torch.zeros_like(slots.valid)
-        for scope in self.scopes:
-            protected_BHS |= scope.protects(slots)
-        if self.ragged:
-            comparable_BHS = self.score.comparable(scores_BHS, slots)
-            budgets_BH = self.allocation.head_budgets(comparable_BHS, protected_BHS, slots.valid, slots.keep)
-        else:
-            budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
+        protected_BHS = self.protected(slots)
+        comparable_BHS = self.score.comparable(scores_BHS, slots) if self.ragged else scores_BHS
+        budgets_BH = self.allocation.head_budgets(comparable_BHS, protected_BHS, slots.valid, slots.keep)
         return self.selection.select(scores_BHS, protected_BHS, slots.valid, budgets_BH, slots)

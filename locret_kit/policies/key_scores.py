@@ -26,19 +26,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..backbones.rope import Rope, rotate
-from .base import Entry, ScorePart, Slots
+from .base import Entry, ScorePart, Slots, at_least
 
 
 def wide(x: Tensor) -> Tensor:
     """``x`` in float32, or in float64 where it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def at_least(part: str, low: int, **parameters: float) -> None:
-    """Raise ValueError for a parameter of ``part`` below ``low``."""
-    for name, value in parameters.items():
-        if value < low:
-            raise ValueError(f"{part}({name}={value}): {name} must be at least {low}")
 
 
 # ---- knorm ------------------------------------------------------------------------------------------------------------

@@ -129,9 +129,7 @@ class Nearest:
 def pool_slots(policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor, size: int) -> Tensor:
     """Boolean ``[B, H, S]``: the pool of each head, the ``size`` slots of lowest score among those that stay and that no scope
     protects, or as many as there are. In the next pool a merged slot is one like the others, by the score of its own token."""
-    protected_BHS = torch.zeros_like(slots.valid)
-    for scope in policy.scopes:
-        protected_BHS |= scope.protects(slots)
+    protected_BHS = policy.protected(slots)
     free_BHS = stay_BHS & ~protected_BHS
     place_BHS = rank_of(scores_BHS, protected_BHS, slots.valid).masked_fill(~free_BHS, -1)
     last_BHR = place_BHS.topk(min(size, place_BHS.shape[-1])).indices

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .base import at_least
+
 
 @dataclass(frozen=True)
 class Recent:
@@ -19,9 +21,7 @@ class Recent:
     sinks: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("newest", "sinks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"recent({name}={getattr(self, name)}): {name} must be at least 0")
+        at_least("recent", 0, newest=self.newest, sinks=self.sinks)
 
     def visible(self, rows: int, fresh: int) -> tuple[slice, slice] | None:
         """The rows that a token sees of a head's ``rows``, of which ``fresh`` entered since the last eviction; None for all."""

@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..naming import nearest
-from .allocation import Adaptive, Pyramid, PyramidAdaptive, Uniform
+from .allocation import Adaptive, Pyramid, PyramidAdaptive
 from .answering import Reread
-from .base import Policy
+from .base import Policy, Uniform
 from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
 from .merging import Lococo, Nearest
 from .reading import Recent
@@ -219,13 +219,13 @@ def parse_policy(text: str) -> Policy:
     """
     text = text.strip()
     items = split_outside(text, " ")
-    if items[:1] == [UNBOUNDED]:
+    if items and items[0].split("(")[0] == UNBOUNDED:
         raise ValueError(f"policy={text!r} reads the whole prompt into an unbounded cache first: {ORACLE}")
     parts = [item for item in items if "=" in item.split("(")[0]]
     if not parts:
         return replace(_call(text, "policy", NAMED), name=text)
     if parts[0] == items[0]:
-        return _changed(Policy(text, None, (), TopK(), Uniform()), items)
+        return _changed(Policy(text, None, (), TopK()), items)
     base = _call(items[0], "policy", NAMED)
     if base.keeps_everything:
         raise ValueError(f"policy={text!r}: {items[0]} evicts nothing, so no part of it can be changed")
@@ -344,7 +344,7 @@ def parts_of(policy: Policy) -> dict[str, str]:
     """The policy's parts in the grammar, in its order; those that it has not are left out."""
     found = {
         "score": spell(policy.score), "scope": "+".join(spell(scope) for scope in policy.scopes),
-        "allocation": spell(policy.allocation or Uniform()), "selection": spell(policy.selection),
+        "allocation": spell(policy.allocation), "selection": spell(policy.selection),
         "merge": spell(policy.merge) if policy.merge is not None else "",
         "reading": spell(policy.reading) if policy.reading is not None else "",
         "answering": spell(policy.answering) if policy.answering is not None else "",

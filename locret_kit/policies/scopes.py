@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .base import ScopePart, Slots, amount, rank_of
+from .base import ScopePart, Slots, amount, at_least, rank_of
 from .scores import check_size, proxy_count
 
 
@@ -18,8 +18,7 @@ class Sinks(ScopePart):
     n: int = 4
 
     def __post_init__(self) -> None:
-        if self.n < 0:
-            raise ValueError(f"sinks(n={self.n}): n must be at least 0")
+        at_least("sinks", 0, n=self.n)
 
     def protects(self, slots: Slots) -> Tensor:
         return (slots.positions < self.n) & slots.valid
@@ -89,9 +88,7 @@ class Deviation(ScopePart):
 
     def __post_init__(self) -> None:
         check_size("deviation", "size", self.size, 0)
-        for name in ("newest", "sinks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"deviation({name}={getattr(self, name)}): {name} must be at least 0")
+        at_least("deviation", 0, newest=self.newest, sinks=self.sinks)
 
     def protects(self, slots: Slots) -> Tensor:
         mean_BHS = slots.stats["sum"] / slots.stats["count"]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from locret_kernels.backend import function
 
-from .base import Entry, ScorePart, Slots, amount
+from .base import Entry, ScorePart, Slots, amount, at_least
 
 
 def recent_attention(slots: Slots, newest: int) -> Tensor:
@@ -206,14 +206,13 @@ def check_size(part: str, name: str, size: int | float, low: int) -> None:
     """Raise ValueError unless ``size`` is an integer of at least ``low`` or a fraction from 0 to 1."""
     if isinstance(size, float) and not 0 <= size <= 1:
         raise ValueError(f"{part}({name}={size}): a fraction must be from 0 to 1; a number of tokens has no point")
-    if isinstance(size, int) and size < low:
-        raise ValueError(f"{part}({name}={size}): {name} must be at least {low}")
+    if isinstance(size, int):
+        at_least(part, low, **{name: size})
 
 
 def check_window(part: str, window: int, kernel: int) -> None:
     """Raise ValueError unless there are queries to sum over and the pooled neighbourhood has a middle."""
-    if window < 1:
-        raise ValueError(f"{part}(window={window}): window must be at least 1")
+    at_least(part, 1, window=window)
     if kernel < 1 or kernel % 2 == 0:
         raise ValueError(f"{part}(kernel={kernel}): kernel must be odd and at least 1")
 

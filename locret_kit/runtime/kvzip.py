@@ -129,7 +129,7 @@ def read_context(
             with attached.handled_by(repetition):
                 model(torch.tensor([ids], device=model.device), position_ids=place, use_cache=False, logits_to_keep=1)
             for rows in cache.bounded:
-                rows.rows, rows.seen, rows.fresh = rows.rows - len(ids), seen, rows.fresh - len(ids)
+                rows.count(-len(ids))  # the request is taken back
             found.append(torch.stack(repetition.scores))
     compress(cache, torch.cat(found, -1), keep, joint)
     return cache

@@ -17,7 +17,7 @@ from ..backbones.families import BackboneSpec, require_adapter, spec_of
 from ..backbones.slices import SLICE
 from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.groups import GROUP, SPARE, table_size
-from ..cache.quantised import RESIDUAL, VALUE_GROUP, check_storage
+from ..cache.quantised import RESIDUAL, check_head_size, check_storage, value_group
 from ..cache.schedule import INT32_MAX, PIECE, Schedule
 from ..policies.base import Policy
 from ..policies.registry import parse_policy
@@ -157,10 +157,12 @@ class Plan:
 
     @property
     def workspace(self) -> int:
+        """Bytes of the largest phase."""
         return max(self.phases.values())
 
     @property
     def peak(self) -> int:
+        """Bytes at the widest moment of the run."""
         return self.weights + self.heads + self.cache + self.workspace
 
     def lines(self) -> list[str]:
@@ -197,13 +199,11 @@ def quantised_bytes(spec: BackboneSpec, item: int, rows: int, bits: int, spare: 
     """Bytes of the keys and values of one layer in few bits, ``rows`` a head: codes, steps and zero points, group numbers, and
     the newest rows in full. Heads of different lengths share a table of groups. See ``cache.quantised``."""
     H, head_dim = spec.n_kv_heads, spec.head_dim
-    if head_dim * bits % 8:
-        raise ValueError(f"kv_bits={bits} needs a head size that is a multiple of {8 // bits}, not {head_dim}")
+    check_head_size(bits, head_dim)
     tables = 1 if ragged else H
     groups = table_size(rows, H // tables, spare)
-    value_group = max(n for n in range(1, VALUE_GROUP + 1) if head_dim % n == 0)
     levels = 2 * 2  # a step and a zero point, two bytes each
-    a_row = 2 * head_dim * bits // 8 + levels * head_dim // value_group + (2 if groups < 2**15 else 4)
+    a_row = 2 * head_dim * bits // 8 + levels * head_dim // value_group(head_dim) + (2 if groups < 2**15 else 4)
     newest = 2 * (RESIDUAL + GROUP - 1) * head_dim * item
     return H * (rows * a_row + newest) + tables * levels * groups * head_dim
 

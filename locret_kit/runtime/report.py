@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..backbones.weight_bits import precision_of
+from ..peak import peak_memory
 from .provenance import versions
 
 if TYPE_CHECKING:
     from ..cache.bounded import BoundedCache
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the device's peak allocation, or on a CPU the process's peak resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 BLOCK = 1 << 16
+"""Bytes read, and characters encoded, at a time."""
 CONTEXT = 512
+"""Characters by which windows overlap."""
 
 
 def read_utf8(stream: BinaryIO, block: int = BLOCK) -> Iterator[str]:

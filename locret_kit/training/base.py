@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones.intercept import attach
-from .board import flat, peak_mib
+from ..peak import peak_memory
+from .board import flat
 from .strategy import finish_gradients
 
 BAR = ("loss", "recall", "tok/s")
@@ -123,7 +124,7 @@ class FrozenTraining(L.LightningModule, ABC):
             if name in scalars:
                 self.log(name, scalars[name], prog_bar=True, logger=False)
         if self.global_step % self.cfg.trainer.log_every == 0:
-            scalars = {**scalars, "memory/peak_MiB": peak_mib(self.device)}
+            scalars = {**scalars, "memory/peak_MiB": peak_memory(self.device) / 2**20}
             self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -66,11 +64,3 @@ def flat(config: Any) -> dict[str, Any]:
         return found
 
     return walk(asdict(config), "")
-
-
-def peak_mib(device: torch.device) -> float:
-    """MiB: the device's peak allocation, or on a CPU the process's peak resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..backbones.rope import Rope, rotate
-from ..cache.attention import attend_rows
+from ..cache.attention import attend_text
 from ..cis import cis_loss, cis_target, top_recall
 from ..heads import RetainingHeads
 
@@ -70,7 +69,7 @@ class Observer:
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         q_rot, k_rot = self.rotated(layer, q_BQTD, k_BHTD)
         self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, scaling)
-        return attention(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
+        return attend_text(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
 
     def rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after RoPE, from position 0 on."""
@@ -117,12 +116,4 @@ class PaddedBatch:
             q, k, v, q_own, k_own = (x[:, :, :length] for x in (q, k, v, q_rot, k_rot))
             observer.score(layer, q, k, v, q_own, k_own, scaling)
         q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
-        return attention(q_rot, k_rot, v_BHTD, scaling, self.observers[0].windows[layer])
-
-
-def attention(q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Causal attention ``[B, Q, T, D]`` of a whole text; q and k are after RoPE."""
-    if window is not None:
-        return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, window)
-    gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
-    return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return attend_text(q_rot, k_rot, v_BHTD, scaling, self.observers[0].windows[layer])

@@ -138,7 +138,7 @@ class PoolTraining(FrozenTraining):
         """Cross-entropy (nats, the sum) of what stands behind the first eviction, and of how many tokens it is. ``backward``
         gets each chunk's part of the mean."""
         s = cache.schedule
-        first, done, total = s.chunk * (s.budget // s.chunk + 1), 0, 0.0
+        first, done, total = first_eviction(s.budget, s.chunk), 0, 0.0
         counted = max(0, len(ids) - 1 - first)
         text = torch.tensor([ids], device=self.device)
         while counted and done < len(ids) - 1:
@@ -193,6 +193,11 @@ def heads_for(policy: Policy, source: str | None, spec: BackboneSpec) -> Retaini
     return heads.requires_grad_(False)
 
 
+def first_eviction(budget: int, chunk: int) -> int:
+    """Tokens in front of the first eviction of a text of unknown length: the chunk's end that passes the budget."""
+    return chunk * (budget // chunk + 1)
+
+
 def refuse(cfg: Any, spec: BackboneSpec, policy: Policy) -> None:
     """Raise ValueError where a pool cannot be trained."""
     if any(window is not None for window in spec.windows):
@@ -205,7 +210,7 @@ def refuse(cfg: Any, spec: BackboneSpec, policy: Policy) -> None:
         raise ValueError(f"infer.positions={cfg.infer.positions} must be compact where a pool is trained")
     if cfg.trainer.strategy not in ("auto", "ddp"):
         raise ValueError(f"trainer.strategy={cfg.trainer.strategy} must be auto or ddp where a pool is trained")
-    first = cfg.infer.chunk * (cfg.infer.budget // cfg.infer.chunk + 1)
+    first = first_eviction(cfg.infer.budget, cfg.infer.chunk)
     if cfg.data.max_tokens <= first + 1:
         raise ValueError(
             f"data.max_tokens={cfg.data.max_tokens} must be above {first + 1}: infer.budget={cfg.infer.budget} and "

@@ -57,7 +57,7 @@ def similarity(study: Study, policy: str, prompt: Prompt, budget: int) -> float:
     def after_everything(done: int) -> None:
         stabilizers = 0 if cache.schedule.is_last(done) else cache.schedule.stabilizers
         for layer, mine in kept[done].items():
-            theirs = chosen(everything, layer, cache_keep(mine), stabilizers)
+            theirs = chosen(everything, layer, mean_held(mine), stabilizers)
             found.extend(overlap(a, b) for a, b in zip(mine, theirs, strict=True))
 
     read(model, ids, cache, after_bounded)
@@ -69,8 +69,8 @@ def similarity(study: Study, policy: str, prompt: Prompt, budget: int) -> float:
     return float(np.mean(found))
 
 
-def cache_keep(heads: list[np.ndarray]) -> int:
-    """Slots a head on average."""
+def mean_held(heads: list[np.ndarray]) -> int:
+    """Slots that a head holds on average, rounded down."""
     return sum(map(len, heads)) // len(heads)
 
 

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..rows import Row
-from ..summary import LIKELIHOOD, Cell, mean_and_stderr, size, summarize
-from .style import MAP, line, panels, shared_legend, token_axis
+from ..summary import Cell, mean_and_stderr, size, summarize
+from .style import MAP, line, panels, score_axis, shared_legend, token_axis
 
 DEPTHS = 10
 """Rows of a needle grid whose depths are all different."""
@@ -159,13 +159,10 @@ def _curve(axis: Axes, points: list[tuple[int, Cell]], label: str, i: int) -> No
 
 
 def _finish(axis: Axes, title: str, cells: list[Cell], values: list[int], unit: str) -> None:
-    metric = cells[0].metric
     counts = sorted({cell.n for cell in cells})
     n = f"n={counts[0]}" if len(counts) == 1 else f"n={counts[0]} to {counts[-1]}"
     axis.set_title(f"{title} ({n})")
-    axis.set_ylabel("nats a token (lower is better)" if metric in LIKELIHOOD else f"{metric} (0 to 1)")
-    if metric not in LIKELIHOOD:
-        axis.set_ylim(-0.03, 1.06)
+    score_axis(axis, cells[0].metric)
     token_axis(axis, values, unit)
 
 

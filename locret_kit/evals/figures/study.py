@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...backbones.families import decoder_of, has_adapter, ropes_of, spec_of, text_config
 from ...backbones.intercept import attach
 from ...backbones.rope import rotate
-from ...cache.attention import attend_rows
+from ...cache.attention import attend_text
 from ...cache.bounded import BoundedCache
 from ...cache.view import slots_of
 from ...policies.registry import PARTS, parse_policy, parts_of
@@ -25,7 +24,7 @@ from ...runtime.tokens import stream_ids
 from ..measure import cache_for
 from ..rows import Row, read_rows
 from ..runner import run as answer
-from ..settings import Engine, Run, Variant, variants
+from ..settings import UNTRAINED, Engine, Run, Variant, variants
 from ..tasks.base import Request, Task
 
 BINS = 400
@@ -79,7 +78,7 @@ class Study:
         """
         if parse_policy(policy).keeps_everything:
             raise ValueError(f"policy={policy} evicts nothing: this figure needs one that does")
-        return variants([policy], [budget], [name for name in self.engine.heads if name != "untrained"])[0]
+        return variants([policy], [budget], [name for name in self.engine.heads if name != UNTRAINED])[0]
 
     def bounded(self, policy: str, budget: int, tokens: int) -> BoundedCache:
         """A fresh cache."""
@@ -110,14 +109,10 @@ class Study:
         n = spec_of(text_config(self.engine.model)).n_kv_heads
         return _some(self.heads, list(range(n)), "heads", "key/value heads")
 
-    def answer(self, members: list[Variant], engine: Engine | None = None, folder: str = "") -> list[Row]:
+    def answer(self, members: list[Variant], folder: str = "") -> list[Row]:
         """Rows of every task, length and sample under each variant; what an earlier call has answered is not run again."""
         out = self.out / folder
-        plan = Run(
-            engine=engine or self.engine, tasks=self.tasks, variants=members, lengths=self.lengths,
-            samples=self.samples, out=out,
-        )  # fmt: skip
-        answer(plan)
+        answer(Run(self.engine, self.tasks, members, self.lengths, self.samples, out))
         wanted = set(members)
         return [row for row in read_rows(out) if Variant(row.policy, row.heads, row.budget) in wanted]
 
@@ -231,11 +226,9 @@ class Watcher:
         if self.ropes is not None:
             cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
             q_BQTD, k_BHTD = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
-        if self.windows[layer] is not None:
-            return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, self.windows[layer])
-        self.see(layer, q_BQTD[0], k_BHTD[0], scaling)
-        gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
-        return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
+        if self.windows[layer] is None:
+            self.see(layer, q_BQTD[0], k_BHTD[0], scaling)
+        return attend_text(q_BQTD, k_BHTD, v_BHTD, scaling, self.windows[layer])
 
 
 @torch.inference_mode()

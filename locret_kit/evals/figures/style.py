@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ...checkpoint import write_beside
-from ..summary import size
+from ..summary import LIKELIHOOD, size
 
 FORMATS = ("png", "svg")
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -64,6 +64,13 @@ def shared_legend(figure: Figure, columns: int = 4) -> None:
         list(found.values()), list(found), loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=8,
         frameon=False,
     )  # fmt: skip
+
+
+def score_axis(axis: Axes, metric: str) -> None:
+    """A vertical axis of a metric's scores: from 0 to 1, or open for likelihoods."""
+    axis.set_ylabel("nats a token (lower is better)" if metric in LIKELIHOOD else f"{metric} (0 to 1)")
+    if metric not in LIKELIHOOD:
+        axis.set_ylim(-0.03, 1.06)
 
 
 def token_axis(axis: Axes, values: Iterable[int], label: str) -> None:

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 
 from ..rows import Row
 from ..settings import Engine
-from ..summary import LIKELIHOOD, mean_and_stderr, size
+from ..summary import mean_and_stderr, size
 from .study import Prompt, Study, last_hidden, read, recorded, varied
-from .style import line, panels, shared_legend
+from .style import line, panels, score_axis, shared_legend
 
 SCOPES = {"window": "newest slots", "deviation": "highest deviation"}
 
@@ -72,9 +72,7 @@ def _score_line(axis: Axes, points: dict[Any, list[Row]], label: str, i: int) ->
         capsize=2, **line(i),
     )  # fmt: skip
     metric = next((row.metric for rows in points.values() for row in rows if row.score is not None), "score")
-    axis.set_ylabel("nats a token (lower is better)" if metric in LIKELIHOOD else f"{metric} (0 to 1)")
-    if metric not in LIKELIHOOD:
-        axis.set_ylim(-0.03, 1.06)
+    score_axis(axis, metric)
 
 
 def stabilizers(study: Study) -> Figure:

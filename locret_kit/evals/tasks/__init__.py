@@ -66,6 +66,16 @@ GROUPS = ("ruler", *(table for table, start in BENCHMARKS.items() if start))
 """Names that stand for all tasks of a benchmark."""
 
 
+def row_names(name: str) -> list[str]:
+    """The names that rows give to a task, or to those of a group: aliases resolved, the prefix kept.
+
+    >>> row_names("fidelity:passkey")
+    ['fidelity:R.PassKey']
+    """
+    prefix, colon, plain = name.rpartition(":")
+    return [prefix + colon + ALIASES.get(member, member) for member in _groups().get(plain, [plain])]
+
+
 def find_tasks(
     names: Sequence[str], *, haystacks: Sequence[str] = ("repeated",), data: Sequence[str] = (), samples: int = 20
 ) -> list[Task]:
@@ -83,13 +93,13 @@ def find_tasks(
     """
     found: dict[tuple[str, str], Task] = {}
     for name in names:
-        prefix, colon, plain = name.rpartition(":")
+        prefix, colon, _ = name.rpartition(":")
         if colon and prefix not in AGAINST_FULL:
             raise ValueError(
                 f"task={name!r}: {prefix!r} is unknown.{nearest(prefix, AGAINST_FULL)} Known: {', '.join(AGAINST_FULL)}"
             )
-        for member in _groups().get(plain, [plain]):
-            for task in _tasks_of(ALIASES.get(member, member), haystacks, data, samples):
+        for full in row_names(name):
+            for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples):
                 task = AGAINST_FULL[prefix](task) if colon else task
                 found[task.name, task.haystack] = task
     return list(found.values())

@@ -9,7 +9,6 @@ from typing import Any
 from ...samples.chat import has_template, render_prompt
 
 CHAT = ("auto", "always", "never")
-KINDS = ("answer", "fidelity", "agreement", "nll", "nll_prefill")
 REFERRED = ("fidelity", "agreement")
 """Kinds whose reference is what full attention writes."""
 

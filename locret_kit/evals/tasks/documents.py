@@ -136,8 +136,8 @@ def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterat
     where = {key: value.format(file=entry.file) for key, value in entry.hub.items()}
     if where["path"] == "json":
         where["split"] = "train"  # the name that a single file's records get
-    elif split == "train":
-        where["split"] = "train"
+    elif split is not None:
+        where["split"] = split
     try:
         rows = datasets.load_dataset(**where, streaming=True)
         yield from (dict(row) for row in rows)

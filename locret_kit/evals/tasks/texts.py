@@ -67,15 +67,19 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
             return wrap(request, f"###\nArticle: {piece}\n\n{asked}\n\n", quote, chat=chat)
 
         room = request.length - count_ids(request.tokenizer, *prompt_of("", ""))
-        for _ in range(8):
+        found: dict[int, Example] = {}
+        for _ in range(8):  # another piece may have another quotation, of another length
             piece = _piece(request, haystack, text, room)
             quote, passage, depth = _passage(request, piece)
-            over = count_ids(request.tokenizer, *prompt_of(piece, quote)) - request.length
+            prompt, special = prompt_of(piece, quote)
+            over = count_ids(request.tokenizer, prompt, special) - request.length
+            found[over] = Example(prompt, passage, special, depth=depth)
             if -0.01 * request.length <= over <= 0:
                 break
             room -= over
-        prompt, special = prompt_of(piece, quote)
-        return Example(prompt, passage, special, depth=depth)
+        if (best := max((over for over in found if over <= 0), default=None)) is None:
+            raise ValueError(f"length={request.length} cannot be met by a quotation of sample {request.sample}")
+        return found[best]
 
     return Task(name, make, "reconstruction", PASSAGE, haystack)
 
