@@ -252,7 +252,7 @@ def _hub_name(field: str, given: str | None, recorded: str) -> str:
 
     if given:
         if not isinstance(given, str) or not REPO.match(given):
-            raise ValueError(f"{field}={given!r} must be user/name")
+            raise ValueError(f"{field}={given!r}, which others are to load, must be user/name")
         return given
     try:
         path = Path(resolve_model(recorded))

@@ -28,7 +28,10 @@ _PUBLISHED = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(fc[12])\.weight$")
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file in the target's folder, then rename it over the target."""
+    """Let ``write`` fill a temporary file in the target's folder, then rename it over the target; a device or a pipe, which a
+    rename would take away, is refused."""
+    if target.exists() and not target.is_file():
+        raise OSError(f"cannot write {target}: it is no regular file")
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)

@@ -176,6 +176,61 @@ def test_a_batch_equals_each_prompt_alone(policy):
         assert torch.equal(both, torch.cat([run(ids[:1]), run(ids[1:])]))
 
 
+@torch.no_grad()
+def test_one_text_in_order_and_once():
+    """What a bounded cache would read otherwise than the caller means is an error, not another text."""
+    model, ids = tiny_model("llama"), tokens(20)
+    once = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    with attach(model):
+        cache = BoundedCache(64, "streaming", chunk=8)
+        said = model.generate(ids, past_key_values=cache, prefill_chunk_size=7, **once)
+        with pytest.raises(ValueError, match="position_ids=2 to 19 must be 22 to 39, where this cache goes on"):
+            model.generate(ids, past_key_values=cache, **once)
+        with pytest.raises(ValueError, match="no new tokens: this cache has seen 22"):
+            model.generate(ids[:, :5], past_key_values=cache, **once)
+        longer = torch.cat((said, tokens(6, seed=1)), dim=1)
+        wanted = model.generate(longer, **once)
+        assert torch.equal(model.generate(longer, past_key_values=cache, **once), wanted)
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, **once), said)
+        with pytest.raises(ValueError, match="position_ids=0 to 20 must be 20 to 40"):
+            model.generate(ids, past_key_values=BoundedCache(64, "streaming"), use_cache=False, **once)
+        packed, causal = torch.arange(20).remainder(10)[None], torch.zeros(1, 1, 20, 20)
+        with pytest.raises(ValueError, match="position_ids=0 to 9 must be 0 to 19"):
+            model(input_ids=ids, position_ids=packed, past_key_values=BoundedCache(64, "streaming"))
+        with pytest.raises(ValueError, match=r"attention_mask=\[1, 1, 20, 20\]: a bounded cache is causal"):
+            model(input_ids=ids, attention_mask=causal, past_key_values=BoundedCache(64, "streaming"))
+        with pytest.raises(ValueError, match="cannot be cropped, as assisted generation and prompt lookup do"):
+            model.generate(
+                ids, past_key_values=BoundedCache(64, "streaming"), prompt_lookup_num_tokens=2, max_new_tokens=3
+            )
+
+
+@torch.no_grad()
+def test_generate_keeps_the_cache_where_phi3_would_drop_it():
+    """Phi-3 gives up a cache with which a text passes 64 tokens here: bounded no more, in a later turn, a fork or an answer."""
+    model, ids, more = tiny_model("phi3-longrope"), tokens(50), tokens(60, seed=1)
+    ends = dict(max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    cache = BoundedCache(24, "streaming", chunk=8, prompt_length=50)
+    with attach(model):
+        said = model.generate(ids, past_key_values=cache, **ends)
+        assert cache.get_seq_length() == 69
+        cache.reset()
+        said = model.generate(ids, past_key_values=cache, **{**ends, "max_new_tokens": 5, "min_new_tokens": 5})
+        model.generate(torch.cat((said, more), dim=1), past_key_values=cache, **ends)
+    assert cache.get_seq_length() == 134 and max(cache.kept_rows) <= 32
+
+
+@pytest.mark.parametrize("policy", ["streaming", "ada-snapkv"])
+@torch.no_grad()
+def test_a_batch_of_another_size_is_refused(policy):
+    model, cache = tiny_model("llama"), BoundedCache(64, policy)
+    with attach(model):
+        model(input_ids=tokens(6), past_key_values=cache)
+        with pytest.raises(ValueError, match="batch=2 must be 1, for which this cache has its buffers"):
+            model(input_ids=tokens(6, batch=2), past_key_values=cache)
+
+
 # ---- no adapter -------------------------------------------------------------------------------------------------
 
 

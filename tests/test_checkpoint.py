@@ -318,3 +318,10 @@ def test_published_heads_are_known_by_name(tmp_path, monkeypatch):
         load_heads("lab/unknown")
     for name, settings in checkpoint.PUBLISHED.values():
         HeadsConfig(name, "llama", 1, 1, 1, 8, "silu", 8, inference=settings).check()
+
+
+def test_a_pipe_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="cannot write .*pipe: it is no regular file"):
+        checkpoint.write_beside(tmp_path / "pipe", lambda path: path.write_text("x"))
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1

@@ -88,6 +88,30 @@ sys.exit(main())
     assert (run.returncode, err) == (1, "locret-x: stdout was closed before the output ended\n")
 
 
+@pytest.mark.parametrize(("closed", "said"), [("<&-", "0\n"), (">&-", ""), ("2>&-", "0\n")])
+def test_a_stream_that_was_closed_reads_and_writes_nothing(closed, said):
+    code = """
+import sys
+from locret_kit.cli.command import command
+@command("locret-x")
+def main():
+    print(len(sys.stdin.read()))
+    print("words", file=sys.stderr)
+    return 0
+sys.exit(main())
+"""
+    line = f"{sys.executable} -c '{code}' < /dev/null {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=HERE)
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped():
+    code = "from locret_kit.cli.command import command\n@command('locret-x')\ndef main():\n print('caf\u00e9')\n return 0\nmain()"
+    env = {**HERE, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert (done.stdout, done.stderr) == ("caf\\xe9\n", "")
+
+
 @pytest.mark.parametrize(
     ("main", "name", "argv"),
     [

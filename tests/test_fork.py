@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from policy_runs import POLICIES, backbone, held, make, tokens, turn
@@ -83,3 +86,41 @@ def test_a_fork_that_would_not_equal_a_fresh_run_is_refused():
         with pytest.raises(ValueError, match="the cache has seen 83 tokens already, the prompt has 83"):
             prefill(model, tokens(), ended)
     assert make("h2o").fork(10).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("policy", ["locret", "score=entropy", "ada-snapkv(6,3)"])
+@pytest.mark.parametrize("kv_bits", [None, 4])
+def test_a_deep_copy_goes_on_by_itself_and_shares_what_is_big(policy, kv_bits):
+    model, cache = backbone(), make(policy, kv_bits=kv_bits)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+        before, twin = held(cache), copy.deepcopy(cache)
+        step = lambda cache: model(input_ids=torch.tensor([tokens(9, seed=4)]), past_key_values=cache).logits  # noqa: E731
+        moved = step(twin)
+        assert held(cache) == before and torch.equal(step(cache), moved) and held(cache) == held(twin)
+    assert twin.model is cache.model and twin.heads is cache.heads
+    with pytest.raises(TypeError, match="not pickled: fork"):
+        pickle.dumps(cache)
+
+
+@pytest.mark.parametrize("policy", ["score=entropy", "rereading-locret(tokens=12,window=4,kernel=3,first=2)", "h2o"])
+def test_a_cache_that_was_reset_reads_another_text_like_a_new_one(policy):
+    model, used, new = backbone(), make(policy), make(policy)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(seed=5), used)
+        used.reset()
+        assert torch.equal(logits_after(model, used, tokens()), logits_after(model, new, tokens()))
+    assert held(used) == held(new) and used.counters.evictions == new.counters.evictions
+
+
+def test_beams_take_the_probability_of_the_next_token_along():
+    model, ids, order = backbone(), torch.tensor([tokens(seed=1), tokens(seed=2)]), torch.tensor([1, 1])
+    caches = [make("score=entropy", length=None) for _ in range(2)]
+    with attach(model), torch.no_grad():
+        model(input_ids=ids, past_key_values=caches[0])
+        caches[0].reorder_cache(order)
+        model(input_ids=ids[order], past_key_values=caches[1])
+        for cache in caches:
+            model(input_ids=torch.tensor([[7], [8]]), past_key_values=cache)
+    mine, fresh = (cache.bounded[0].slots("scores") for cache in caches)
+    torch.testing.assert_close(mine, fresh)

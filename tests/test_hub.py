@@ -141,6 +141,8 @@ def test_what_others_could_not_load_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"others cannot load: give {flag} user/name"):
             write_release(make(config), "me/heads", tmp_path / "r")
+    with pytest.raises(ValueError, match="which others are to load, must be user/name"):
+        write_release(make(), "me/heads", tmp_path / "r", base_model=str(tmp_path))
     for repo in ("heads", "a/b/c", "me/", "../x", "me/a b"):
         with pytest.raises(ValueError, match="must be user/name"):
             write_release(make(), repo, tmp_path / "r")

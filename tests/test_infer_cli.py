@@ -36,6 +36,7 @@ def place(tmp_path_factory) -> Path:
     heads.save_pretrained(str(folder / "heads"))
     other = save_tiny_backbone(folder / "other", num_hidden_layers=2, num_key_value_heads=4)
     assert other.is_dir()
+    os.mkfifo(folder / "pipe")
     return folder
 
 
@@ -170,6 +171,14 @@ BAD = [
     (b"text", ["--budget", "3000000000"], "budget+chunk=3000000032 must be at most 2147483647"),
     (b"text", ["--no-chat"], "--no-chat has no effect without --question"),
     (b"text", ["--report", "{place}"], "is a folder"),
+    (b"text", ["--report", "{place}/pipe"], "pipe' is no regular file"),
+    (b"text", ["--policy", ""], "policy=''"),
+    (b"text", ["--seed", "4294967296"], "seed=4294967296 must be from 0 to 4294967295"),
+    (b"text", ["--temperature", "nan"], "temperature=nan must be at least 0, and finite"),
+    (b"text", ["--repetition-penalty", "inf"], "repetition_penalty=inf must be above 0, and finite"),
+    (b"text", ["--question", "caf\udce9"], "the question is not UTF-8: character 3"),
+    (b"text", ["--model", "{place}/heads"], "cannot be loaded: it holds no tokenizer"),
+    (b"text", ["--one-shot", "--policy", "rereading-locret"], "one_shot=True holds none of them back"),
     (b"text", ["--top-k", "5"], "--top-k 5 has no effect at temperature 0"),
 ]
 
@@ -218,6 +227,14 @@ def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_pat
     assert status == 0 and ids.shape[1] == said["prompt_tokens"]
     assert (s.chunk, s.stabilizers, s.local_len, cache.positions) == (32, 16, 0, "compact")
     assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == out.rstrip("\n")
+
+
+def test_positions_beyond_the_window_are_said(place, monkeypatch, capsys):
+    text, flags = TEXT * 30, ("--ckpt", str(place / "heads"), "--max-new-tokens", "1", "--quiet")
+    for more in (("--policy", "full"), ("--positions", "original", "--budget", "40")):
+        status, _, err = infer(monkeypatch, capsys, text, *flags, *more)
+        assert status == 0 and "beyond the backbone's window of 2048" in err and err.count("\n") == 1, err
+    assert infer(monkeypatch, capsys, text, *flags, "--budget", "40")[2] == ""
 
 
 @pytest.mark.parametrize("flags", ["--list-policies", "--help"])

@@ -188,6 +188,8 @@ def test_schema_errors():
             to_messages(record)
     with pytest.raises(ValueError, match="must be as many"):
         to_messages({"input": "d", "instructions": ["p"], "outputs": []})
+    with pytest.raises(ValueError, match=r"outputs\[1\]=None must be a string"):
+        to_messages({"input": "d", "instructions": ["p", "q"], "outputs": ["a", None]}, index=1)
     with pytest.raises(ValueError, match="output=3 must be a string"):
         to_messages({"instruction": "q", "output": 3})
 
@@ -207,6 +209,14 @@ def test_read_files(tmp_path):
     assert list(read_records(str(tmp_path))) == rows * 4
 
 
+def test_half_a_character_is_a_question_mark_and_a_mark_at_the_beginning_is_none(tmp_path):
+    rows = [{"instruction": "a \ud83d b", "output": "\U0001f389"}]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(rows[0]))
+    (tmp_path / "b.json").write_text("\ufeff" + json.dumps(rows))
+    for name in ("a.jsonl", "b.json"):
+        assert list(read_records(tmp_path / name)) == [{"instruction": "a ? b", "output": "\U0001f389"}]
+
+
 def test_read_errors(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"a": 1}\n\n{"a": \n')
@@ -218,6 +228,12 @@ def test_read_errors(tmp_path):
     (tmp_path / "bad.json").write_text('{"a": 1,\n "b": }')
     with pytest.raises(ValueError, match=r"bad\.json, line 2: not JSON"):
         list(read_records(tmp_path / "bad.json"))
+    (tmp_path / "latin.jsonl").write_bytes('{"a": "\xe9"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+        list(read_records(tmp_path / "latin.jsonl"))
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match=r"cut\.parquet cannot be read"):
+        list(read_records(tmp_path / "cut.parquet"))
     with pytest.raises(FileNotFoundError, match="missing.jsonl does not exist"):
         read_records(tmp_path / "missing.jsonl")
     (tmp_path / "empty").mkdir()

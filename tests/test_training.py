@@ -241,6 +241,8 @@ def test_errors_are_one_line(backbone, tmp_path, capsys):
     ):
         more = [] if "recipe=smolm2-135m" in arguments else [f"out={tmp_path}"]
         assert said in refused(capsys, *arguments, *more)
+    taken = [*SETTINGS, "backbone.model=checkpoints/nothing", f"out={bad}"]
+    assert f"out={bad} cannot be written: File exists" in refused(capsys, *taken)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_heads(tmp_path, capsys):

@@ -85,11 +85,30 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def _refuse_padding(mask: Tensor | None) -> None:
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > 1 and not bool(mask.all()):
+def _refuse_padding(mask: Any) -> None:
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask={shape}: a bounded cache is causal, it takes ones [batch, tokens] or none")
+    if mask is not None and mask.shape[1] > 1 and not bool(mask.all()):
         raise ValueError(
             f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes unpadded batches: "
             "run prompts of different length one by one"
+        )
+
+
+def _refuse_other_places(seen: int, tokens: int, position_ids: Any) -> None:
+    """New tokens stand behind those that the cache has seen: `generate` asks for other places where it is called again with
+    the same text, or with ``use_cache=False``, and a packed text has places of its own."""
+    if not tokens:
+        raise ValueError(f"no new tokens: this cache has seen {seen}, and generate takes those again before new ones")
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+        return
+    places_T = torch.arange(seen, seen + tokens, device=position_ids.device)
+    if position_ids.shape[1] != tokens or not bool((position_ids == places_T).all()):
+        first, last = position_ids[0, 0].item(), position_ids[0, -1].item()
+        raise ValueError(
+            f"position_ids={first} to {last} must be {seen} to {seen + tokens - 1}, where this cache goes on: it takes one text, "
+            "in order and once; another one needs reset() or a new cache"
         )
 
 
@@ -150,12 +169,16 @@ class Attachment:
         past: Any = kwargs.get("past_key_values")
         if not hasattr(past, "attend"):
             past = None
-        handler: Handler | None = self._explicit or past
+        handler: Handler | None = past if self._explicit is None else self._explicit
         if handler is None:
             return None
         _refuse_padding(kwargs.get("attention_mask"))
         if self._explicit is None:
             past.bind(self.model)
+            words = args[0] if args else kwargs.get("input_ids")
+            new: Any = kwargs.get("inputs_embeds") if words is None else words
+            if new is not None:
+                _refuse_other_places(past.get_seq_length(), new.shape[1], kwargs.get("position_ids"))
         if handler.wants_unrotated:
             require_adapter(text_config(self.model))
         if getattr(handler, "needs_logits", False):

@@ -88,7 +88,10 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"model={name!r} cannot be loaded: {first_line(error)}") from error
+        said = first_line(error).rstrip()
+        if said.endswith(":"):  # the list that would follow is of ways to make one
+            said = "it holds no tokenizer"
+        raise FileNotFoundError(f"model={name!r} cannot be loaded: {said}") from error
 
 
 def load_backbone(

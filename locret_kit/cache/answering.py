@@ -21,6 +21,8 @@ def check_answering(policy: Policy, schedule: Schedule) -> None:
     if policy.answering is None:
         return
     name, s = f"policy={policy.name!r}", schedule
+    if s.one_shot:
+        raise ValueError(f"{name} reads the prompt's last tokens twice: one_shot=True holds none of them back")
     if s.prompt_length is None:
         raise ValueError(f"{name} reads the end of the prompt twice: pass prompt_length=")
     if not 1 <= s.local_len <= s.chunk:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -327,6 +328,31 @@ class BoundedCache(Cache):
         """
         return fork(self, prompt_length)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache:
+        """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
+        memo.update({id(shared): shared for shared in (self.heads, self.policy, self.model)})
+        memo[id(self)] = new = object.__new__(type(self))
+        vars(new).update(deepcopy(vars(self), memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a BoundedCache holds its model and is not pickled: fork() and copy.deepcopy() copy its rows")
+
+    def reset(self) -> None:
+        """Forget the text: what is read next is another one, as by a new cache, in the same buffers."""
+        super().reset()
+        self.last_hidden, self.passages, self.counters = None, [], CacheCounters()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.last_hidden is not None:
+            self.last_hidden = self.last_hidden.index_select(0, beam_idx.to(self.last_hidden.device))
+
+    def __bool__(self) -> bool:
+        """False, since Phi-3's ``prepare_inputs_for_generation`` goes on without a cache that is true where a text outgrows the
+        first factors of LongRoPE; here they are chosen once, and stay."""
+        return False
+
     @property
     def bounded(self) -> list[BoundedLayer]:
         """The layers, by their type."""
@@ -340,16 +366,6 @@ class BoundedCache(Cache):
                 "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def reset(self) -> None:
-        """Forget the text, so that the cache reads another one as a fresh cache would; the buffers stay."""
-        super().reset()
-        self.passages, self.last_hidden, self.counters = [], None, CacheCounters()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.last_hidden is not None:
-            self.last_hidden = self.last_hidden.index_select(0, beam_idx.to(self.last_hidden.device))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.bounded[layer_idx].get_seq_length() if self.layers else 0

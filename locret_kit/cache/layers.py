@@ -90,7 +90,14 @@ class BoundedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif key_states.shape[0] != self.batch:
+            raise ValueError(f"batch={key_states.shape[0]} must be {self.batch}, for which this cache has its buffers")
         return key_states, value_states
+
+    @property
+    def batch(self) -> int:
+        """Texts that are read side by side."""
+        return self.positions.shape[0]
 
     # ---- new rows ------------------------------------------------------------------------------------------------
 
@@ -265,7 +272,9 @@ class BoundedLayer(CacheLayerMixin):
             self.queries = self.queries.index_select(0, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("a bounded cache cannot be cropped: evicted rows do not come back")
+        raise ValueError(
+            "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
+        )
 
     def take(self, other: BoundedLayer) -> None:
         """Become a copy of another layer of the same shape; nothing is shared."""

@@ -42,6 +42,10 @@ class RaggedLayer(BoundedLayer):
         self.starts = stretch.cumsum(0) - stretch
         self._stretches = list(zip(self.starts.tolist(), lengths.tolist(), strict=True))
 
+    @property
+    def batch(self) -> int:
+        return self.B
+
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
         T = k.shape[2]
         new_BHT = ((self.starts + self.lengths)[:, None] + torch.arange(T, device=self.device)).view(self.B, self.H, T)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import os
 import re
 import sys
@@ -42,6 +43,16 @@ def pairs_of(argv: Iterable[str], example: str) -> dict[str, str]:
     return given
 
 
+def open_streams() -> None:
+    """The three streams, whatever the caller left of them: one that was closed reads and writes nothing, and what stdout's
+    encoding lacks is escaped, as stderr does it, rather than an error after minutes of work."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def command(
     name: str, *, stopped: str = "stopped", also: tuple[type[Exception], ...] = ()
 ) -> Callable[[Callable[P, int]], Callable[P, int]]:
@@ -59,6 +70,7 @@ def command(
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @functools.wraps(main)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
+            open_streams()
             try:
                 status = main(*args, **kwargs)
                 sys.stdout.flush()  # here, since a pipe that is closed at exit prints a traceback

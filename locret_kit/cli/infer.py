@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from ..policies.registry import parse_policy
     from ..policies.scopes import Stabilizers
 
-    named = parse_policy(args.policy) if args.policy else None
+    named = parse_policy(args.policy) if args.policy is not None else None
     if named is not None:
         check_storage(args.kv_bits, named)
         if named.needs_heads and not args.ckpt:
@@ -94,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("give --question or --question-file, not both")
     if args.budget is not None and args.budget < 1:
         raise ValueError(f"budget={args.budget} must be at least 1")
-    if args.report and (args.report.is_dir() or not os.access(args.report.resolve().parent, os.W_OK)):
-        raise ValueError(f"report={str(args.report)!r} is a folder, or its folder is missing or cannot be written")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"seed={args.seed} must be from 0 to {2**32 - 1}")
+    if args.report:
+        check_report(args.report)
     if args.no_chat and not (args.question or args.question_file):
         raise ValueError("--no-chat has no effect without --question: stdin is then the whole prompt")
 
@@ -135,13 +137,15 @@ def run(args: argparse.Namespace) -> int:
         from ..backbones.families import spec_of, text_config
 
         heads.check_backbone(spec_of(text_config(model)))
-    for line in (warning, idle, other_backbone(config.backbone, name) if config else None):
-        if line:
-            print(line, file=sys.stderr)
     cache = BoundedCache(
         policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, decode_every=args.decode_every,
         one_shot=args.one_shot, kv_bits=args.kv_bits, backend=args.backend, **settings,
     )  # fmt: skip
+    cache.bind(model)
+    other = other_backbone(config.backbone, name) if config else None
+    for line in (warning, idle, other, beyond_window(model, cache)):
+        if line:
+            print(line, file=sys.stderr)
     text, report = generate(
         model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
         graph=args.graph, progress=None if args.quiet else _progress(), on_text=_to_stdout,
@@ -154,8 +158,17 @@ def run(args: argparse.Namespace) -> int:
 
         origin = provenance(name, args.ckpt, heads_hash, adapter, report.backend)
         body = json.dumps({**origin, **report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
-        write_beside(args.report, lambda path: path.write_text(body))
+        write_beside(args.report.resolve(), lambda path: path.write_text(body))
     return 0
+
+
+def check_report(path: Path) -> None:
+    """Raise ValueError where no file can be put, before the text is read: minutes later would be too late."""
+    said = f"report={str(path)!r}"
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{said} is {'a folder' if path.is_dir() else 'no regular file'}: name a file")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise ValueError(f"{said}: its folder is missing or cannot be written")
 
 
 def check_settings(args: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -178,6 +191,18 @@ def check_settings(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         Positions.parse(settings["positions"], 1)
     integers = {name: settings[name] for name in ("budget", "chunk", "stabilizers", "local_len")}
     Schedule.scaled(**integers, prompt_length=None if args.decode_every is None else 1, decode_every=args.decode_every)
+
+
+def beyond_window(model: Any, cache: Any) -> str | None:
+    """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
+    from ..backbones.families import text_config
+
+    window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
+    rows = s.prompt_length if cache.policy.keeps_everything else max(cache.budgets) + s.chunk
+    if window is None or not any(cache.budgets) or (reach := cache.places.largest(rows, s.prompt_length)) <= window:
+        return None
+    advice = "--positions compact, with budget and chunk together below it, does not"
+    return f"warning: positions go up to {reach - 1}, beyond the backbone's window of {window}; {advice}"
 
 
 def plan_chunk(
@@ -225,6 +250,10 @@ def read_prompt(args: argparse.Namespace, tokenizer: Any) -> Any:
             raise ValueError(f"question_file={str(args.question_file)!r} cannot be read: {error.strerror}") from error
     if question is not None and not question.strip():
         raise ValueError("the question is empty")
+    try:
+        (question or "").encode()
+    except UnicodeEncodeError as error:  # bytes of another encoding, as the shell gave them
+        raise ValueError(f"the question is not UTF-8: character {error.start}") from error
     if sys.stdin.isatty():
         print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
     blocks = _not_blank(read_utf8(sys.stdin.buffer))

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..naming import first_line
+
 SUFFIXES = (".json", ".jsonl", ".parquet")
 SCHEMAS = {
     "messages": "messages: list of {role, content} (THUDM/LongAlign-10k)",
@@ -15,6 +17,8 @@ SCHEMAS = {
     "alpaca": "instruction, output, optionally input (Yukang/LongAlpaca-12k)",
     "document": "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
 }
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""What a lone surrogate, and a pair of them, begin with in JSON."""
 ROLES = {
     "system": "system",
     "user": "user",
@@ -77,7 +81,10 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
         if not asked or len(asked) != len(given):
             raise ValueError(f"instructions and outputs must be as many, and at least one: {len(asked)}, {len(given)}")
         index %= len(asked)
-        return _turn(f"{_text(record, 'input')}\n\n{asked[index]}", str(given[index]))
+        for name, value in (("instructions", asked[index]), ("outputs", given[index])):
+            if not isinstance(value, str):
+                raise ValueError(f"{name}[{index}]={value!r:.200} must be a string")
+        return _turn(f"{_text(record, 'input')}\n\n{asked[index]}", given[index])
     if "instruction" in record and "output" in record:
         extra = _text(record, "input") if record.get("input") else ""
         return _turn(_text(record, "instruction") + (f"\n\n{extra}" if extra else ""), _text(record, "output"))
@@ -93,23 +100,34 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
 
 
 def _read_file(path: Path) -> Iterator[dict]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+    try:
+        yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
 
+
+def _read_parquet(path: Path) -> Iterator[dict]:
+    import pyarrow.parquet
+
+    try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
             yield from batch.to_pylist()
-        return
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _read_json(path: Path) -> Iterator[dict]:
     if path.suffix == ".json":
-        whole = _parse(path.read_text(encoding="utf-8"), path)
+        whole = _parse(path.read_text(encoding="utf-8-sig"), path)
         if whole is not None:
             for i, record in enumerate(whole if isinstance(whole, list) else [whole]):
                 yield _object(record, f"{path}, record {i}")
             return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    record = json.loads(line)
+                    record = _loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}, line {number}: not JSON: {error.msg} (column {error.colno})") from error
                 yield _object(record, f"{path}, line {number}")
@@ -118,11 +136,19 @@ def _read_file(path: Path) -> Iterator[dict]:
 def _parse(text: str, path: Path):
     """The value of a .json file; None if it looks like JSON lines, which some data sets name .json."""
     try:
-        return json.loads(text)
+        return _loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return None
         raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
+
+
+def _loads(text: str):
+    """The value of a JSON text. Half a character (a cut emoji), which no tokenizer takes, becomes a question mark."""
+    value = json.loads(text)
+    if _HALF.search(text):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def _object(record, where: str) -> dict:

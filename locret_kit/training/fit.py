@@ -6,6 +6,7 @@ import json
 import logging
 import shlex
 import sys
+import tempfile
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -90,6 +91,16 @@ def begin_from(resume: str, out: Path) -> Path | None:
     return Path(resume)
 
 
+def require_folder(out: Path) -> None:
+    """Make a run's folder; raise ValueError where that is not possible, before the backbone is loaded."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
+
+
 def require_shapes(path: Path, module: FrozenTraining) -> None:
     """Raise ValueError where a checkpoint holds other weights than ``module``."""
     saved, mine = (
@@ -116,6 +127,7 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
     resume, state = begin_from(cfg.resume, out), out / "state"
+    require_folder(out)
     again = shlex.join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
     stop, last = StopWhole(state / "interrupted.ckpt", again), Last()
     trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
