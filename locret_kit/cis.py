@@ -29,14 +29,14 @@ def cis_target(
     ``q`` and ``k`` are after RoPE; slot ``s`` is at position ``s`` and query ``t`` at ``q_pos_T[t]``, which sees no later
     slot. ``kind="logit"`` is the paper's (raw, pre-softmax logits); ``kind="log_prob"`` first subtracts the log-sum-exp of
     each query's row, so that scores of different heads compare, and clips at ``floor`` (nats). ``backend``: of
-    ``locret_kernels``, by default triton on CUDA and the reference elsewhere.
+    ``locret_kernels``, by default triton on CUDA in half precision and the reference otherwise.
 
     Raises:
         ValueError: an unknown kind, or no query.
     """
     if kind not in TARGETS:
         raise ValueError(f"target={kind!r} is unknown; known: {', '.join(TARGETS)}")
-    column_max = function("column_max", choose(backend, q_BQTD.device, q_BQTD.shape[-1]))
+    column_max = function("column_max", choose(backend, q_BQTD.device, q_BQTD.shape[-1], q_BQTD.dtype))
     best_BHS = column_max(q_BQTD, k_BHSD, q_pos_T, scaling, log_prob=kind == "log_prob")
     return best_BHS.clamp_min(floor) if kind == "log_prob" else best_BHS
 

@@ -7,7 +7,8 @@
 
 The card's own ceilings (a bfloat16 matmul, a copy) come first, then a gate on correctness, then what is timed: see
 `kernels/benchmarks/end_to_end.py`, and `bench.py` beside it for operations alone, whose rows have a file of their own. Every
-row is on disk as soon as it is there; what no longer fits into ``--minutes``, or into memory, gets a row that says so.
+row is on disk as soon as it is there; what no longer fits into ``--minutes``, or into memory, or uses an operation that is
+wrong, gets a row that says so, and the others go on. The exit status is 1 where something was wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from transformers import AutoConfig
-from triton.errors import TritonError
 
 from locret_kit.backbones.load import pick_device
 from locret_kit.cli.plan import resolve
@@ -43,6 +43,8 @@ from targets import CAP, TOKENS  # noqa: E402
 PARTS = ("prefill", "decode", "peers", "full", "ops")
 MODELS = (*bench.SHAPES, "tiny")
 MINUTES = 9.0
+PREFILL = frozenset({"compact_rows", "rotate_rows"})
+STATISTICS = PREFILL | {"attend", "column_stats"}
 TINY = dict(
     vocab_size=199, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, initializer_range=0.2, max_position_embeddings=TOKENS, bos_token_id=1,
@@ -81,6 +83,8 @@ class Step(NamedTuple):
     expected: Callable[[e2e.Run], float]
     """Seconds, from what is known so far."""
     figures: Callable[[e2e.Run], Iterator[e2e.Figure]]
+    uses: frozenset[str] = PREFILL
+    """Operations that must be right."""
 
 
 def steps(parts: Sequence[str]) -> list[Step]:
@@ -97,14 +101,20 @@ def steps(parts: Sequence[str]) -> list[Step]:
         return run.expected() + run.floor(run.setting.context, run.setting.context) / max(run.share, e2e.SHARE)
 
     every = [
-        Step("gate", "operations and logits against references", lambda run: 2 * compiling, e2e.check),
+        Step("gate", "operations and logits against references", lambda run: 2 * compiling, e2e.check, frozenset()),
         Step("prefill", "share of prefill in scoring, selecting and compacting", short, e2e.shares),
         Step("prefill", "prefill, and its peak memory against the plan", e2e.Run.expected, e2e.prefilling),
-        Step("decode", "decode at a full cache, dynamic and as a graph", decoding, e2e.decoding),
+        Step(
+            "decode",
+            "decode at a full cache, dynamic and as a graph",
+            decoding,
+            e2e.decoding,
+            PREFILL | {"ragged_decode"},
+        ),
     ]
-    for name in ("h2o", "roco", "tova"):
+    for name, uses in (("h2o", STATISTICS), ("roco", STATISTICS), ("tova", PREFILL | {"window_attention"})):
         expected, figures = partial(e2e.Run.expected, policy=name), partial(e2e.peer, name)
-        every.append(Step("peers", f"prefill of {name} against locret", expected, figures))
+        every.append(Step("peers", f"prefill of {name} against locret", expected, figures, uses))
     every.append(Step("full", "prefill and cache against full attention", full, e2e.full_attention))
     return [step for step in every if step.part in ("gate", *parts)]
 
@@ -148,21 +158,32 @@ class Table:
     def make(self, step: Step, run: e2e.Run, reason: str = "") -> str:
         """The step's rows, or one that says why there are none; returns that reason."""
         expected, left = step.expected(run), max(0.0, self.left())
+        if not reason and (wrong := step.uses & run.wrong):
+            reason = f"not as its reference is: {', '.join(sorted(wrong))}"
         if not reason and expected > left:
             reason = f"out of time: it may take {expected:.0f} s of the {left:.0f} s left"
         if not reason:
             try:
                 for figure in step.figures(run):
                     self.add(run.name, step.part, figure, run.setting)
-            except (RuntimeError, ValueError, TritonError) as error:  # no memory, or a kernel that does not compile
-                reason = f"{type(error).__name__}: {first_line(error)}"
+            except e2e.FAILURES as error:
+                reason = failure(error)
         if reason:
-            self.add(run.name, step.part, e2e.Figure(step.says, None, "", f"not measured: {reason}"), run.setting)
+            self.lack(run.name, step.part, step.says, reason, run.setting)
         return reason
 
+    def lack(self, model: str, part: str, says: str, reason: str, setting: Setting | None = None) -> None:
+        """A row that says why there is no figure."""
+        self.add(model, part, e2e.Figure(says, None, "", f"not measured: {reason}"), setting)
 
-def measure(args: argparse.Namespace, device: torch.device) -> Path:
-    """Everything that was asked for; the file of the rows."""
+
+def failure(error: BaseException) -> str:
+    """What ended a measurement, in one line."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]:
+    """Everything that was asked for; the file of the rows, and whether all was right that was compared with a reference."""
     on_gpu = device.type == "cuda"
     subjects = {name: subject(name, args.tokens, "bfloat16" if on_gpu else "float32") for name in args.model}
     table = Table(args.out, device, args.gpu_memory if on_gpu else "none", 60 * args.minutes)
@@ -173,36 +194,50 @@ def measure(args: argparse.Namespace, device: torch.device) -> Path:
     assert matmul.tflops is not None and copy.gb_s is not None
     table.add("-", "ceiling", e2e.Figure("bfloat16 matmul", matmul.tflops, "TFLOP/s", matmul.shape))
     table.add("-", "ceiling", e2e.Figure("copy", copy.gb_s, "GB/s", copy.shape))
+    right = True
     for name, (config, setting) in subjects.items():
-        if on_gpu:
-            torch.cuda.empty_cache()
-            hold(args.gpu_memory, str(device))
         run = e2e.Run(name, config, setting, device, 1e12 * matmul.tflops, 1e9 * copy.gb_s)
-        run.build()
-        gate, *rest = steps(args.part)
-        reason = table.make(gate, run)
-        for step in rest:
-            table.make(step, run, reason and "the gate was not passed")
+        try:
+            e2e.free(device)
+            if on_gpu:
+                hold(args.gpu_memory, str(device))
+            run.build()
+            gate, *rest = steps(args.part)
+            reason = table.make(gate, run)
+            right &= not run.wrong
+            for step in rest:
+                table.make(step, run, reason and "the gate was not passed")
+        except RuntimeError as error:  # no room for the weights, or the device is lost
+            right = False
+            table.lack(name, "gate", "everything behind this row", failure(error), setting)
         del run
-        e2e.free(device)
     if "ops" in args.part:
-        operations(table, {name: bench.SHAPES.get(name, bench.TINY) for name in args.model}, device)
-    return table.out
+        right &= operations(table, {name: bench.SHAPES.get(name, bench.TINY) for name in args.model}, device)
+    return table.out, right
 
 
-def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.device) -> None:
-    """Each operation alone, into a file beside the table's, as long as there is time."""
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device.index)
-    out = table.out.with_name(f"{table.out.stem}-operations.csv")
-    for row in bench.timed(shapes, 100, _origin(table), device):
-        bench.append(out, row)
-        print(bench.line(row), flush=True)
-        if table.left() < e2e.COMPILING:
-            table.add(
-                "-", "ops", e2e.Figure(f"operations behind {row.operation}", None, "", "not measured: out of time")
-            )
-            return
+def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.device) -> bool:
+    """Each operation alone, into a file beside the table's, as long as there is time; whether all were right."""
+    out, right = table.out.with_name(f"{table.out.stem}-operations.csv"), True
+    try:
+        e2e.free(device)
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device.index)
+        for case in bench.every(shapes, device):
+            if table.left() < e2e.COMPILING:
+                table.lack("-", "ops", f"operations from {case.operation} on", "out of time")
+                break
+            try:
+                for row in bench.timed(case, 100, _origin(table), device):
+                    bench.append(out, row)
+                    print(bench.line(row), flush=True)
+            except e2e.FAILURES as error:
+                right = False
+                table.lack("-", "ops", f"{case.operation} at {case.shape}", failure(error))
+    except RuntimeError as error:  # no room for the inputs, or the device is lost
+        right = False
+        table.lack("-", "ops", "everything behind this row", failure(error))
+    return right
 
 
 def _origin(table: Table) -> dict[str, str]:
@@ -231,11 +266,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 0
     try:
-        print(f"rows: {measure(args, pick_device(args.device))}")
+        out, right = measure(args, pick_device(args.device))
     except ValueError as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 1
-    return 0
+    print(f"rows: {out}" + ("" if right else "; some of what they name was wrong or could not run"))
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

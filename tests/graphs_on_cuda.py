@@ -16,7 +16,7 @@ from locret_kit.cache.static import StaticDecoder
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 LENGTH, STEPS = 300, 60
-SETTINGS = dict(chunk=10, prompt_length=LENGTH, stabilizers=8, local_len=16)
+SETTINGS = dict(chunk=10, prompt_length=LENGTH, stabilizers=8, local_len=16, backend="triton")
 CLOSE = dict(rtol=2e-3, atol=2e-3)
 
 
@@ -73,7 +73,7 @@ def main() -> None:
                 )
         ids, tokens = list(range(2, 90)), []
         for graph_wanted in (True, False):
-            cache = BoundedCache(32, "h2o", chunk=10, prompt_length=len(ids))
+            cache = BoundedCache(32, "h2o", chunk=10, prompt_length=len(ids), backend="triton")
             given = dict(prompt=ids, max_new_tokens=40, sampling=Sampling(), stop=frozenset(), graph=graph_wanted)
             tokens.append(list(decode(model, cache, prefill(model, ids, cache), **given)))
             print(cache.counters.decoding)

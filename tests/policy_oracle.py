@@ -437,7 +437,7 @@ def adaptive(alpha: float = 0.5, *, normalise: bool = False) -> Callable[..., li
             [weight for is_protected, weight, _ in pooled if not is_protected], cut - sum(map(len, protected))
         )
         fell = [sum(h == other for _, _, other in pooled[:cut]) for h in range(len(scores))]
-        a = Fraction(alpha)
+        a = Fraction(round(alpha * 10**6), 10**6)
         return rounded([a * f + (1 - a) * layer.keep for f in fell], cut, [len(row_scores) for row_scores in scores])
 
     return head_keep

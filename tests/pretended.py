@@ -31,6 +31,7 @@ class OnCard(Tensor):
     """A tensor of the CPU that says it is on the card."""
 
     inner: Tensor
+    card: Card
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnCard:
@@ -46,7 +47,8 @@ class OnCard(Tensor):
         return made
 
     def tolist(self) -> Any:
-        raise RuntimeError("the host waits: tolist")  # of a subclass PyTorch itself refuses it
+        self.card.note("tolist")
+        return self.inner.tolist()
 
     def __float__(self) -> float:
         return float(self.item())
@@ -72,7 +74,7 @@ def flags(tree: Any) -> set[bool]:
     return {isinstance(x, OnCard) for x in tree_leaves(tree) if isinstance(x, Tensor)}
 
 
-GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__)
+GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous)
 
 
 class Indexing(TorchFunctionMode):
@@ -152,7 +154,7 @@ def card() -> Iterator[Card]:
         before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then makes a tensor of the host and copies it
         stack.callback(torch._C._set_only_lift_cpu_tensors, before)
-        mode = stack.enter_context(Card())
+        mode = OnCard.card = stack.enter_context(Card())
         stack.enter_context(Indexing(mode))
         yield mode
 

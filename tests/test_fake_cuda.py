@@ -15,7 +15,7 @@ from locret_kit.policies.scores import Aas
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13
-PIECES = 1 + (LENGTH - 5 + CHUNK - 1) // CHUNK
+COPIED = "a copy between host and device in prefill"
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
@@ -31,12 +31,12 @@ def read(
 ) -> tuple[list[str], StaticDecoder | None, BoundedCache]:
     """Where the host waits while a prompt is read, and ``steps`` tokens of fixed shapes are decoded."""
     config = AutoConfig.for_model(
-        family, vocab_size=97, hidden_size=128, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+        family, vocab_size=97, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
         num_hidden_layers=2, max_position_embeddings=512, **FAMILIES[family],
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(config), "tiny", 32)).requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False).bfloat16()
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(config), "tiny", 32)).requires_grad_(False).bfloat16()
     heads.to = lambda *where: heads  # they are there
     cache = BoundedCache(
         24, policy, heads if "locret" in policy else None, chunk=CHUNK, stabilizers=4, local_len=5,
@@ -54,7 +54,7 @@ def read(
             mode.waits.clear()
             for token in range(steps):
                 decoder(token)
-    assert cache.counters.evictions >= 3
+    assert cache.counters.evictions >= 3 and cache.backend == "triton"
     return mode.waits, decoder, cache
 
 
@@ -66,9 +66,25 @@ def read(
     ],
 )  # fmt: skip
 def test_the_host_waits_for_nothing_inside_a_chunk(policy, family, positions):
-    """Of each piece of the prompt its tokens are copied, and no more."""
+    """The prompt's tokens are copied at once, and nothing more."""
     waits, _, _ = read(policy, family, positions=positions)
-    assert waits == ["a copy between host and device in prefill"] * PIECES
+    assert waits == [COPIED]
+
+
+@pytest.mark.parametrize("policy", ["ada-locret", "ada-snapkv(6,3)"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_heads_of_different_lengths_are_read_once_an_eviction(policy, bits):
+    """Attention is a call for each head, so the host must know how long they are; it asks once a layer."""
+    waits, _, cache = read(policy, kv_bits=bits)
+    waits = [wait for wait in waits if not wait.endswith("in hadamard")]  # copied once for all
+    assert waits == [COPIED] + ["tolist in _lay_out"] * 2 * (1 + cache.counters.evictions)
+
+
+@pytest.mark.parametrize(
+    "policy", ["lagkv(sinks=2,lag=4)", "keydiff", "nacl(proxies=5)", "expected-attention(future=8)"]
+)
+def test_other_scores_wait_for_nothing(policy):
+    assert read(policy)[0] == [COPIED]
 
 
 @pytest.mark.parametrize(("policy", "family"), [("locret", "phi3"), ("h2o", "gemma3_text"), ("roco", "llama")])

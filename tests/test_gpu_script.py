@@ -80,8 +80,61 @@ def test_the_gate_finds_rows_that_are_missing(monkeypatch):
     with mock.patch.object(run, "cache", lambda **given: real("streaming", **{**given, "budget": 128})):
         figures = e2e.check(run)
         assert next(figures).value > 0.1
-        with pytest.raises(SystemExit, match="nothing was timed"):
+        with pytest.raises(RuntimeError, match="logits with nothing evicted are off by"):
             next(figures)
+    assert run.wrong == {"logits"}
+
+
+def test_an_operation_that_is_wrong_stops_what_uses_it_alone(tmp_path, monkeypatch):
+    """The first run on a card must not end at the first kernel that fails there: each gets its row, and so does the rest."""
+
+    def wrong(case):
+        if case.function in ("attend", "packed_decode"):
+            raise gpu.bench.Disagreement(f"{case.operation} disagrees\nmore")
+
+    monkeypatch.setattr(gpu.bench, "gate", wrong)
+    out = tmp_path / "rows.csv"
+    argv = [
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+        "--tokens",
+        "1280",
+        "--out",
+        str(out),
+        "--part",
+        "prefill",
+        "peers",
+        "ops",
+    ]
+    assert gpu.main(argv) == 1
+    rows = {row["measurement"]: row for row in rows_of(out)}
+    assert rows["attend against its reference"]["note"] == "wrong: attend disagrees"
+    assert {name for name in rows if name.startswith("packed_decode") and name.endswith("against its reference")} == {
+        f"packed_decode {bits} bits{turned} against its reference"
+        for bits in (4, 2)
+        for turned in ("", ", keys rotated")
+    }
+    assert rows["prefill"]["value"] and rows["prefill of tova against locret"]["value"]
+    for name in ("h2o", "roco"):
+        assert rows[f"prefill of {name} against locret"]["note"] == "not measured: not as its reference is: attend"
+    timed = {row["operation"].split()[0].rstrip(",") for row in rows_of(tmp_path / "rows-operations.csv")}
+    assert timed >= {"matmul", "column_stats", "ragged_decode"} and not timed & {"attend", "packed_decode"}
+    assert any(name.startswith("attend at tiny") and "Disagreement" in row["note"] for name, row in rows.items())
+
+
+def test_a_model_that_cannot_be_built_gets_a_row(tmp_path, monkeypatch):
+    def fails(run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(e2e.Run, "build", fails)
+    out = tmp_path / "rows.csv"
+    argv = ["--device", "cpu", "--model", "tiny", "--tokens", "1280", "--out", str(out), "--part", "ops"]
+    assert gpu.main(argv) == 1
+    (row,) = [row for row in rows_of(out) if row["part"] == "gate"]
+    assert row["note"] == "not measured: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert rows_of(tmp_path / "rows-operations.csv"), "the others go on"
 
 
 def test_what_does_not_fit_gets_a_row(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -134,18 +135,38 @@ def test_a_backend_that_is_not_installed():
 
 
 def test_the_rule_of_the_device():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert backend.choose(None, cpu, 80) == "reference" == backend.choose("reference", cuda, 80)
-    assert backend.choose(None, cuda, 96) == "triton" == backend.choose("triton", cpu, 64), "interpreted here"
+    cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    assert backend.choose(None, cpu, 80, half) == "reference" == backend.choose("reference", cuda, 80, half)
+    assert backend.choose(None, cuda, 96, half) == "triton" == backend.choose("triton", cpu, 64, half), (
+        "interpreted here"
+    )
+    assert backend.choose(None, cuda, 128, torch.float32) == "reference"
     with pytest.raises(ValueError, match="head size 80 must be one of: 64, 96, 128, 256"):
-        backend.choose(None, cuda, 80)
+        backend.choose(None, cuda, 80, half)
     with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
-        backend.choose("cuda", cuda, 64)
+        backend.choose("cuda", cuda, 64, half)
 
 
-def test_a_device_that_triton_does_not_take():
-    code = "import torch; from locret_kernels import backend;backend.choose('triton', torch.device('cpu'), 64)"
-    assert "ValueError: backend='triton' takes CUDA devices, not cpu" in fails(code)
+@pytest.mark.parametrize(
+    ("where", "size", "dtype", "said"),
+    [
+        ("cpu", 64, "bfloat16", "backend='triton' takes CUDA devices, not cpu"),
+        ("cuda", 96, "float32", "float32 heads of 96 must be of at most 64 (backend='triton')"),
+    ],
+)
+def test_what_triton_does_not_take(where, size, dtype, said):
+    asked = f"'triton', torch.device('{where}'), {size}, torch.{dtype}"
+    code = f"import torch; from locret_kernels import backend;backend.choose({asked})"
+    assert f"ValueError: {said}" in fails(code)
+
+
+def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch):
+    """Triton launches on PyTorch's current device, which need not be the model's."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: entered.append(x) or nullcontext())
+    q, k = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 5, 64)
+    KERNELS["attend"](q, k, k, 0.1)
+    assert entered and entered[0] is q
 
 
 def test_a_tensor_that_is_not_on_a_gpu():
@@ -159,3 +180,30 @@ def test_a_tensor_that_is_not_on_a_gpu():
 def test_import_is_light():
     code = "import sys, locret_kernels.backend; assert not {'torch', 'triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- rotation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("S", "D", "R"), [(1, 64, 64), (70, 96, 96), (129, 96, 72), (65, 128, 32), (9, 256, 256)])
+def test_rotate_rows(S, D, R, dtype):
+    """Tables of all heads and of each; rows of a larger buffer; some dimensions that pass."""
+    x = random(2, 3, S + 5, D).to(dtype)[:, :, :S]
+    angle = 6 * random(2, 3, S, R // 2, seed=1).repeat(1, 1, 1, 2)
+    every = angle.cos().to(dtype), angle.sin().to(dtype)
+    for tables in (every, tuple(table[0, 0] for table in every)):
+        with poisoned():
+            mine = KERNELS["rotate_rows"](x, *tables)
+        exact = REFERENCES["rotate_rows"](x.double(), *(table.double() for table in tables))
+        close(mine.float(), exact.float(), dtype)
+        close(REFERENCES["rotate_rows"](x, *tables).float(), exact.float(), dtype)
+        assert torch.equal(mine[..., R:], x[..., R:])
+
+
+def test_what_rotate_rows_refuses():
+    x, table = random(1, 1, 4, 64), random(4, 66)
+    with pytest.raises(ValueError, match="even number of columns up to 64"):
+        KERNELS["rotate_rows"](x, table, table)
+    with pytest.raises(ValueError, match="x: 0 numbers must be at least 1"):
+        KERNELS["rotate_rows"](x[:, :, :0], table[:0, :64], table[:0, :64])

@@ -17,6 +17,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
+from locret_kit.policies import key_scores
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.key_scores import (
     Compactor,
@@ -386,14 +387,17 @@ def block_rows(q_GTD, k_TD, v_TD):
     return (weights * v_TD.norm(dim=-1)).tolist()
 
 
-def test_compactor_state_does_not_grow_with_the_text():
+def test_compactor_state_does_not_grow_with_the_text(monkeypatch):
+    """And its sketch, which the host draws and copies to the device, is drawn once."""
     q, k, v = random_qkv(2, 1, 400)
+    drawn, draw = [], key_scores.gaussian_sketch
+    monkeypatch.setattr(key_scores, "gaussian_sketch", lambda *size: drawn.append(size) or draw(*size))
     layer, sizes = Layer(Compactor(block=8, sketch=4, first=2, last=1), q, k, v), set()
     for _ in range(20):
         layer.feed(20)
         layer.cut(10)
         sizes.add(sum(x.numel() for x in layer.memory.values()))
-    assert len(sizes) == 1
+    assert len(sizes) == len(drawn) == 1
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------------

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_kit.policies.allocation import Adaptive, Pyramid, rounded
-from locret_kit.policies.base import Slots
+from locret_kit.policies.allocation import WHOLE, Adaptive, Pyramid, rounded, rounded_on_device
+from locret_kit.policies.base import Slots, rows_of
 from locret_kit.policies.registry import NAMED, describe_policies, parse_policy
 from locret_kit.policies.scores import Cis
 from locret_kit.policies.selection import ANCHORS, Representatives, Sampled, TopK
@@ -54,6 +55,25 @@ def test_rounded_stays_near(shares, extra):
     most = [int(share) + extra for share in shares]
     capped = rounded(shares, min(total, sum(most)), most)
     assert sum(capped) == min(total, sum(most)) and all(a <= b for a, b in zip(capped, most, strict=True))
+
+
+@given(data=st.data(), heads=st.integers(1, 9), alpha=st.floats(0, 1), keep=st.integers(0, 12))
+@MANY
+def test_rounded_on_the_device(data, heads, alpha, keep):
+    """The same integers as ``rounded`` gives, whatever was given away and however little room there is."""
+    part, rows = round(alpha * WHOLE), []
+    for _ in range(2):
+        most = data.draw(st.lists(st.integers(0, 15), min_size=heads, max_size=heads))
+        best = [data.draw(st.integers(0, top)) for top in most]
+        while sum(best) > heads * keep:  # no more are among the best than are kept
+            best[best.index(max(best))] -= 1
+        rows.append((best, most))
+    best_BH, most_BH = (torch.tensor([row[i] for row in rows]) for i in (0, 1))
+    got = rounded_on_device(part * best_BH + (WHOLE - part) * keep, most_BH, heads * keep).tolist()
+    a = Fraction(part, WHOLE)
+    for (best, most), mine in zip(rows, got, strict=True):
+        shares = [a * n + (1 - a) * keep for n in best]
+        assert mine == rounded(shares, min(heads * keep, sum(most)), most)
 
 
 @st.composite
@@ -111,6 +131,15 @@ def test_importance_is_compared_across_heads_in_its_own_unit():
 # ---- selection ------------------------------------------------------------------------------------------------------------
 
 
+@given(S=st.integers(1, 40), share=st.floats(0, 1), seed=st.integers(0, 999))
+@MANY
+def test_rows_of_what_stays(S, share, seed):
+    keep = int(share * S)
+    order = torch.rand(2, 3, S, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    stay = torch.zeros(2, 3, S, dtype=torch.bool).scatter_(-1, order[..., :keep], True)
+    assert torch.equal(rows_of(stay, keep), stay.nonzero()[:, 2].view(2, 3, keep))
+
+
 def slots_of(scores, valid, seed: int = 0) -> Slots:
     B, H, S = scores.shape
     positions = torch.stack(
@@ -118,7 +147,7 @@ def slots_of(scores, valid, seed: int = 0) -> Slots:
     )
     return Slots(
         layer=1, layers=3, keep=1, stabilizers=0, chunk=8, fresh=8, seen=3 * S, positions=positions.int().expand(B, H, S),
-        valid=valid, entered=scores, stats={}, seed=seed, ragged=True,
+        valid=valid, entered=scores, stats={}, seed=seed, lengths=valid.sum(-1).flatten().tolist(),
     )  # fmt: skip
 
 

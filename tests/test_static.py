@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
+from locret_kit.cache import static
 from locret_kit.cache.static import HostReads, StaticDecoder, reason_against
 from locret_kit.cache.view import slots_of
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -233,6 +235,40 @@ def test_a_capture_that_fails_loses_no_token(monkeypatch):
     monkeypatch.setattr(TapedDecoder, "_captured", fails)
     step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
     assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
+
+
+def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
+    """As PyTorch's own context does not: where the capture's end raises, what comes next would run on the side stream."""
+    streams = ["current"]
+
+    @contextmanager
+    def switched(name):
+        before = list(streams)
+        try:
+            yield
+        finally:
+            streams[:] = before
+
+    @contextmanager
+    def graph(graph, stream, **form):
+        streams.append(stream)
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Captures(StaticDecoder):
+        def __init__(self, model, cache):
+            super().__init__(model, cache)
+            self.captures = True
+
+    monkeypatch.setattr(static, "capture_stream", lambda device: "side")
+    for name, stand_in in (
+        ("CUDAGraph", object), ("graph", graph), ("stream", switched), ("device", lambda device: nullcontext()),
+        ("current_stream", lambda device: streams[-1]),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with attach(backbone()), torch.inference_mode():
+        step = decoded(backbone(), make("h2o"), tokens(), Captures, 5)[1]
+    assert streams == ["current"] and "its capture failed: operation failed" in step.reason
 
 
 def test_a_replay_that_fails_is_no_failed_capture(monkeypatch):

@@ -3,7 +3,7 @@
     python kernels/benchmarks/bench.py --out FILE.csv [--model phi3-mini llama3.1-8b] [--quick]
 
 Run from the repository's root; `scripts/gpu.py` does the same and end to end after it. An operation is timed only after its
-kernel agrees with its reference on random inputs of the same shape (`agree`); one that does not ends the run. Times are of
+kernel agrees with its reference on random inputs of the same shape (`agree`); here one that does not ends the run. Times are of
 the device (CUDA events), the L2 cache is flushed between runs, and p20, p50 and p80 are over the repetitions. The card's own
 ceilings, a bfloat16 matmul and a copy, come first. On a CPU the references alone are timed, by the clock.
 """
@@ -34,6 +34,10 @@ from locret_kernels.ragged_decode import PackedRows
 ERROR, LARGEST = 1e-2, 0.1
 """Of bfloat16 kernels against float32 references, as shares of the reference's root mean square: the root mean square of
 the errors (8 bits of mantissa are 0.2% to 0.3% of it), and the largest one."""
+
+
+class Disagreement(RuntimeError):
+    """A kernel does not equal its reference."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,11 @@ class Case:
     """What the gate compares instead of ``runs``."""
     exact: bool = False
     """Whether floats must be equal bit for bit, too: of what only moves them."""
+
+    @property
+    def function(self) -> str:
+        """The operation without its form."""
+        return self.operation.split()[0].rstrip(",")
 
 
 def provenance(device: torch.device) -> dict[str, str]:
@@ -186,6 +195,7 @@ def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
     starts = torch.arange(H, device=device)[None] * S
     lengths = torch.full((1, H), S, device=device)
     one, table = q[:, :, 0].contiguous(), x(S, D)
+    yield Case("rotate_rows", f"{shape} S={S}", both("rotate_rows", k, table, table), nbytes=2 * k.nbytes)
     for tables in ({}, {"cos_SR": table, "sin_SR": table}):
         runs = both("ragged_decode", one, flat_k, flat_v, starts, lengths, scaling, longest=S, **tables)
         rotated = ", keys rotated" if tables else ""
@@ -243,7 +253,7 @@ def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device) -> Pack
 
 
 def agree(mine: Any, theirs: Any, what: str, *, exact: bool = False) -> None:
-    """End the run where a kernel does not equal its reference.
+    """Raise Disagreement where a kernel does not equal its reference.
 
     Integers, booleans and infinities must be equal, floats within ``ERROR`` and ``LARGEST`` of the reference's root mean
     square, or with ``exact`` equal too. Rows that are selected are integers, and may not differ on ties: both backends
@@ -255,7 +265,7 @@ def agree(mine: Any, theirs: Any, what: str, *, exact: bool = False) -> None:
         if a is None and b is None:
             continue
         if reason := difference(a, b, exact=exact):
-            raise SystemExit(f"bench: {what} disagrees with its reference in output {i}, nothing was timed: {reason}")
+            raise Disagreement(f"{what} disagrees with its reference in output {i}: {reason}")
 
 
 def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None, *, exact: bool = False) -> str | None:
@@ -283,7 +293,7 @@ def difference(mine: torch.Tensor | None, theirs: torch.Tensor | None, *, exact:
 
 
 def gate(case: Case) -> None:
-    """End the run unless the case's kernel, where it runs, equals its reference."""
+    """Raise Disagreement unless the case's kernel, where it runs, equals its reference."""
     runs = case.checked or case.runs
     if "triton" in runs:
         agree(runs["triton"](), runs["reference"](), f"{case.operation} at {case.shape}", exact=case.exact)
@@ -324,12 +334,16 @@ def clocked(run: Callable[[], Any], milliseconds: int) -> tuple[float, float, fl
     return low, middle, high
 
 
-def timed(shapes: dict[str, Shape], milliseconds: int, where: dict[str, str], device: torch.device) -> Iterator[Row]:
-    """The card's ceilings, then every operation of every shape, each behind its gate."""
-    for case in chain(ceilings(device), *(cases(name, at, device) for name, at in shapes.items())):
-        gate(case)
-        for key, run in case.runs.items():
-            yield measure(case, run, key, milliseconds, where, device)
+def every(shapes: dict[str, Shape], device: torch.device) -> Iterator[Case]:
+    """The card's ceilings, then every operation of every shape."""
+    return chain(ceilings(device), *(cases(name, at, device) for name, at in shapes.items()))
+
+
+def timed(case: Case, milliseconds: int, where: dict[str, str], device: torch.device) -> Iterator[Row]:
+    """A row for each backend, behind the gate."""
+    gate(case)
+    for key, run in case.runs.items():
+        yield measure(case, run, key, milliseconds, where, device)
 
 
 def append(path: Path, row: Any) -> None:
@@ -370,12 +384,16 @@ def main() -> int:
         print("bench: PyTorch sees no CUDA device here; nothing is timed on anything else", file=sys.stderr)
         return 1
     torch.manual_seed(0)
-    device = torch.device("cuda")
-    for row in timed(
-        {name: SHAPES[name] for name in args.model}, 20 if args.quick else 200, provenance(device), device
-    ):
-        append(args.out, row)
-        print(line(row), flush=True)
+    device, milliseconds = torch.device("cuda"), 20 if args.quick else 200
+    where = provenance(device)
+    try:
+        for case in every({name: SHAPES[name] for name in args.model}, device):
+            for row in timed(case, milliseconds, where, device):
+                append(args.out, row)
+                print(line(row), flush=True)
+    except Disagreement as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -19,10 +19,12 @@ from unittest import mock
 import bench
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from triton.errors import TritonError
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
 from locret_kit.cache import block, bounded, eviction
+from locret_kit.naming import first_line
 from locret_kit.runtime.plan import ITEM_BYTES, Backbone, Setting, head_parameters, plan_inference
 from locret_kit.runtime.session import Sampling, decode, prefill
 
@@ -32,6 +34,8 @@ SHARE = 0.2
 """Of the floating-point ceiling, before anything is known."""
 COMPILING = 20.0
 """Seconds that a measurement may spend on compiling kernels."""
+FAILURES = (RuntimeError, ValueError, TritonError)
+"""What ends one measurement and not the others: no memory, a kernel that does not compile, an error of the device."""
 
 
 class Figure(NamedTuple):
@@ -64,6 +68,8 @@ class Run:
     """Of the floating-point ceiling that prefill reached."""
     warm: set[str] = field(default_factory=set)
     """Policies that have read a short prompt."""
+    wrong: set[str] = field(default_factory=set)
+    """Operations that do not equal their references, and ``logits`` where the model's own do not."""
     cache_bytes: int = 0
     after: Any = None
     """Cache and logits behind Locret's whole prompt, until something else needs the room."""
@@ -184,12 +190,19 @@ def synchronised(device: torch.device) -> Iterator[None]:
 
 
 def check(run: Run) -> Iterator[Figure]:
-    """The gate: operations against references at the model's heads, and logits against the model's own forward. Ends the run
-    where they do not agree."""
+    """The gate: operations against references at the model's heads, and logits against the model's own forward.
+
+    Raises:
+        RuntimeError: the logits do not agree. An operation that does not is in ``run.wrong``, and in a row of its own.
+    """
     spec = Backbone.of(run.config).spec
     at = bench.Shape(spec.n_heads, spec.n_kv_heads, spec.head_dim, 1024, 256, prompt=2048, answer=64, hidden=256)
     for case in bench.cases(run.name, at if run.device.type == "cuda" else bench.TINY, run.device):
-        bench.gate(case)
+        try:
+            bench.gate(case)
+        except FAILURES as error:
+            run.wrong.add(case.function)
+            yield Figure(f"{case.operation} against its reference", None, "", f"wrong: {first_line(error)}")
     tokens = min(256, run.setting.context)
     cache = run.cache(budget=tokens, chunk=64, context=tokens, stabilizers=None, local_len=None)
     mine = run.read(cache, tokens)[1]
@@ -199,7 +212,8 @@ def check(run: Run) -> Iterator[Figure]:
     error = float((mine - theirs).norm() / theirs.norm())
     yield Figure("logits with nothing evicted, error", error, "of their size", f"below 0.1 passes; {tokens} tokens")
     if not error < 0.1:
-        raise SystemExit(f"gpu: {run.name}: logits with nothing evicted are off by {error:.2g}; nothing was timed")
+        run.wrong.add("logits")
+        raise RuntimeError(f"logits with nothing evicted are off by {error:.2g} of their size")
 
 
 def short(setting: Setting) -> int:
@@ -226,8 +240,11 @@ def shares(run: Run) -> Iterator[Figure]:
     full = [now for now in seen if now[0] >= run.setting.budget + run.setting.chunk]
     _, total, *parts = (b - a for a, b in zip(full[0], full[-1], strict=True))
     said = f"{full[-1][0] - full[0][0]} tokens behind {full[0][0]}, the device waited for"
+    s, heads = run.setting, head_parameters(Backbone.of(run.config).spec, run.setting.width)
+    least = 200 * s.context * heads / operations(run.config, s)
     for name, part in zip(("scoring", "selecting", "compacting"), parts, strict=True):
-        yield Figure(f"share of prefill in {name}", 100 * part / total, "%", said)
+        note = f"{said}; the heads' products are {least:.2g}% of all operations" if name == "scoring" else said
+        yield Figure(f"share of prefill in {name}", 100 * part / total, "%", note)
     yield Figure("share of prefill in all three", 100 * sum(parts) / total, "%", said)
 
 
@@ -266,8 +283,8 @@ def decoding(run: Run) -> Iterator[Figure]:
             name, rows = f"decode behind {context} tokens, {form}", max(cache.kept_rows)
             try:
                 seconds = took[context, form] = per_token(run, cache, logits, form == "graph")
-            except ValueError as error:
-                yield Figure(name, None, "ms/token", f"not measured: {error}")
+            except FAILURES as error:
+                yield Figure(name, None, "ms/token", f"not measured: {first_line(error)}")
                 continue
             yield Figure(name, 1e3 * seconds, "ms/token", f"{rows} rows a head")
             if context == s.context:

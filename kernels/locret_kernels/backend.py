@@ -22,6 +22,7 @@ FUNCTIONS = {
     "compact_rows": "select_compact",
     "ragged_decode": "ragged_decode",
     "packed_decode": "ragged_decode",
+    "rotate_rows": "rotate",
 }
 """Function -> the folder that holds it."""
 
@@ -51,20 +52,21 @@ def function(name: str, backend: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def choose(backend: str | None, device: torch.device, head_size: int) -> str:
-    """The backend for heads of this size on a device: the one that is named, or ``triton`` on CUDA and ``reference``
-    elsewhere. What cannot run is an error here, before anything is allocated, never another backend.
+def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:
+    """The backend for heads of this size and type on a device: the one that is named, or ``triton`` on CUDA in half
+    precision, for which its kernels are made, and ``reference`` otherwise. What cannot run is an error here, before anything is
+    allocated, never another backend.
 
     Raises:
-        ValueError: an unknown backend, or a device or head size that it does not take.
+        ValueError: an unknown backend, or a device, head size or type that it does not take.
         BackendUnavailable: Triton is due and not installed.
     """
-    backend = backend or ("triton" if device.type == "cuda" else "reference")
+    backend = backend or ("triton" if device.type == "cuda" and dtype.itemsize == 2 else "reference")
     function("attend", backend)
     if backend == "triton":
         from . import tiles
 
-        tiles.head_blocks(head_size)
+        tiles.head_blocks(head_size, dtype)
         if device.type != "cuda" and not tiles.INTERPRETED:
             raise ValueError(f"backend='triton' takes CUDA devices, not {device}")
     return backend

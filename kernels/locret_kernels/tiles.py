@@ -1,19 +1,24 @@
 """What the Triton kernels share: loading rows of a head, dot products over its size, and what they refuse.
 
 A head of 96 is read as 64 + 32 columns, so that no lane works on padding: ``D0`` and ``D1`` are powers of two, ``D1`` may
-be 0. Arithmetic in bfloat16 is wrong in Triton's interpreter, so there every load is turned to float32 (``UPCAST``).
+be 0. Arithmetic in bfloat16 is wrong in Triton's interpreter, so there every load is turned to float32 (``UPCAST``). Lengths
+of texts and caches are not specialised (``do_not_specialize``): for one that is no multiple of 16, or 1, Triton would compile
+the kernel again in the middle of a prompt.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 HEAD_SIZES = {64: (64, 0), 96: (64, 32), 128: (128, 0), 256: (256, 0)}
 """Head size -> its two blocks of columns."""
+FLOAT32_HEAD = 64
+"""The largest head that kernels take in float32, but for the interpreter."""
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -44,14 +49,21 @@ def dot_rows(a0, a1, b0, b1, out, D1: tl.constexpr):
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
-    """Every kernel starts here; ``benchmarks/compile_check.py`` puts a compiler in its place."""
-    kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    """Every kernel starts here, on the device of its first argument, which need not be PyTorch's current one;
+    ``benchmarks/compile_check.py`` puts a compiler in its place."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
 
 
-def head_blocks(D: int) -> tuple[int, int]:
-    """``(D0, D1)``. Raises ValueError for a head size without kernels."""
+def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:
+    """``(D0, D1)``. Raises ValueError for a head size without kernels, or one too large for the type: products of float32 have
+    no tensor cores here, and their tiles do not fit the shared memory and the registers of every card."""
     if D not in HEAD_SIZES:
         raise ValueError(f"head size {D} must be one of: {', '.join(map(str, HEAD_SIZES))} (backend='triton')")
+    if dtype == torch.float32 and D > FLOAT32_HEAD and not INTERPRETED:
+        raise ValueError(
+            f"float32 heads of {D} must be of at most {FLOAT32_HEAD} (backend='triton'): bfloat16, float16 may"
+        )
     return HEAD_SIZES[D]
 
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from locret_kernels.rotate import rotate_rows as rotate
+
+__all__ = ["Rope", "rotate"]
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -24,12 +28,3 @@ class Rope:
         angle = pos_T[:, None].float() * self.inv_freq.to(pos_T.device).float()
         angle = torch.cat((angle, angle), dim=-1)
         return (angle.cos() * self.scaling).to(dtype), (angle.sin() * self.scaling).to(dtype)
-
-
-def rotate(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate ``x [..., T, D]`` by the half-split convention; dimensions past ``R`` pass unchanged (partial rotary)."""
-    r = cos_TR.shape[-1]
-    part = x[..., :r]
-    half = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), dim=-1)
-    turned = part * cos_TR + half * sin_TR
-    return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 
-from ..backbones.rope import rotate
 from .attention import attend_rows, attend_rows_lse
 from .decoding import Turn, decode_rows
 from .layers import BoundedLayer, Part
@@ -26,8 +26,8 @@ def read_block(
     score_BHT = cache.entry_scores(layer, rows, rows.seen, q, k, v)
     rows.remember(q)
     if cache.ropes is not None and not cache.rotates_rows(rows):
-        cos, sin = cache.tables.between(cache.ropes[layer], rows.seen, q.shape[2], q)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        turned, tables = _rotate(cache), cache.tables.between(cache.ropes[layer], rows.seen, q.shape[2], q)
+        q, k = turned(q, *tables), turned(k, *tables)
     rows.append(k, v, score_BHT)
     if q.shape[2] == 1 and rows.reads_flat and not _reads(cache, rows):
         assert cache.backend is not None
@@ -60,7 +60,8 @@ def _attend_part(cache: BoundedCache, layer: int, rows: BoundedLayer, part: Part
             at = cache.places.place(rank_S, _picked(part.positions, seen), rows.seen)
             cos, sin = cache.tables.at(rope, at, cache.places.span, q)
             newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
-        keys, q = rotate(keys, cos, sin), rotate(q, *newest)
+        turned = _rotate(cache)
+        keys, q = turned(keys, cos, sin), turned(q, *newest)
     if not len(part.stats):
         return attend_rows(q, keys, values, scaling, rows.window)
     assert cache.backend is not None
@@ -71,6 +72,12 @@ def _attend_part(cache: BoundedCache, layer: int, rows: BoundedLayer, part: Part
         _add_picked(stat, getattr(made, name), seen)
     cache.counters.score_s += time.perf_counter() - began
     return out
+
+
+def _rotate(cache: BoundedCache) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """What rotates rows on the cache's device."""
+    assert cache.backend is not None
+    return function("rotate_rows", cache.backend)
 
 
 def _reads(cache: BoundedCache, rows: BoundedLayer) -> bool:

@@ -84,7 +84,7 @@ class BoundedCache(Cache):
         kv_bits: 4 or 2 bits for a number of keys and values, but for the newest rows (see ``quantised``); by default the
             model's dtype. Layers with a window keep theirs as they come.
         backend: of ``locret_kernels``, for the statistics of attention and for moving rows: "reference" or "triton"; by
-            default triton on CUDA and the reference elsewhere.
+            default triton on CUDA in half precision and the reference otherwise.
 
     Raises:
         ValueError: a setting out of range; names the setting, its value and the bound.
@@ -175,7 +175,7 @@ class BoundedCache(Cache):
             self.heads.to(model.device, model.dtype)
         if self.policy.merge is not None:
             self.policy.merge.bind(spec, model.device)
-        self.backend = choose(self.backend, model.device, spec.head_dim)
+        self.backend = choose(self.backend, model.device, spec.head_dim, model.dtype)
         self.budgets = self._layer_budgets(spec.windows)
         recent = self.policy.recent(self.schedule.chunk)
         for window, budget in zip(spec.windows, self.budgets, strict=True):

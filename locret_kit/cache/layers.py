@@ -201,6 +201,11 @@ class BoundedLayer(CacheLayerMixin):
         cos, sin = tables(self.rows)
         return cos[None, None], sin[None, None]
 
+    @property
+    def head_lengths(self) -> list[int] | None:
+        """Rows of every head, where heads differ."""
+        return None
+
     def kept(self) -> Any:
         """Positions ``[B, H, rows]`` held now."""
         return self.positions[:, :, : self.rows].clone()

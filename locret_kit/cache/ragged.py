@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..policies.base import rows_of
 from .decoding import Flat
 from .layers import BoundedLayer, Part
+
+
+def each_row(first_P: Tensor, count_P: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Head and row ``[total]`` (int64) of the ``count`` rows from ``first`` on of every head, head after head. The host knows
+    their ``total``, so it waits for nothing."""
+    head_N = torch.arange(len(count_P), device=count_P.device).repeat_interleave(count_P, output_size=total)
+    before_P = count_P.cumsum(0) - count_P
+    return head_N, torch.arange(total, device=count_P.device) + (first_P - before_P)[head_N]
 
 
 class RaggedLayer(BoundedLayer):
     """Rows of one layer whose heads hold different numbers of slots, ``rows`` on average.
 
     Every buffer is flat: ``B * H * capacity`` rows, in which each head has a stretch as long as its rows and its room for
-    new ones. The room is the same for every head, so the stretches fill the buffer whatever the budgets are.
+    new ones. The room is the same for every head, so the stretches fill the buffer whatever the budgets are. The host reads
+    how long they are once an eviction, since attention is a call for each head.
     """
 
     ragged = True
@@ -35,12 +46,13 @@ class RaggedLayer(BoundedLayer):
         self._lay_out(torch.zeros(self.B * self.H, dtype=torch.int64, device=self.device))
 
     def _lay_out(self, lengths: Tensor) -> None:
-        """Give every head a stretch for its rows and its room."""
-        self.lengths = lengths
-        self.rows = int(lengths[: self.H].sum()) // self.H
-        stretch = lengths + (self.capacity - self.rows)
-        self.starts = stretch.cumsum(0) - stretch
-        self._stretches = list(zip(self.starts.tolist(), lengths.tolist(), strict=True))
+        """Give every head a stretch for its rows and its room. Here the host waits, and nowhere else."""
+        held = lengths.tolist()
+        self.lengths, self.rows = lengths, sum(held[: self.H]) // self.H
+        room = self.capacity - self.rows
+        self.starts = lengths.cumsum(0) - lengths + room * torch.arange(len(held), device=self.device)
+        starts = accumulate((length + room for length in held[:-1]), initial=0)
+        self._stretches = list(zip(starts, held, strict=True))
 
     @property
     def batch(self) -> int:
@@ -97,9 +109,13 @@ class RaggedLayer(BoundedLayer):
         return self.buffer(name)[start : start + length]
 
     @property
+    def head_lengths(self) -> list[int]:
+        return [length for _, length in self._stretches]
+
+    @property
     def longest(self) -> int:
         """Rows of the longest head."""
-        return max(length for _, length in self._stretches)
+        return max(self.head_lengths)
 
     def _row_of_slot(self) -> Tensor:
         """Row ``[B * H, S]`` of each slot, aligned to the right; below the head's first row at padding."""
@@ -126,9 +142,14 @@ class RaggedLayer(BoundedLayer):
         cos, sin = padded.view(2, self.B, self.H, size, -1)
         return cos, sin
 
+    def _rows(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Every row ``[B * H * rows]``, head after head, and its place ``(head, slot)`` in ``slots``."""
+        head_N, row_N = each_row(self.starts, self.lengths, self.B * self.H * self.rows)
+        return row_N, (head_N, row_N - (self.starts + self.lengths - self.longest)[head_N])
+
     def rescore(self, score_BHS: Tensor) -> None:
-        valid = self.valid().flatten(0, 1)
-        self.scores[self._row_of_slot()[valid]] = score_BHS.flatten(0, 1)[valid]
+        row_N, slot_N = self._rows()
+        self.scores[row_N] = score_BHS.flatten(0, 1)[slot_N]
 
     def kept(self) -> list[list[Tensor]]:
         """Positions ``[rows of the head]`` held now, ``kept()[b][h]``."""
@@ -136,17 +157,14 @@ class RaggedLayer(BoundedLayer):
         return [rows[b * self.H : (b + 1) * self.H] for b in range(self.B)]
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
-        stay = stay_BHS.flatten(0, 1)
-        self._move(self._row_of_slot()[stay], stay.sum(-1))
+        stay_PS, (row_N, slot_N) = stay_BHS.flatten(0, 1), self._rows()
+        self._move(row_N[rows_of(stay_PS[slot_N], self.B * self.H * mean)], stay_PS.sum(-1))
         self.fresh = 0
 
     def _move(self, source: Tensor, lengths: Tensor) -> None:
         """Lay the rows ``source`` out anew, head after head."""
         self._lay_out(lengths)
-        within = torch.arange(len(source), device=self.device) - (lengths.cumsum(0) - lengths).repeat_interleave(
-            lengths
-        )
-        target = self.starts.repeat_interleave(lengths) + within
+        _, target = each_row(self.starts, lengths, len(source))
         for buffer in self._moving():
             buffer[target] = buffer[source]
 

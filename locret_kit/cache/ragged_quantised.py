@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .groups import table_size
 from .quantised import QuantisedLayer
-from .ragged import RaggedLayer
+from .ragged import RaggedLayer, each_row
 
 
 class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
@@ -44,24 +44,22 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
         return new
 
     def _newest(self, older: int, newer: int) -> Any:
-        rows = [
-            torch.arange(start + max(0, length - older), start + max(0, length - newer))
-            for start, length in self._stretches
-        ]
-        return torch.cat(rows).to(self.device)
+        first, end = ((self.lengths - n).clamp(min=0) for n in (older, newer))
+        total = sum(max(0, length - newer) - max(0, length - older) for length in self.head_lengths)
+        return each_row(self.starts + first, end - first, total)[1]
 
     def _held(self) -> Any:
         return self._newest(self.longest, 0).view(self.B, 1, -1)
 
     def _heads(self) -> tuple[Tensor, int]:
-        head = torch.arange(self.H, device=self.device).repeat(self.B)
-        total = self.B * self.H * self.rows
-        return head.repeat_interleave(self.lengths, output_size=total).view(self.B, 1, -1), self.H
+        head, _ = each_row(self.starts, self.lengths, self.B * self.H * self.rows)
+        return (head % self.H).view(self.B, 1, -1), self.H
 
     def _in_tail(self) -> Any:
-        rows = [torch.arange(min(self.tail, length)) for _, length in self._stretches]
-        head = torch.cat([torch.full_like(row, i) for i, row in enumerate(rows)]).to(self.device)
-        return head // self.H, head % self.H, torch.cat(rows).to(self.device)
+        count = self.lengths.clamp(max=self.tail)
+        total = sum(min(self.tail, length) for length in self.head_lengths)
+        head, row = each_row(torch.zeros_like(count), count, total)
+        return head // self.H, head % self.H, row
 
     def _next_in_tail(self) -> Any:
         head = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from ..policies.base import Slots
 from .bounded import BoundedCache
 from .decoding import Flat, Turn, decode_rows
 from .eviction import count_eviction
-from .layers import BoundedLayer
 from .view import slots_of
 
 WARM = 2
@@ -76,6 +76,13 @@ class Cut:
 
 
 Cuts = tuple[Cut, ...]
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: PyTorch's own is one for all devices, on that of the first capture. cuBLAS keeps a
+    workspace for every stream, so there is one only."""
+    return torch.cuda.Stream(device)
 
 
 class HostReads(TorchDispatchMode):
@@ -130,6 +137,7 @@ class StaticDecoder:
             self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
             self.seen = torch.full((), cache.get_seq_length(), device=model.device)
             self.length_L = torch.tensor(cache.kept_rows, device=model.device)
+            self.flats = [rows.flat() for rows in cache.bounded]
             self.tables = {
                 layer: self._table(layer) for layer, rows in enumerate(cache.bounded) if cache.rotates_rows(rows)
             }
@@ -194,9 +202,12 @@ class StaticDecoder:
 
     def _captured(self, before: Cuts, after: Cuts) -> tuple[Any, Tensor]:
         """A graph of the step, which does not run yet, and where its logits will be."""
-        graph = torch.cuda.CUDAGraph()
+        graph, device = torch.cuda.CUDAGraph(), self.model.device
         pool = next((first.pool() for first, _ in self.graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        form: dict[str, Any] = dict(pool=pool, stream=capture_stream(device), capture_error_mode="thread_local")
+        # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
+        before_it = torch.cuda.stream(torch.cuda.current_stream(device))
+        with torch.cuda.device(device), before_it, torch.cuda.graph(graph, **form):
             logits = self._step(before, after)
         return graph, logits
 
@@ -240,11 +251,11 @@ class StaticDecoder:
         length_1 = self.length_L[layer : layer + 1]
         rows.put(length_1, k, v, score_BHT, self.seen.int())
         statistics = cache.statistics if rows.window is None else ()
-        return decode_rows(q, self._flat(rows, length_1 + 1), rows.scaling, cache.backend, statistics, turn)
+        return decode_rows(q, self._flat(layer, length_1 + 1), rows.scaling, cache.backend, statistics, turn)
 
-    def _flat(self, rows: BoundedLayer, length_1: Tensor) -> Flat:
+    def _flat(self, layer: int, length_1: Tensor) -> Flat:
         """The rows that a token sees, as many as the device says."""
-        flat = rows.flat()
+        flat, rows = self.flats[layer], self.cache.bounded[layer]
         if rows.window is not None:
             seen_1 = length_1.clamp(max=rows.window)
             flat = replace(flat, starts_BH=flat.starts_BH + (length_1 - seen_1))

@@ -40,7 +40,7 @@ def slots_of(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> Sl
         scaling=rows.scaling,
         seed=cache.seed,
         target=cache.heads.config.target if cache.heads is not None else "logit",
-        ragged=rows.ragged,
+        lengths=rows.head_lengths,
         rope=cache.ropes[layer] if cache.ropes is not None else None,
         next_position=cache.places.next_place(valid.sum(-1), rows.seen),
         memory=rows.memory,

@@ -58,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--weight-bits", type=int, choices=(8, 4), help="quantise the backbone's layers with bitsandbytes while loading"
     )
-    run.add_argument("--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA)")
+    run.add_argument(
+        "--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA, not in float32)"
+    )
     run.add_argument(
         "--graph",
         action="store_true",

@@ -8,8 +8,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .base import Uniform, rank_of
+
+WHOLE = 10**6
+"""Parts of a slot in which shares are counted on the device."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Pyramid(Uniform):
 @dataclass(frozen=True)
 class Adaptive(Uniform):
     """The ``H * B`` best slots of a layer's heads together give each head ``B*_h``; it gets
-    ``alpha B*_h + (1 - alpha) B``. Source: Ada-KV, algorithms 2 and 3 (``alpha`` is its safeguard)."""
+    ``alpha B*_h + (1 - alpha) B``, ``alpha`` to six decimals. Source: Ada-KV, algorithms 2 and 3 (``alpha`` is its
+    safeguard)."""
 
     alpha: float = 0.5
     ragged: ClassVar[bool] = True
@@ -51,16 +56,9 @@ class Adaptive(Uniform):
         # Slot-major, so that of equal scores the newer slot is the better one, in whatever head.
         together = [x.transpose(1, 2).reshape(B, 1, S * H) for x in (scores_BHS, protected_BHS, valid_BHS)]
         place_BHS = rank_of(*together).view(B, S, H).transpose(1, 2)
-        best_BH = ((place_BHS < H * keep) & valid_BHS).sum(-1)
-        alpha, held_BH = Fraction(self.alpha), valid_BHS.sum(-1)
-        return torch.tensor(
-            [
-                rounded([alpha * best + (1 - alpha) * keep for best in row], min(H * keep, sum(most)), most)
-                for row, most in zip(best_BH.tolist(), held_BH.tolist(), strict=True)
-            ],
-            dtype=torch.int64,
-            device=scores_BHS.device,
-        )
+        best_BH, held_BH = ((place_BHS < H * keep) & valid_BHS).sum(-1), valid_BHS.sum(-1)
+        part = round(self.alpha * WHOLE)
+        return rounded_on_device(part * best_BH + (WHOLE - part) * keep, held_BH, H * keep)
 
 
 @dataclass(frozen=True)
@@ -92,3 +90,23 @@ def rounded(shares: list[Fraction], total: int, most: list[int] | None = None) -
         for i in [i for i in by_fraction if out[i] < most[i]][:missing]:
             out[i] += 1
     return out
+
+
+def rounded_on_device(share_BH: Tensor, most_BH: Tensor, total: int) -> Tensor:
+    """``rounded`` of every row ``[B, H]`` (int64), for which the host waits for nothing. Shares are in ``WHOLE``-ths; a row
+    sums to ``total``, or to its ``most`` where that is less."""
+    H = share_BH.shape[1]
+    down_BH = (share_BH // WHOLE).minimum(most_BH)
+    turn_BH = (share_BH - WHOLE * down_BH).argsort(dim=-1, descending=True, stable=True)
+    room_BH = (most_BH - down_BH).gather(1, turn_BH)
+    missing_B1 = (most_BH.sum(-1).clamp(max=total) - down_BH.sum(-1))[:, None]
+    # In a round every head that has room gets one. How many are given until k heads are full, and the last such k:
+    low_BK = F.pad(room_BH.sort(dim=-1).values, (1, 0))
+    left_K = torch.arange(H, -1, -1, device=share_BH.device)
+    given_BK = low_BK.cumsum(-1) + left_K * low_BK
+    k_B1 = (given_BK <= missing_B1).sum(-1, keepdim=True) - 1
+    rounds_B1 = low_BK.gather(1, k_B1) + (missing_B1 - given_BK.gather(1, k_B1)) // left_K[k_B1].clamp(min=1)
+    more_BH = room_BH.minimum(rounds_B1)
+    open_BH = room_BH > rounds_B1
+    more_BH = more_BH + (open_BH & (open_BH.cumsum(-1) <= missing_B1 - more_BH.sum(-1, keepdim=True)))
+    return down_BH.scatter_add(1, turn_BH, more_BH)

@@ -8,7 +8,7 @@ prompt's end and the answer see (answering). Parts know nothing of models, cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -82,8 +82,8 @@ class Slots:
     seed: int = 0
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
-    ragged: bool = False
-    """Whether some heads are padded."""
+    lengths: Sequence[int] | None = None
+    """Slots of every head, one item of the batch after another, where some are padded; the host knows them."""
     rope: Any = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
     next_position: Tensor | None = None
@@ -245,7 +245,9 @@ def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Ten
 
 def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
     """Row indices ``[B, H, keep]`` (int64, ascending) of a boolean with ``keep`` True in each head."""
-    return stay_BHS.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :keep]
+    place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place behind them
+    row_S = torch.arange(place_BHS.shape[-1], device=place_BHS.device).expand_as(place_BHS)
+    return place_BHS.new_empty(*place_BHS.shape[:-1], keep + 1).scatter_(-1, place_BHS, row_S)[..., :keep]
 
 
 @dataclass(frozen=True)

@@ -124,16 +124,14 @@ class LagKV(ScorePart):
         return (1.0 + (pos_T < self.sinks)).expand(B, H, T)
 
     def score(self, slots: Slots) -> Tensor:
-        complete = (slots.seen - self.sinks) // self.lag
-        place_BHS = slots.positions.long() - self.sinks
-        partition_BHS = place_BHS.div(self.lag, rounding_mode="floor")
-        waiting_BHS = slots.valid & (slots.entered == 1) & (partition_BHS < complete - 1)
-        if not bool(waiting_BHS.any()):
+        before, complete = ((n - self.sinks) // self.lag for n in (slots.seen - slots.fresh, slots.seen))
+        first = max(0, before - 1)  # partitions below have their ranks since the last eviction
+        if complete - 1 <= first:
             return slots.entered
-        first = int(partition_BHS[waiting_BHS].min())
-        cells = (complete - first) * self.lag
-        place_BHS = place_BHS - first * self.lag
-        new = slice(-int((place_BHS >= 0).sum(-1).max()), None)
+        origin, cells = self.sinks + first * self.lag, (complete - first) * self.lag
+        place_BHS = slots.positions.long() - origin
+        waiting_BHS = slots.valid & (slots.entered == 1) & (place_BHS < cells - self.lag)
+        new = slice(-min(slots.seen - origin, place_BHS.shape[-1]), None)  # no head holds more of these partitions
         inside_BHW = slots.valid[..., new] & (place_BHS[..., new] >= 0) & (place_BHS[..., new] < cells)
         cell_BHW = place_BHS[..., new].masked_fill(~inside_BHW, cells)
 
@@ -236,12 +234,14 @@ class ExpectedAttention(ScorePart):
 
 def leverage_scores(k_BHSD: Tensor, among_BHS: Tensor, sketch_HDR: Tensor, ridge: float = 1e-2) -> Tensor:
     """``diag( X (X'X + ridge I)^-1 X' )``, ``[B, H, S]``, of ``X = (k - mean k) sketch`` over the slots of ``among``; 0
-    elsewhere. ``k`` before RoPE. Source: Compactor, arXiv 2507.08143, section 3 (right sketch; ridge: its implementation)."""
+    elsewhere. ``k`` before RoPE; the sketch may have a batch axis.
+    Source: Compactor, arXiv 2507.08143, section 3 (right sketch; ridge: its implementation)."""
     k_BHSD, weight_BHS1 = wide(k_BHSD), among_BHS[..., None]
     mean_BH1D = (k_BHSD * weight_BHS1).sum(2, keepdim=True) / weight_BHS1.sum(2, keepdim=True).clamp_min(1)
     x_BHSR = (k_BHSD - mean_BH1D) @ sketch_HDR.to(k_BHSD) * weight_BHS1
     gram_BHRR = x_BHSR.mT @ x_BHSR + ridge * torch.eye(x_BHSR.shape[-1], dtype=x_BHSR.dtype, device=x_BHSR.device)
-    solved_BHRS = torch.cholesky_solve(x_BHSR.mT, torch.linalg.cholesky(gram_BHRR))
+    lower_BHRR = torch.linalg.cholesky_ex(gram_BHRR).L  # the ridge makes it exist; to be told so, the host would wait
+    solved_BHRS = torch.cholesky_solve(x_BHSR.mT, lower_BHRR)
     return (x_BHSR * solved_BHRS.mT).sum(-1).clamp_min(0)
 
 
@@ -302,9 +302,10 @@ class Compactor(ScorePart):
         self._settle(slots)
         among_BHS = slots.valid & (slots.positions >= self.first) & ~slots.newest(self.last)
         raw_BHSD = slots.raw_keys()
-        H, D = raw_BHSD.shape[1], raw_BHSD.shape[3]
-        sketch_HDR = gaussian_sketch(H, D, self.sketch, 1_000_003 * slots.seed + slots.layer)
-        leverage_BHS = leverage_scores(raw_BHSD, among_BHS, sketch_HDR)
+        if "sketch" not in slots.memory:  # drawn by the host: once a prompt
+            (B, H, _, D), seed = raw_BHSD.shape, 1_000_003 * slots.seed + slots.layer
+            slots.memory["sketch"] = gaussian_sketch(H, D, self.sketch, seed).to(raw_BHSD.device).expand(B, -1, -1, -1)
+        leverage_BHS = leverage_scores(raw_BHSD, among_BHS, slots.memory["sketch"])
         evicted = 1 - slots.keep / slots.seen
         score_BHS = z_score(slots.entered, among_BHS) + self.blend * evicted * z_score(leverage_BHS, among_BHS)
         return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -22,18 +23,17 @@ def recent_attention(slots: Slots, newest: int) -> Tensor:
     q_BQWD, k_BHSD = slots.queries(), slots.keys()
     window_attention = function("window_attention", slots.backend)
     B, H, S = slots.positions.shape
-    if not slots.ragged:
+    if slots.lengths is None:
         W = min(newest, q_BQWD.shape[2], S)
         return window_attention(q_BQWD[:, :, -W:], k_BHSD, slots.scaling)
     out_BHS = torch.zeros(B, H, S, device=k_BHSD.device)
     G = q_BQWD.shape[1] // H
-    for b, lengths in enumerate(slots.valid.sum(-1).tolist()):
-        for h, n in enumerate(lengths):
-            W = min(newest, q_BQWD.shape[2], n)
-            if W:
-                q_1GWD = q_BQWD[b : b + 1, h * G : (h + 1) * G, -W:]
-                k_11ND = k_BHSD[b : b + 1, h : h + 1, S - n :]
-                out_BHS[b, h, S - n :] = window_attention(q_1GWD, k_11ND, slots.scaling)[0, 0]
+    for (b, h), n in zip(product(range(B), range(H)), slots.lengths, strict=True):
+        W = min(newest, q_BQWD.shape[2], n)
+        if W:
+            q_1GWD = q_BQWD[b : b + 1, h * G : (h + 1) * G, -W:]
+            k_11ND = k_BHSD[b : b + 1, h : h + 1, S - n :]
+            out_BHS[b, h, S - n :] = window_attention(q_1GWD, k_11ND, slots.scaling)[0, 0]
     return out_BHS
 
 

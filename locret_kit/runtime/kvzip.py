@@ -52,7 +52,7 @@ def most_attention(q_BQTD: Tensor, k_BHND: Tensor, sinks: int, scaling: float) -
     runs over these and not over the rest of the context."""
     T, N = q_BQTD.shape[2], k_BHND.shape[2]
     sees_T = torch.arange(N - T, N, device=q_BQTD.device)
-    column_max = function("column_max", choose(None, q_BQTD.device, q_BQTD.shape[-1]))
+    column_max = function("column_max", choose(None, q_BQTD.device, q_BQTD.shape[-1], q_BQTD.dtype))
     return column_max(q_BQTD, k_BHND, sees_T, scaling, log_prob=True)[..., sinks : N - T].exp()
 
 

@@ -73,11 +73,11 @@ def prefill(
         raise ValueError("the prompt holds no tokens")
     if done >= total:
         raise ValueError(f"the cache has seen {done} tokens already, the prompt has {total}")
+    text = torch.as_tensor(ids, dtype=torch.long).to(model.device)  # once: for every copy the host waits
     while done < total:
         at = cache.source(done, min(done + cache.schedule.piece(done), total))
-        tokens = ids[at.start : at.stop] if isinstance(at, range) else [ids[i] for i in at]
-        piece = torch.tensor([tokens], device=model.device, dtype=torch.long)
-        logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]
+        logits = model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         cache.look_again()
         done = cache.get_seq_length()
         if progress:
@@ -114,8 +114,10 @@ def decode(
     generator = torch.Generator(device=logits.device).manual_seed(seed)
     seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
     for n in range(max_new_tokens):
-        history: Any = torch.tensor([seen], device=logits.device, dtype=torch.long)
-        scores = processors(history, logits[None])[0]
+        scores = logits
+        if processors:  # for a copy of what was said the host waits
+            history: Any = torch.tensor([seen], device=logits.device, dtype=torch.long)
+            scores = processors(history, logits[None])[0]
         if sampling.temperature > 0:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
         else:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .. import tiles
 from ..bounds import check_queries
+from ..parts import joined
 from ..tiles import cdiv, check, check_heads, dot_rows, head_blocks, load_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S"])
 def _attend(
     q, k, v, out, norm, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
     stride_vs, H, T, S, per_split, G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -76,7 +77,7 @@ def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
         raise ValueError(
             f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"
         )
-    D0, D1 = head_blocks(D)
+    D0, D1 = head_blocks(D, q_BQTD.dtype)
     block_t = 16 if T <= 16 else 64
     block_s = 64 if D < 256 else 32
     programs = cdiv(T, block_t) * B * H * G
@@ -93,7 +94,4 @@ def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
         G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s, UPCAST=tiles.INTERPRETED, num_warps=4 if D < 256 else 8,
         num_stages=2,
     )  # fmt: skip
-    if splits == 1:
-        return out[0], norm[0]
-    lse = norm.logsumexp(0)
-    return ((norm - lse).exp()[..., None] * out).sum(0).to(q_BQTD.dtype), lse
+    return joined(out, norm, q_BQTD.dtype)

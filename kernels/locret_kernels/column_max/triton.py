@@ -17,7 +17,7 @@ from ..column_stats.triton import norms
 from ..tiles import cdiv, check_heads, dot_rows, head_blocks, load_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S"])
 def _column_max(
     q, k, pos, lse, out, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -49,7 +49,7 @@ def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, 
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     tiles.check(q_pos=q_pos_T)
     check_some("q", T, "answer queries")
-    D0, D1 = head_blocks(D)
+    D0, D1 = head_blocks(D, q_BQTD.dtype)
     out = torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device)
     lse = norms(q_BQTD, k_BHSD, scaling, q_pos_T) if log_prob else out
     block_t, block_s = (64, 128) if D < 256 else (32, 64)

@@ -17,7 +17,7 @@ from ..tiles import cdiv, check_heads, dot_rows, head_blocks, load_rows
 from .reference import MARGIN, STATISTICS, ColumnStats
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S"])
 def _column_stats(
     q, k, lse, out_sum, out_square, out_above, out_last, scale, margin,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
@@ -67,7 +67,7 @@ def _column_stats(
         tl.store(out_last + at, last, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S"])
 def _log_sum_exp(
     q, k, pos, out, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S, per_split,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -112,7 +112,7 @@ def column_stats(
     check_queries(q_BQTD, k_BHSD)
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     tiles.check(lse=lse_BQT)
-    D0, D1 = head_blocks(D)
+    D0, D1 = head_blocks(D, q_BQTD.dtype)
     lse = lse_BQT.contiguous()
     names = ("sum", "square", "above", "last")
     out = {name: torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device) for name in names if name in want}
@@ -138,7 +138,7 @@ def norms(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor | None
     Few queries are spread over the card by splitting the slots; the parts are joined afterwards.
     """
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
-    D0, D1 = head_blocks(D)
+    D0, D1 = head_blocks(D, q_BQTD.dtype)
     block_t, block_s = (64, 64) if D < 256 else (32, 64)
     programs = cdiv(T, block_t) * B * H * G
     splits = max(1, min(cdiv(S, 4 * block_s), cdiv(512, programs)))

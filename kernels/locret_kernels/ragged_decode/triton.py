@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import tiles
 from ..bounds import check_some
+from ..parts import joined
 from ..spread import hadamard
 from ..tiles import cdiv, check, dot_rows, head_blocks, load_rows
 from .reference import Decoded, PackedRows
@@ -61,7 +62,7 @@ def _places(place, rows, keep, PLACED: tl.constexpr):
     return rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _ragged_decode(
     q, keys, values, starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, stride_k, stride_v,
     H, S, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -172,7 +173,7 @@ def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST:
     return tl.where(packed[:, None], x, held.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _packed_decode(
     q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
     starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,
@@ -264,7 +265,7 @@ def ragged_decode(
     check(q=q_BQD, keys=keys_ND, values=values_ND)
     B, Q, D = q_BQD.shape
     H = starts_BH.shape[1]
-    D0, D1 = head_blocks(D)
+    D0, D1 = head_blocks(D, q_BQD.dtype)
     if Q % H or keys_ND.shape[1] != D or values_ND.shape != keys_ND.shape:
         raise ValueError(
             f"q {tuple(q_BQD.shape)}, keys {tuple(keys_ND.shape)} and values {tuple(values_ND.shape)} do not belong together"
@@ -303,7 +304,7 @@ def packed_decode(
     check(q=q_BQD, **rows._asdict())
     B, Q, D = q_BQD.shape
     H, (T, M, _), (P, R, _) = starts_BH.shape[1], rows.key_step_TMD.shape, rows.tail_keys_PRD.shape
-    D0, D1 = head_blocks(D)
+    D0, D1 = head_blocks(D, q_BQD.dtype)
     alike = rows.key_zero_TMD.shape == (T, M, D) and rows.key_codes_NX.shape == rows.value_codes_NX.shape
     if Q % H or B * H != P or P % T or not alike:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in rows._asdict().items())
@@ -363,23 +364,22 @@ class _Parts(NamedTuple):
     out: Tensor
     """``[splits, B, Q, D]``"""
     norm: Tensor
-    """``[splits, B, Q, 1]``: log-sum-exp of a part."""
+    """``[splits, B, Q]``: log-sum-exp of a part."""
     logits: Tensor
     """``[B, Q, S]``, scaled and times log2(e), -inf behind a head's rows; a stand-in where they are not wanted."""
 
     def joined(self, dtype: torch.dtype, H: int, received: bool) -> Decoded:
         """Parts of the output joined by their log-sum-exps, and what each row got."""
-        norm_BQ1 = self.norm.logsumexp(0)
-        out = self.out[0] if len(self.out) == 1 else ((self.norm - norm_BQ1).exp() * self.out).sum(0)
+        out_BQD, norm_BQ = joined(self.out, self.norm, dtype)
         if not received:
-            return Decoded(out.to(dtype), None)
-        weights_BQS = (self.logits - norm_BQ1 * LOG2).exp2()
-        return Decoded(out.to(dtype), weights_BQS.unflatten(1, (H, -1)).mean(2))
+            return Decoded(out_BQD, None)
+        weights_BQS = (self.logits - norm_BQ[..., None] * LOG2).exp2()
+        return Decoded(out_BQD, weights_BQS.unflatten(1, (H, -1)).mean(2))
 
 
 def _parts(q_BQD: Tensor, splits: int, longest: int, received: bool) -> _Parts:
     """Room for what the programs write."""
     B, Q, D = q_BQD.shape
     exact = dict(dtype=torch.float32, device=q_BQD.device)
-    out, norm = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, 1, **exact)
+    out, norm = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, **exact)
     return _Parts(out, norm, torch.full((B, Q, longest), float("-inf"), **exact) if received else out)

@@ -33,7 +33,7 @@ def _heads_times_weights(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _score_head(
     q, k, v, fc1, fc2, out,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_w, stride_2,
@@ -85,7 +85,7 @@ def score_head(
         raise ValueError(f"q, k, v, fc1 and fc2 do not belong together: {shapes}")
     if len({x.dtype for x in (q_BQTD, k_BHTD, v_BHTD, fc1_RE, fc2_HR)}) > 1:
         raise ValueError("q, k, v, fc1 and fc2 must be of one type")
-    D0, D1 = head_blocks(D)
+    D0, D1 = head_blocks(D, q_BQTD.dtype)
     block_t, block_r = 64, 64
     parts = torch.empty(cdiv(R, block_r), B, H, T, dtype=torch.float32, device=q_BQTD.device)
     tiles.launch(

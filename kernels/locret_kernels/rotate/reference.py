@@ -1,0 +1,16 @@
+"""Rotary position embedding: the definition, in torch and in the rows' own type, as transformers rotates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate ``x [..., T, D]`` by the half-split convention; dimensions past ``R`` pass unchanged (partial rotary). Tables may
+    have the other axes of ``x`` too."""
+    r = cos_TR.shape[-1]
+    part = x[..., :r]
+    half = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), dim=-1)
+    turned = part * cos_TR + half * sin_TR
+    return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), dim=-1)
