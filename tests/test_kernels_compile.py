@@ -38,47 +38,6 @@ def test_compilations_within_the_table(choice, compilations):
         assert len({row[0] for row in rows}) >= 6
 
 
-LENGTHS = """
-import sys
-
-sys.path.insert(0, sys.argv[1])
-import compile_check as check
-import torch
-from locret_kernels import backend, tiles
-
-found = {}
-
-def record(kernel, grid, *args, num_warps, num_stages, **constants):
-    types, *rest = check.specialised(kernel, args, constants)
-    found.setdefault((kernel.__name__, str([t for t in types.values() if t[0] == "*"]), str(constants)), set()).add(str(rest))
-
-def x(*shape, dtype=torch.bfloat16):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-tiles.launch = record
-f = {name: backend.function(name, "triton") for name in backend.FUNCTIONS}
-for T, S in ((1024, 17408), (924, 17308), (100, 16384), (37, 16421), (16, 512), (1, 16385)):
-    q, k, heads, table = x(1, 32, T, 128), x(1, 8, S, 128), x(1, 8, dtype=torch.int64), x(17408, 128)
-    f["attend"](q, k, k, 0.1)
-    f["column_stats"](q, k, 0.1, x(1, 32, T, dtype=torch.float32), want=frozenset({"sum"}))
-    f["window_attention"](q, k, 0.1)
-    f["column_max"](q, k, x(T, dtype=torch.int64), 0.1)
-    f["score_head"](q, x(1, 8, T, 128), x(1, 8, T, 128), x(1024, 48 * 128), x(8, 1024))
-    f["compact_rows"]([k], x(1, 8, S - 7, dtype=torch.int64))
-    f["ragged_decode"](q[:, :, 0], k[0].flatten(0, 1), k[0].flatten(0, 1), heads, heads, 0.1, longest=S)
-    f["rotate_rows"](k, table[:S], table[:S])
-print(len({name for name, *_ in found}), *(name for name, ways in found.items() if len(ways) > 1))
-"""
-
-
-def test_no_length_compiles_a_kernel_again():
-    """A last chunk that is no multiple of 16, or a single token, must not stop a prompt for a compiler."""
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", LENGTHS, str(BENCHMARKS)]
-    run = subprocess.run(command, capture_output=True, text=True, env=clean, check=True)
-    assert run.stdout.split() == ["9"], run.stdout
-
-
 def test_the_table_is_whole():
     every = check.read(TABLE)
     (pinned,) = re.findall(r"^triton==([\d.]+)", (BENCHMARKS.parents[1] / "constraints.txt").read_text(), re.M)

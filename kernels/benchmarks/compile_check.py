@@ -101,33 +101,26 @@ def calls(D: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             )
 
 
-def specialised(
-    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
-) -> tuple[dict[str, str], dict[str, Any], dict[tuple, list]]:
-    """Types, constants and divisibility for which a call with these arguments compiles the kernel."""
+def compile_launch(
+    kernel: Any, arch: int, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, num_stages: int
+) -> tuple[int, int, int]:
+    """Shared memory, registers and stack (bytes) of one launch, compiled as a call with these arguments would be."""
     signature, constexprs, attributes = {}, dict(constants), {}
-    for i, (param, value) in enumerate(zip(kernel.params[: len(args)], args, strict=True)):
-        name = param.name
+    for i, (name, value) in enumerate(zip(kernel.arg_names[: len(args)], args, strict=True)):
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]  # as PyTorch allocates
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1 and not param.do_not_specialize:
+        elif value == 1:
             signature[name], constexprs[name] = "constexpr", 1
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not param.do_not_specialize:
+            if value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
-    return {name: signature[name] for name in kernel.arg_names}, constexprs, attributes
-
-
-def compile_launch(
-    kernel: Any, arch: int, args: tuple[Any, ...], constants: dict[str, Any], num_warps: int, num_stages: int
-) -> tuple[int, int, int]:
-    """Shared memory, registers and stack (bytes) of one launch, compiled as a call with these arguments would be."""
-    source = ASTSource(kernel, *specialised(kernel, args, constants))
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -11,7 +11,7 @@ from . import tiles
 from .tiles import HEAD_SIZES, load_rows
 
 
-@triton.jit(do_not_specialize=["N", "splits"])
+@triton.jit
 def _join(parts, norms, out, norm, N, splits, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr):
     LOG2: tl.constexpr = 1.4426950408889634  # log2(e)
     D: tl.constexpr = D0 + D1
@@ -52,7 +52,7 @@ def joined(parts_PND: Tensor, norm_PN: Tensor, dtype: torch.dtype) -> tuple[Tens
     out = torch.empty(parts_PND.shape[1:], dtype=dtype, device=parts_PND.device)
     norm = torch.empty(norm_PN.shape[1:], dtype=torch.float32, device=parts_PND.device)
     tiles.launch(
-        _join, (N,), parts_PND, norm_PN, out, norm, N, splits, D0=D0, D1=D1, BLOCK=32 if D < 256 else 16, num_warps=4,
+        _join, (N,), parts_PND, norm_PN, out, norm, N, splits, D0=D0, D1=D1, BLOCK=32 if D < 128 else 16, num_warps=4,
         num_stages=1,
     )  # fmt: skip
     return out, norm

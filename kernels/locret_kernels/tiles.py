@@ -1,9 +1,7 @@
 """What the Triton kernels share: loading rows of a head, dot products over its size, and what they refuse.
 
 A head of 96 is read as 64 + 32 columns, so that no lane works on padding: ``D0`` and ``D1`` are powers of two, ``D1`` may
-be 0. Arithmetic in bfloat16 is wrong in Triton's interpreter, so there every load is turned to float32 (``UPCAST``). Lengths
-of texts and caches are not specialised (``do_not_specialize``): for one that is no multiple of 16, or 1, Triton would compile
-the kernel again in the middle of a prompt.
+be 0. Arithmetic in bfloat16 is wrong in Triton's interpreter, so there every load is turned to float32 (``UPCAST``).
 """
 
 from __future__ import annotations

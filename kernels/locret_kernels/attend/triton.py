@@ -17,7 +17,7 @@ from ..parts import joined
 from ..tiles import cdiv, check, check_heads, dot_rows, head_blocks, load_rows
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit
 def _attend(
     q, k, v, out, norm, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
     stride_vs, H, T, S, per_split, G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr,

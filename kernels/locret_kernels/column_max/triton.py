@@ -17,7 +17,7 @@ from ..column_stats.triton import norms
 from ..tiles import cdiv, check_heads, dot_rows, head_blocks, load_rows
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit
 def _column_max(
     q, k, pos, lse, out, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,

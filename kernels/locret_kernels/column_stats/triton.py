@@ -17,7 +17,7 @@ from ..tiles import cdiv, check_heads, dot_rows, head_blocks, load_rows
 from .reference import MARGIN, STATISTICS, ColumnStats
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit
 def _column_stats(
     q, k, lse, out_sum, out_square, out_above, out_last, scale, margin,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
@@ -67,7 +67,7 @@ def _column_stats(
         tl.store(out_last + at, last, mask=there)
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit
 def _log_sum_exp(
     q, k, pos, out, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S, per_split,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -62,7 +62,7 @@ def _places(place, rows, keep, PLACED: tl.constexpr):
     return rows
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit
 def _ragged_decode(
     q, keys, values, starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, stride_k, stride_v,
     H, S, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -173,7 +173,7 @@ def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST:
     return tl.where(packed[:, None], x, held.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit
 def _packed_decode(
     q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
     starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,

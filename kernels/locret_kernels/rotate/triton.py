@@ -16,7 +16,7 @@ from ..bounds import check_some
 from ..tiles import cdiv, check, head_blocks
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit
 def _rotate_rows(
     x, cos, sin, out, stride_xb, stride_xh, stride_xs, stride_tb, stride_th, H, S,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -33,7 +33,7 @@ def _heads_times_weights(
     return acc
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _score_head(
     q, k, v, fc1, fc2, out,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_w, stride_2,

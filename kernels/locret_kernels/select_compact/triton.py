@@ -70,7 +70,7 @@ def _select_rows(score, protected, index, S, keep, BLOCK: tl.constexpr):
         written += tl.sum(stays, 0)
 
 
-@triton.jit(do_not_specialize=["K"])
+@triton.jit
 def _compact_rows(
     x, index, stride_b, stride_h, stride_s, H, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
