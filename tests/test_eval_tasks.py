@@ -317,6 +317,21 @@ def test_real_text_is_read_where_none_is_named():
     assert find_tasks(["fidelity:ruler.vt"], haystacks=["pydoc"])[0].text_hash == tasks[1].text_hash
 
 
+def test_where_a_haystack_lies_does_not_matter(tmp_path):
+    """Rows name the file alone, and the same pieces of it are drawn wherever it is; two of one name are refused."""
+    made = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "boats.txt").write_text(
+            "The boats came in. Nobody saw them before noon. Some were blue. " * 200
+        )
+        task, needle = example("passkey", haystack=str(tmp_path / folder / "boats.txt"))
+        made.append((task.haystack, needle.prompt))
+    assert made[0] == made[1] and made[0][0] == "boats.txt"
+    with pytest.raises(ValueError, match="b/boats.txt have one name, which rows could not tell apart"):
+        find_tasks(["passkey"], haystacks=[str(tmp_path / folder / "boats.txt") for folder in ("a", "b")])
+
+
 def test_every_listed_name_is_a_task():
     synthetic = [name for name in known_tasks() if name in (*ALIASES, *OVER_TEXT, *ALONE, *OVER_REAL_TEXT)]
     assert len(find_tasks(synthetic, haystacks=["pydoc"])) == len({ALIASES.get(name, name) for name in synthetic})

@@ -174,14 +174,15 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
         ValueError: there are none.
     """
     from ..evals.rows import read_rows
-    from ..evals.tasks import row_names
+    from ..evals.tasks import haystack_name, row_names
 
+    haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
     rows = [
         row
         for row in read_rows(config.out)
         if (not tasks or row.task in tasks)
-        and (not config.haystacks or row.haystack in config.haystacks)
+        and (not haystacks or row.haystack in haystacks)
         and (not config.policies or row.policy in config.policies)
         and (not config.budgets or row.budget in (0, *config.budgets))
         and (not config.lengths or row.length in config.lengths)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 
 from ...naming import nearest
 from ...samples.text import load_text
@@ -16,7 +17,7 @@ from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
 from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
 
-__all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "known_tasks"]
+__all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
 OverText = Callable[[str, "str | None"], Task]
@@ -76,6 +77,16 @@ def row_names(name: str) -> list[str]:
     return [prefix + colon + ALIASES.get(member, member) for member in _groups().get(plain, [plain])]
 
 
+def haystack_name(haystack: str) -> str:
+    """What rows say, and pieces are drawn by: of a file or folder its name alone, so that its place on a machine matters to
+    neither.
+
+    >>> haystack_name("/data/leval/quality.jsonl"), haystack_name("jargon")
+    ('quality.jsonl', 'jargon')
+    """
+    return Path(haystack).name
+
+
 def find_tasks(
     names: Sequence[str], *, haystacks: Sequence[str] = ("repeated",), data: Sequence[str] = (), samples: int = 20
 ) -> list[Task]:
@@ -89,8 +100,15 @@ def find_tasks(
         samples: how many records to read of each data set.
 
     Raises:
-        ValueError: an unknown task; suggests the nearest. FileNotFoundError: a haystack or a data set is missing.
+        ValueError: an unknown task; suggests the nearest; or two haystacks of one name. FileNotFoundError: a haystack or a data
+            set is missing.
     """
+    places: dict[str, str] = {}
+    for haystack in haystacks:
+        if (other := places.setdefault(haystack_name(haystack), haystack)) != haystack:
+            raise ValueError(
+                f"haystacks={other} and {haystack} have one name, which rows could not tell apart: rename one"
+            )
     found: dict[tuple[str, str], Task] = {}
     for name in names:
         prefix, colon, _ = name.rpartition(":")
@@ -123,7 +141,7 @@ def _over(make: Callable[[str, str], Task], haystack: str) -> Task:
     """The task over a real text, with its hash."""
     text = _text(haystack)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    return replace(make(haystack, text), text_hash=digest[:16])
+    return replace(make(haystack_name(haystack), text), text_hash=digest[:16])
 
 
 @lru_cache(maxsize=8)
