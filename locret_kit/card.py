@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import CONFIG, FORMAT, save_heads
-from .evals.rows import Row, check_cells
-from .evals.summary import Cell, show, summarize
+from .checkpoint import FORMAT, save_heads
+from .evals.engine.rows import Row, check_cells
+from .evals.report.summary import Cell, show, summarize
+from .files import CONFIG
 from .heads import HeadsConfig, RetainingHeads
 from .hub import REPO, push
 

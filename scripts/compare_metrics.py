@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from locret_kit.evals.metrics import get_metric
+from locret_kit.evals.metrics.benchmarks import get_metric
 from locret_kit.evals.tasks.documents import entries
 from locret_kit.naming import first_line
 

@@ -30,8 +30,8 @@ from transformers import AutoConfig
 from locret_kit.backbones.load import pick_device
 from locret_kit.cli.plan import resolve
 from locret_kit.naming import first_line
-from locret_kit.runtime.memory import hold
-from locret_kit.runtime.plan import Setting
+from locret_kit.planning.memory import hold
+from locret_kit.planning.plan import Setting
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
 sys.path.append(str(BENCHMARKS))

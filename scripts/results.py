@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from locret_kit.checkpoint import write_beside
-from locret_kit.evals.rows import Row, read_rows
-from locret_kit.evals.summary import PRECISION, Cell, size, summarize, table, to_markdown, usual_dtype
+from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.report.summary import PRECISION, Cell, size, summarize, table, to_markdown, usual_dtype
+from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "kernels" / "benchmarks"

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.cache.static import StaticDecoder
 from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.static import StaticDecoder
 
 LENGTH, STEPS = 300, 60
 SETTINGS = dict(chunk=10, prompt_length=LENGTH, stabilizers=8, local_len=16, backend="triton")

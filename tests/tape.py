@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from locret_kit.cache.static import StaticDecoder
+from locret_kit.runtime.static import StaticDecoder
 
 
 class Tape(TorchDispatchMode):

@@ -12,8 +12,8 @@ from tiny_models import tiny_model
 from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import attach
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.policies.answering import Reread
 from locret_kit.policies.registry import parse_policy, parts_of
+from locret_kit.policies.reread import Reread
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.cache.schedule import Schedule, run_settings
+from locret_kit.cache.geometry.schedule import Schedule, run_settings
 from locret_kit.policies.base import Policy, ScorePart, Slots
 from locret_kit.policies.registry import parse_policy
 from locret_kit.policies.scopes import Sinks, Stabilizers

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.cli import config as schema
-from locret_kit.cli.recipes import known_recipes, leaves, load_config
+from locret_kit.config import train as schema
+from locret_kit.config.recipes import known_recipes, leaves, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["recipe=tiny", "backbone.model=some/model"]
@@ -157,7 +157,9 @@ def test_choices_are_those_of_the_parts():
 
 
 def test_import_is_light():
-    code = "import sys; import locret_kit.cli.recipes; print({'torch', 'lightning', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys; import locret_kit.config.recipes; print({'torch', 'lightning', 'transformers'} & set(sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
 

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.block import read_block
-from locret_kit.cache.quantised import QuantisedLayer
-from locret_kit.cache.ragged import RaggedLayer
+from locret_kit.cache.storage.quantised import QuantisedLayer
+from locret_kit.cache.storage.ragged import RaggedLayer
 from locret_kit.cache.view import _keys
 from locret_kit.runtime.session import prefill
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from locret_kit.evals.metrics import first_number
+from locret_kit.evals.metrics.benchmarks import first_number
 from locret_kit.samples.needles import make_needle
 from locret_kit.samples.text import load_text
 

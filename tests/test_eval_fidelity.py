@@ -14,9 +14,9 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.evals.fidelity import follow, kept_heads, nll_of, nll_reading
-from locret_kit.evals.harness import LocretLM, sampling_of
-from locret_kit.evals.settings import Engine, Variant
+from locret_kit.evals.engine.fidelity import follow, kept_heads, nll_of, nll_reading
+from locret_kit.evals.engine.harness import LocretLM, sampling_of
+from locret_kit.evals.engine.settings import Engine, Variant
 from locret_kit.runtime.session import Sampling
 
 IDS = torch.randint(5, 97, (150,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -58,7 +58,7 @@ def test_agreement_counts_the_tokens_that_would_have_been_chosen(model):
 
 
 def test_reading_does_not_depend_on_the_pieces(model, monkeypatch):
-    from locret_kit.evals import fidelity
+    from locret_kit.evals.engine import fidelity
 
     figures = []
     for block in (256, 7, 1):

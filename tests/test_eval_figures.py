@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from locret_kit.backbones.families import spec_of
+from locret_kit.evals.engine.rows import Row
+from locret_kit.evals.engine.settings import Engine
 from locret_kit.evals.figures import FIGURES, agreement, attention, curves, draw, patterns, results, study, sweeps
-from locret_kit.evals.rows import Row
-from locret_kit.evals.settings import Engine
 from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.registry import parse_policy

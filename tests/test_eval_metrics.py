@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from locret_kit.evals import metrics
-from locret_kit.evals.metrics import METRICS, get_metric
+from locret_kit.evals.metrics.benchmarks import METRICS, get_metric
+from locret_kit.evals.metrics.benchmarks import benchmarks as metrics
 
 CASES = [
     ("first_number", " 12345. Remember it", "12345", 1),

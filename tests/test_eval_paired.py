@@ -9,9 +9,9 @@ from statistics import mean, stdev
 import pytest
 
 from locret_kit.cli.eval import chosen_rows, main
-from locret_kit.cli.eval_config import load_rows_config
-from locret_kit.evals.paired import differences, to_markdown
-from locret_kit.evals.rows import Row, Shard
+from locret_kit.config.evaluate import load_rows_config
+from locret_kit.evals.engine.rows import Row, Shard
+from locret_kit.evals.report.paired import differences, to_markdown
 
 ONE = Row(
     "R.PassKey", "jargon", 2048, 256, "locret", "ours", 0, score=1.0, metric="match", scores={"match": 1.0, "nll": 2.0}

@@ -27,11 +27,11 @@ from locret_kit.backbones.families import spec_of
 from locret_kit.cache.fork import CannotFork
 from locret_kit.checkpoint import save_heads
 from locret_kit.cli.eval import main, plan_of
-from locret_kit.cli.eval_config import load_eval_config
-from locret_kit.evals import prefix, runner
-from locret_kit.evals.prefix import Beginnings, limit, together, turns
-from locret_kit.evals.rows import KEY, read_kept, read_rows
-from locret_kit.evals.summary import summarize, to_csv
+from locret_kit.config.evaluate import load_eval_config
+from locret_kit.evals.engine import prefix, runner
+from locret_kit.evals.engine.prefix import Beginnings, limit, together, turns
+from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
+from locret_kit.evals.report.summary import summarize, to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 
@@ -126,7 +126,7 @@ def test_neighbours_have_most_in_common(drawn):
 
 
 def test_a_shared_beginning_ends_before_the_tail():
-    from locret_kit.cache.schedule import Schedule
+    from locret_kit.cache.geometry.schedule import Schedule
 
     schedule = Schedule(48, 32, stabilizers=4, local_len=8, prompt_length=200)
     assert [limit(schedule, n) for n in (5, 40, 41, 72, 73, 200)] == [0, 0, 32, 32, 64, 160]
@@ -139,7 +139,7 @@ def test_a_shared_beginning_ends_before_the_tail():
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.page.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.page.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def scores(out: Path) -> str:
 def alone(heads, tmp_path_factory) -> Path:
     """A run that shares nothing."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    with mock.patch("locret_kit.evals.page.write_page"):
+    with mock.patch("locret_kit.evals.report.page.write_page"):
         assert main(words(heads, out, share_prefix="false")) == 0
     rows = read_rows(out)
     assert {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)

@@ -19,7 +19,7 @@ import json
 import pytest
 from scripts_loaded import load_script
 
-from locret_kit.evals.metrics import get_metric
+from locret_kit.evals.metrics.benchmarks import get_metric
 from locret_kit.evals.tasks.documents import entries
 
 CLASSES = {

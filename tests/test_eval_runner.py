@@ -22,11 +22,12 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit.backbones.families import spec_of
 from locret_kit.checkpoint import save_heads
 from locret_kit.cli.eval import main
-from locret_kit.cli.eval_config import load_eval_config, split_list
 from locret_kit.cli.eval_engine import load_parts
-from locret_kit.evals import measure, page
-from locret_kit.evals.rows import KEY, Row, Shard, read_kept, read_rows
-from locret_kit.evals.summary import summarize, to_csv
+from locret_kit.config.evaluate import load_eval_config, split_list
+from locret_kit.evals.engine import measure
+from locret_kit.evals.engine.rows import KEY, Row, Shard, read_kept, read_rows
+from locret_kit.evals.report import page
+from locret_kit.evals.report.summary import summarize, to_csv
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.provenance import weights_hash
@@ -40,7 +41,7 @@ COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.page.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.page.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +356,7 @@ def test_figures_need_matplotlib_and_rows_do_not(heads, tmp_path, monkeypatch, c
     def without(out):
         raise ImportError("No module named 'matplotlib': pip install 'locret-kit[eval]'")
 
-    monkeypatch.setattr("locret_kit.evals.page.write_page", without)
+    monkeypatch.setattr("locret_kit.evals.report.page.write_page", without)
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[passkey]", policies="[locret]", samples=1)) == 0
     assert "no figures and no page: No module named 'matplotlib'" in capsys.readouterr().err

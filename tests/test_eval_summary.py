@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripts_loaded import load_script
 
-from locret_kit.evals.page import score_tables
-from locret_kit.evals.progress import duration
-from locret_kit.evals.rows import Row, read_rows
-from locret_kit.evals.summary import (
+from locret_kit.evals.engine.progress import duration
+from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.report.page import score_tables
+from locret_kit.evals.report.summary import (
     Cell,
     mean_and_stderr,
     overview,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import tiny_tokenizer
 
-from locret_kit.evals.metrics import get_metric
+from locret_kit.evals.metrics.benchmarks import get_metric
 from locret_kit.evals.tasks import ALIASES, ALONE, OVER_REAL_TEXT, OVER_TEXT, Request, find_tasks, known_tasks, ruler
 from locret_kit.evals.tasks.base import count_ids, spread_depth
 from locret_kit.evals.tasks.retrieval import find

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.cache.static import StaticDecoder
 from locret_kit.policies.scores import Aas
 from locret_kit.runtime.session import prefill
+from locret_kit.runtime.static import StaticDecoder
 
 LENGTH, CHUNK = 57, 13
 COPIED = "a copy between host and device in prefill"

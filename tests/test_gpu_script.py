@@ -240,7 +240,7 @@ def test_every_clock_of_a_prefill_waits_for_the_device(monkeypatch):
         for module in timed:
             module.time.perf_counter()
     # What is decoded with fixed shapes is timed as a whole, outside of the counters.
-    assert len(waited) == len(timed) - 1 and "locret_kit.cache.static" in {module.__name__ for module in timed}
+    assert len(waited) == len(timed) - 1 and "locret_kit.runtime.static" in {module.__name__ for module in timed}
 
 
 def test_the_list(capsys):

@@ -19,7 +19,7 @@ from locret_kit import HeadsConfig, RetainingHeads
 from locret_kit.backbones.families import BackboneSpec
 from locret_kit.card import make_card, own_cells, read_results, split_card, write_release
 from locret_kit.checkpoint import save_heads, state_of
-from locret_kit.evals.rows import Row
+from locret_kit.evals.engine.rows import Row
 
 SPEC = BackboneSpec("llama", 3, 4, 2, 8, "silu", (None,) * 3)
 INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}

@@ -19,10 +19,10 @@ from locret_kit.backbones import load
 from locret_kit.backbones.families import spec_of
 from locret_kit.cli import plan as plan_cli
 from locret_kit.cli.infer import main
+from locret_kit.planning import fit, memory
+from locret_kit.planning.memory import Explained, OutOfMemory, allocator_figures, hold, planned
+from locret_kit.planning.plan import Backbone, Setting, plan_inference
 from locret_kit.policies.registry import parse_policy
-from locret_kit.runtime import fit, memory
-from locret_kit.runtime.memory import Explained, OutOfMemory, allocator_figures, hold, planned
-from locret_kit.runtime.plan import Backbone, Setting, plan_inference
 from locret_kit.runtime.session import generate
 
 GIB = 2**30

@@ -11,8 +11,8 @@ from interpreted import KERNELS, REFERENCES, close, poisoned
 
 from locret_kernels.column_stats import STATISTICS
 from locret_kernels.ragged_decode import PackedRows
-from locret_kit.cache.packing import unpack
-from locret_kit.cache.quantised import QuantisedLayer, Scratch
+from locret_kit.cache.storage.packing import unpack
+from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -17,6 +17,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
+from locret_kit.evals.engine import kvzip
 from locret_kit.policies import key_scores
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.key_scores import (
@@ -32,7 +33,6 @@ from locret_kit.policies.key_scores import (
     leverage_scores,
     z_score,
 )
-from locret_kit.runtime import kvzip
 from locret_kit.runtime.session import generate
 
 HEADS = [(3, 3), (6, 2), (4, 1)]  # query heads, key/value heads: MHA, GQA, MQA

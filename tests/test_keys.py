@@ -8,10 +8,10 @@ import pytest
 
 from locret_kit.cli import eval as eval_cli
 from locret_kit.cli import train as train_cli
-from locret_kit.cli.config import TrainConfig
-from locret_kit.cli.eval_config import EvalConfig, FigureConfig
-from locret_kit.cli.keys import help_of, keys_of
-from locret_kit.cli.recipes import leaves
+from locret_kit.config.evaluate import EvalConfig, FigureConfig
+from locret_kit.config.help import help_of, keys_of
+from locret_kit.config.recipes import leaves
+from locret_kit.config.train import TrainConfig
 
 
 @dataclass

@@ -19,8 +19,8 @@ from tiny_models import tiny_model
 from locret_kit import attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.policies.merging import fold_convolved
+from locret_kit.policies.pool import ConvPool, PoolConfig, SlotConvolution, load_pool, save_pool
 from locret_kit.policies.registry import parse_policy, spell
-from locret_kit.pool import ConvPool, PoolConfig, SlotConvolution, load_pool, save_pool
 from locret_kit.runtime.session import prefill
 
 MANY = settings(max_examples=60)

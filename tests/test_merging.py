@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.families import UnsupportedArchitecture
-from locret_kit.cache.quantised import check_storage
+from locret_kit.cache.storage.quantised import check_storage
 from locret_kit.cli.infer import main
-from locret_kit.evals.settings import check_policies
+from locret_kit.evals.engine.settings import check_policies
 from locret_kit.policies.merging import METRICS, Nearest, fold_nearest, nearest_kept
 from locret_kit.policies.registry import describe_policies, parse_policy
 from locret_kit.runtime.session import prefill

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import decoder_of, ropes_of, spec_of
 from locret_kit.backbones.intercept import Attachment
+from locret_kit.planning import plan as p
 from locret_kit.policies.registry import parse_policy
-from locret_kit.runtime import plan as p
 from locret_kit.runtime.session import prefill
 from locret_kit.training.observer import Observer
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_kit.cli import plan as cli
-from locret_kit.cli.recipes import known_recipes
+from locret_kit.config.recipes import known_recipes
+from locret_kit.planning import fit
+from locret_kit.planning import plan as p
+from locret_kit.planning.sizes import parse_bytes
 from locret_kit.policies.registry import parse_policy
-from locret_kit.runtime import fit
-from locret_kit.runtime import plan as p
-from locret_kit.runtime.sizes import parse_bytes
 
 CONFIGS = Path(__file__).resolve().parents[1] / "recipes" / "configs"
 NAMES = sorted(file.stem for file in CONFIGS.glob("*.json"))

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit.backbones.intercept import attach
 from locret_kit.cli import train
 from locret_kit.cli.plan import main, resolve
-from locret_kit.cli.recipes import load_config
-from locret_kit.runtime import fit
-from locret_kit.runtime import plan as p
+from locret_kit.config.recipes import load_config
+from locret_kit.planning import fit
+from locret_kit.planning import plan as p
 from locret_kit.samples.chat import Sample
 from locret_kit.training.module import HeadTraining
 

@@ -9,8 +9,8 @@ import torch
 from policy_runs import EVICTING, LENGTH, POLICIES, SMALL, backbone, held, make, run, tokens, turn
 
 from locret_kit import BoundedCache, attach
-from locret_kit.cache.entropy import SLICE
-from locret_kit.cache.schedule import PIECE
+from locret_kit.cache.geometry.schedule import PIECE
+from locret_kit.policies.entropy import SLICE
 from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime.session import prefill
 

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.cache.positions import Positions
+from locret_kit.cache.geometry.positions import Positions
 from locret_kit.runtime.session import prefill
 
 

@@ -11,10 +11,10 @@ from policy_runs import LENGTH, POLICIES, backbone, held, make, tokens, turn
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.cache.groups import rank_alike, regroup
-from locret_kit.cache.layers import BoundedLayer
-from locret_kit.cache.packing import decode, encode, levels, pack, unpack
-from locret_kit.cache.quantised import QuantisedLayer, Scratch
+from locret_kit.cache.storage.groups import rank_alike, regroup
+from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
+from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
+from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.cli.infer import parser
 from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime.report import Report

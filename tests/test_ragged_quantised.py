@@ -14,10 +14,10 @@ from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.cache.decoding import decode_rows
-from locret_kit.cache.groups import pairs_of, regroup, table_size
-from locret_kit.cache.quantised import QuantisedLayer, Scratch
-from locret_kit.cache.ragged import RaggedLayer
-from locret_kit.cache.ragged_quantised import RaggedQuantisedLayer
+from locret_kit.cache.storage.groups import pairs_of, regroup, table_size
+from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
+from locret_kit.cache.storage.ragged import RaggedLayer
+from locret_kit.cache.storage.ragged_quantised import RaggedQuantisedLayer
 from locret_kit.policies.registry import parse_policy
 from locret_kit.policies.scores import Random
 from locret_kit.runtime.session import prefill

@@ -12,7 +12,7 @@ from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import attach
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.policies.reading import Recent
+from locret_kit.policies.prefill_mask import Recent
 from locret_kit.policies.registry import parse_policy, parts_of
 from locret_kit.runtime.session import prefill
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.cli import infer, plan, publish, recipes
+from locret_kit.cli import infer, plan, publish
 from locret_kit.cli.eval import COMMANDS
-from locret_kit.cli.eval_config import load_eval_config
+from locret_kit.config import recipes
+from locret_kit.config.evaluate import load_eval_config
 from locret_kit.policies import registry
 
 ROOT = Path(__file__).resolve().parents[1]

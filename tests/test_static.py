@@ -13,10 +13,10 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.cache import static
-from locret_kit.cache.static import HostReads, StaticDecoder, reason_against
 from locret_kit.cache.view import slots_of
+from locret_kit.runtime import static
 from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.static import HostReads, StaticDecoder, reason_against
 
 STEPS = 45
 CAPTURED = ["locret", "h2o", "roco", "scissorhands", "pyramid-locret", "knorm", "keydiff"]

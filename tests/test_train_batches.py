@@ -13,8 +13,8 @@ from tiny_tokenizer import save_tiny_backbone
 from torch.utils.data import DataLoader
 
 from locret_kit.backbones.intercept import attach
-from locret_kit.cli.recipes import load_config
 from locret_kit.cli.train import main
+from locret_kit.config.recipes import load_config
 from locret_kit.samples.chat import Sample
 from locret_kit.training.curves import read_curves
 from locret_kit.training.data import Share

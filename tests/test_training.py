@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSO
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import RetainingHeads
-from locret_kit.cli.config import DataConfig
 from locret_kit.cli.train import main
+from locret_kit.config.train import DataConfig
 from locret_kit.samples.chat import encode_chat
 from locret_kit.samples.records import to_messages
 from locret_kit.training.board import cis_image, marked_text, most_kept, ranks

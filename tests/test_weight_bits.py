@@ -27,7 +27,7 @@ from locret_kit.backbones.families import decoder_of
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
-from locret_kit.runtime import plan as p
+from locret_kit.planning import plan as p
 from locret_kit.runtime.session import prefill
 
 TINY = dict(hidden_size=128, intermediate_size=320)

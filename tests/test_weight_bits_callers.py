@@ -11,13 +11,13 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.load import load_backbone
-from locret_kit.cache.static import reason_against
-from locret_kit.cli.config import TrainConfig
 from locret_kit.cli.eval import main as evaluate
-from locret_kit.cli.eval_config import load_eval_config
-from locret_kit.cli.recipes import load_config
 from locret_kit.cli.train import main as train
+from locret_kit.config.evaluate import load_eval_config
+from locret_kit.config.recipes import load_config
+from locret_kit.config.train import TrainConfig
 from locret_kit.runtime.session import prefill
+from locret_kit.runtime.static import reason_against
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
 from locret_kit.cache import block, bounded, eviction
 from locret_kit.naming import first_line
-from locret_kit.runtime.plan import ITEM_BYTES, Backbone, Setting, head_parameters, plan_inference
+from locret_kit.planning.plan import ITEM_BYTES, Backbone, Setting, head_parameters, plan_inference
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 WARM, TIMED = 8, 48

@@ -13,7 +13,7 @@ from locret_kernels.backend import function
 
 from .attention import attend_rows, attend_rows_lse
 from .decoding import Turn, decode_rows
-from .layers import BoundedLayer, Part
+from .storage.rows import BoundedLayer, Part
 
 if TYPE_CHECKING:
     from .bounded import BoundedCache

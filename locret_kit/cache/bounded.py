@@ -23,20 +23,20 @@ from ..backbones.families import BackboneSpec, has_adapter, require_adapter, rop
 from ..backbones.intercept import active_handler
 from ..backbones.rope import Rope
 from ..policies.base import Entry, Policy
+from ..policies.entropy import token_entropy
 from ..policies.registry import parse_policy
-from .answering import check_answering, in_prompt, look_again, source
 from .block import read_block
-from .entropy import token_entropy
 from .eviction import evict_if_due, make_room
 from .fork import fork
-from .groups import SPARE
-from .layers import BoundedLayer
-from .positions import Positions
-from .quantised import QuantisedLayer, Scratch, check_storage
-from .ragged import RaggedLayer
-from .ragged_quantised import RaggedQuantisedLayer
-from .rotation import RotationTables
-from .schedule import Schedule, run_settings
+from .geometry.positions import Positions
+from .geometry.rotation import RotationTables
+from .geometry.schedule import Schedule, run_settings
+from .reread import check_answering, in_prompt, look_again, source
+from .storage.groups import SPARE
+from .storage.quantised import QuantisedLayer, Scratch, check_storage
+from .storage.ragged import RaggedLayer
+from .storage.ragged_quantised import RaggedQuantisedLayer
+from .storage.rows import BoundedLayer
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..backbones.rope import rotate
 from ..policies.base import Slots
-from .layers import BoundedLayer
+from .storage.rows import BoundedLayer
 from .view import slots_of, turned_back
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..backbones.rope import Rope, rotate
 from ..policies.base import Slots
-from .layers import BoundedLayer
+from .storage.rows import BoundedLayer
 
 if TYPE_CHECKING:
     from .bounded import BoundedCache

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from .command import command
 
 if TYPE_CHECKING:
+    from ..config.evaluate import EvalConfig, RowsConfig
+    from ..evals.engine.rows import Row
+    from ..evals.engine.settings import Engine, Run, Variant
     from ..evals.figures.study import Study
-    from ..evals.rows import Row
-    from ..evals.settings import Engine, Run, Variant
-    from .eval_config import EvalConfig, RowsConfig
     from .eval_engine import Parts
 
 CONFIG = "config.json"
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 
 def plan_of(config: EvalConfig, parts: Parts | None = None) -> Run:
     """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
-    from ..evals.settings import Run, variants
+    from ..evals.engine.settings import Run, variants
     from ..evals.tasks import find_tasks
     from .eval_engine import load_engine, load_parts
 
@@ -45,8 +45,8 @@ def remember(config: EvalConfig, parts: Parts) -> None:
     """
     from dataclasses import asdict
 
-    from ..checkpoint import write_beside
-    from .eval_config import FIXED
+    from ..config.evaluate import FIXED
+    from ..files import write_beside
 
     out, path = Path(config.out), Path(config.out) / CONFIG
     now: dict[str, Any] = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": parts.facts()}
@@ -73,12 +73,12 @@ def remember(config: EvalConfig, parts: Parts) -> None:
 
 def run(argv: list[str]) -> int:
     """Evaluate, then write the summary; of a finished run also figures and page. Exit status 1 where an example failed."""
-    from .eval_config import load_eval_config
+    from ..config.evaluate import load_eval_config
 
     config = load_eval_config(argv)
-    from ..evals.runner import failures, is_complete
-    from ..evals.runner import run as answer
-    from ..evals.summary import write_summary
+    from ..evals.engine.runner import failures, is_complete
+    from ..evals.engine.runner import run as answer
+    from ..evals.report.summary import write_summary
     from .eval_engine import load_parts
 
     parts = load_parts(config)
@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
 
 def _draw_all(out: Path) -> None:
     """Figures and page of a finished run, where there is matplotlib to draw them."""
-    from ..evals.page import write_page
+    from ..evals.report.page import write_page
 
     try:
         print(f"locret-eval: the page is {write_page(out)}", file=sys.stderr)
@@ -109,14 +109,14 @@ def _draw_all(out: Path) -> None:
 
 
 def _summary(argv: list[str]) -> int:
-    from ..evals.summary import write_summary
+    from ..evals.report.summary import write_summary
 
     print(write_summary(_out(argv, "summary")))
     return 0
 
 
 def _report(argv: list[str]) -> int:
-    from ..evals.page import write_page
+    from ..evals.report.page import write_page
 
     print(write_page(_out(argv, "report")))
     return 0
@@ -134,7 +134,7 @@ def _figure(argv: list[str]) -> int:
         study = _study(name, [f"{key}={value}" for key, value in kind.defaults.items() if key not in given] + words)
         written = draw(name, study, study.out.parents[1] / "figures")
     elif kind.source == "rows":
-        from .eval_config import load_rows_config
+        from ..config.evaluate import load_rows_config
 
         config = load_rows_config(words)
         written = draw(name, chosen_rows(config), Path(config.out) / "figures")
@@ -149,10 +149,10 @@ def _study(name: str, words: list[str]) -> Study:
     """Backbone, heads and texts of a figure; the rows that it answers go to ``out/studies/NAME``."""
     from dataclasses import replace
 
+    from ..config.evaluate import load_figure_config
     from ..evals.figures import find_figure
     from ..evals.figures.study import Study
     from ..evals.tasks import find_tasks
-    from .eval_config import load_figure_config
     from .eval_engine import load_engine, load_parts
 
     config = load_figure_config(words)
@@ -173,7 +173,7 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    from ..evals.rows import read_rows
+    from ..evals.engine.rows import read_rows
     from ..evals.tasks import haystack_name, row_names
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
@@ -193,8 +193,8 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
 
 
 def _kept(argv: list[str]) -> int:
-    from ..evals.kept import show_kept
-    from .eval_config import load_kept_config
+    from ..config.evaluate import load_kept_config
+    from ..evals.report.kept import show_kept
 
     config = load_kept_config(argv)
     rows = [row for row in chosen_rows(config) if row.sample == config.sample and row.kept is not None]
@@ -212,8 +212,8 @@ def _kept(argv: list[str]) -> int:
 
 
 def _paired(argv: list[str]) -> int:
-    from ..evals.paired import differences, to_markdown
-    from .eval_config import load_paired_config
+    from ..config.evaluate import load_paired_config
+    from ..evals.report.paired import differences, to_markdown
 
     config = load_paired_config(argv)
     print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
@@ -222,7 +222,7 @@ def _paired(argv: list[str]) -> int:
 
 def _lm_eval(argv: list[str]) -> int:
     try:
-        from ..evals.harness import main as harness
+        from ..evals.engine.harness import main as harness
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install 'locret-kit[harness]'") from error
     harness(argv, _engine_for_harness)
@@ -233,8 +233,8 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
     """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
     import torch
 
-    from ..evals.settings import variants
-    from .eval_config import load_eval_config
+    from ..config.evaluate import load_eval_config
+    from ..evals.engine.settings import variants
     from .eval_engine import load_engine, load_parts
 
     given = {name: value for name, value in settings.items() if value is not None}
@@ -280,8 +280,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        from .eval_config import USAGE, EvalConfig
-        from .keys import help_of
+        from ..config.evaluate import USAGE, EvalConfig
+        from ..config.help import help_of
 
         print(help_of(USAGE, EvalConfig) if argv else USAGE)
         return 0 if argv else 1

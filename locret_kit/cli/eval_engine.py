@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..evals.settings import Engine, Variant
+    from ..config.evaluate import EvalConfig
+    from ..evals.engine.settings import Engine, Variant
     from ..heads import RetainingHeads
-    from .eval_config import EvalConfig
 
 FROM_HEADS = ("chunk", "stabilizers", "local_len", "positions")
 """Settings that heads bring along, where none are given."""
@@ -33,7 +33,7 @@ class Parts:
     @property
     def trained(self) -> list[str]:
         """Names of the checkpoints."""
-        from ..evals.settings import UNTRAINED
+        from ..evals.engine.settings import UNTRAINED
 
         return [name for name in self.heads if name != UNTRAINED]
 
@@ -52,7 +52,7 @@ def load_parts(config: EvalConfig) -> Parts:
     """
     import torch
 
-    from ..evals.settings import RANDOM_HEADS, UNTRAINED
+    from ..evals.engine.settings import RANDOM_HEADS, UNTRAINED
     from ..heads import RetainingHeads
     from ..runtime.provenance import weights_hash
 
@@ -105,7 +105,7 @@ def load_engine(config: EvalConfig, parts: Parts) -> Engine:
     """
     from ..backbones.families import spec_of, text_config
     from ..backbones.load import load_backbone
-    from ..evals.settings import Engine
+    from ..evals.engine.settings import Engine
 
     model, tokenizer = load_backbone(
         parts.model,
@@ -131,7 +131,7 @@ def settings_of(config: EvalConfig, published: Mapping[str, Mapping[str, Any]], 
     Raises:
         ValueError: checkpoints differ in a setting that a policy without heads takes from them; names it.
     """
-    from ..cache.schedule import run_settings
+    from ..cache.geometry.schedule import run_settings
 
     given = {name: getattr(config, name) for name in FROM_HEADS}
     scaled = {

@@ -78,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
-    from ..cache.quantised import check_storage
-    from ..cache.schedule import run_settings
+    from ..cache.geometry.schedule import run_settings
+    from ..cache.storage.quantised import check_storage
     from ..policies.registry import parse_policy
     from ..policies.scopes import Stabilizers
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone
     from ..cache.bounded import BoundedCache
     from ..heads import RetainingHeads
-    from ..runtime.memory import hold
+    from ..planning.memory import hold
     from ..runtime.provenance import provenance, weights_hash
     from ..runtime.session import Sampling, generate
 
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     for line in report.lines():
         say(line)
     if args.report:
-        from ..checkpoint import write_beside
+        from ..files import write_beside
 
         origin = provenance(name, args.ckpt, heads_hash, adapter, report.backend)
         body = json.dumps({**origin, **report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
@@ -175,8 +175,8 @@ def check_report(path: Path) -> None:
 
 def check_settings(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Raise ValueError for what is out of bounds, and for flags that could not act, before anything big is loaded."""
-    from ..cache.positions import Positions
-    from ..cache.schedule import Schedule
+    from ..cache.geometry.positions import Positions
+    from ..cache.geometry.schedule import Schedule
 
     def useless(flags: tuple[str, ...], why: str, idle: Any = None) -> None:
         for flag in flags:
@@ -220,9 +220,9 @@ def plan_chunk(
     """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
     chunk is made larger: results would change with the card."""
     from ..backbones.load import load_config, pick_device, pick_dtype
-    from ..runtime.memory import PLANNED_CHUNK, planned
-    from ..runtime.plan import Setting
-    from ..runtime.sizes import show
+    from ..planning.memory import PLANNED_CHUNK, planned
+    from ..planning.plan import Setting
+    from ..planning.sizes import show
 
     named = args.chunk is not None or "chunk" in (heads.inference if heads else {})
     setting = Setting(

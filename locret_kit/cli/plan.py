@@ -49,8 +49,8 @@ def resolve(name: str) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoConfig
 
     from ..backbones.load import load_config, resolve_model
+    from ..config.recipes import known_recipes, read_recipe
     from ..naming import nearest
-    from .recipes import known_recipes, read_recipe
 
     recipe: dict[str, Any] = {}
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
@@ -77,7 +77,7 @@ def resolve(name: str) -> tuple[Any, dict[str, Any]]:
 
 def shipped_configs() -> dict[str, dict[str, Any]]:
     """The configurations in ``recipes/configs``, by recipe; ``_name_or_path`` is the Hub id."""
-    from .recipes import recipes_folder
+    from ..config.recipes import recipes_folder
 
     files = sorted((recipes_folder() / "configs").glob("*.json"))
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
@@ -86,10 +86,10 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
     from ..backbones.weight_bits import suffix
+    from ..planning import fit
+    from ..planning import plan as p
+    from ..planning.sizes import parse_bytes, show
     from ..policies.registry import parse_policy
-    from ..runtime import fit
-    from ..runtime import plan as p
-    from ..runtime.sizes import parse_bytes, show
 
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:

@@ -11,12 +11,12 @@ from .command import command
 @command("locret-train", stopped="stopped; resume=auto goes on from the newest state that was saved, if there is one")
 def main(argv: list[str] | None = None) -> int:
     """Train, and print where the result is and how to use it."""
-    from .recipes import USAGE, load_config
+    from ..config.recipes import USAGE, load_config
 
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        from .config import TrainConfig
-        from .keys import help_of
+        from ..config.help import help_of
+        from ..config.train import TrainConfig
 
         print(help_of(USAGE, TrainConfig) if argv else USAGE)
         return 0 if argv else 1
@@ -42,10 +42,10 @@ def out_of_memory(said: str, cfg: Any) -> str:
     """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
-    from ..runtime.fit import largest_sample
-    from ..runtime.memory import allocator_figures
-    from ..runtime.plan import Backbone, TrainSetting, plan_training
-    from ..runtime.sizes import show
+    from ..planning.fit import largest_sample
+    from ..planning.memory import allocator_figures
+    from ..planning.plan import Backbone, TrainSetting, plan_training
+    from ..planning.sizes import show
     from .plan import resolve
 
     figures = allocator_figures(said)

@@ -30,8 +30,8 @@ from torch.nn import functional as F
 
 from ..backbones.families import BackboneSpec
 from ..naming import nearest
-from ..pool import ConvPool, SlotConvolution, load_pool, read_pool_config
 from .base import Policy, Slots, rank_of
+from .pool import ConvPool, SlotConvolution, load_pool, read_pool_config
 
 METRICS = ("cosine", "l2")
 WEIGHTS = ("score", "count")

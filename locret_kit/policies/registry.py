@@ -11,11 +11,11 @@ from typing import Any
 
 from ..naming import nearest
 from .allocation import Adaptive, Pyramid, PyramidAdaptive
-from .answering import Reread
 from .base import Policy, Uniform
 from .key_scores import Compactor, ExpectedAttention, KeyDiff, KNorm, LagKV
 from .merging import Lococo, Nearest
-from .reading import Recent
+from .prefill_mask import Recent
+from .reread import Reread
 from .scopes import Deviation, Proxies, Sinks, Stabilizers, Window
 from .scores import Aas, Aqas, Cis, Entropy, Ltas, Mas, ProxyAttention, Random, Recency, WindowAttention
 from .selection import Representatives, Sampled, TopK

@@ -20,9 +20,9 @@ from transformers.generation.logits_process import (
 
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
-from ..cache.static import StaticDecoder, reason_against
-from .memory import Explained
+from ..planning.memory import Explained
 from .report import Report
+from .static import StaticDecoder, reason_against
 
 
 @dataclass(frozen=True)

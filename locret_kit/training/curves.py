@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from ..checkpoint import write_beside
+from ..files import write_beside
 
 
 def read_curves(run: Path) -> dict[str, dict[int, float]]:

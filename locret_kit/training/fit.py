@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..backbones.load import load_backbone, pick_device, pick_dtype
-from ..checkpoint import write_beside
+from ..files import write_beside
 from .base import FrozenTraining
 from .callbacks import Bar, Last, SaveEvery, SeedSteps, Stopped, StopWhole, gather
 from .curves import write_curves

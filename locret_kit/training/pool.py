@@ -26,8 +26,8 @@ from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..policies.base import Policy, Slots
 from ..policies.merging import Folded, fold_convolved, pool_slots
+from ..policies.pool import ConvPool, PoolConfig, save_pool
 from ..policies.registry import parse_policy
-from ..pool import ConvPool, PoolConfig, save_pool
 from ..samples.chat import Sample
 from .base import FrozenTraining, inference_settings
 from .data import Step

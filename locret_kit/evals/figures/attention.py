@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ...policies.scores import WindowAttention
-from ..summary import size
+from ..report.summary import size
 from .study import Prompt, Study, chosen, read, scores, watch
 from .style import MAP, line, panels, shared_legend
 

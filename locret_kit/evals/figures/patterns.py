@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..summary import size
+from ..report.summary import size
 from .study import Prompt, Study, bin_edges, held, read, scores, share_held
 from .style import MAP, line, panels
 

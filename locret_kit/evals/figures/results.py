@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..rows import Row
-from ..summary import Cell, mean_and_stderr, size, summarize
+from ..engine.rows import Row
+from ..report.summary import Cell, mean_and_stderr, size, summarize
 from .style import MAP, line, panels, score_axis, shared_legend, token_axis
 
 DEPTHS = 10

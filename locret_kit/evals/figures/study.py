@@ -21,10 +21,10 @@ from ...cache.view import slots_of
 from ...policies.registry import PARTS, parse_policy, parts_of
 from ...runtime.session import prefill
 from ...runtime.tokens import stream_ids
-from ..measure import cache_for
-from ..rows import Row, read_rows
-from ..runner import run as answer
-from ..settings import UNTRAINED, Engine, Run, Variant, variants
+from ..engine.measure import cache_for
+from ..engine.rows import Row, read_rows
+from ..engine.runner import run as answer
+from ..engine.settings import UNTRAINED, Engine, Run, Variant, variants
 from ..tasks.base import Request, Task
 
 BINS = 400

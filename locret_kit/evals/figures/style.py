@@ -11,8 +11,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ...checkpoint import write_beside
-from ..summary import LIKELIHOOD, size
+from ...files import write_beside
+from ..report.summary import LIKELIHOOD, size
 
 FORMATS = ("png", "svg")
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

@@ -11,9 +11,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..rows import Row
-from ..settings import Engine
-from ..summary import mean_and_stderr, size
+from ..engine.rows import Row
+from ..engine.settings import Engine
+from ..report.summary import mean_and_stderr, size
 from .study import Prompt, Study, last_hidden, read, recorded, varied
 from .style import line, panels, score_axis, shared_legend
 

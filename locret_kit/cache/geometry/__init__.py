@@ -1,0 +1,1 @@
+"""Integers of a run: positions, rotation tables and the schedule of evictions."""

@@ -1,0 +1,1 @@
+"""Where rows lie: plain, ragged, quantised, and both, one layer each."""

@@ -1,0 +1,372 @@
+"""Rows of one layer in 4 or 2 bits: keys by channel, values by token, the newest rows as they came.
+
+Source: KIVI, arXiv 2402.02750. A value row has its own steps and zero points, one for every ``VALUE_GROUP`` channels, and is
+quantised once; not as it came but rotated by a Hadamard matrix (QuaRot, arXiv 2404.00456), so that one large channel does not
+coarsen the steps of its group. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are
+consecutive tokens; an eviction leaves gaps in them, so here a row carries the number of its group, and the steps and zero
+points of all groups (one of each a channel) stand in a table of fixed size (see ``groups``). Since any row may be in any group,
+rows that are quantised together are grouped with rows like them, which makes the steps smaller, and the few that are like
+none go in pairs, which keep them whole. A group that has lost all of its rows is free. Where too few are free for the rows
+that are to be quantised, the sparsest groups are quantised again together with them: as few groups as make room, so full ones
+never are, and what one eviction requantises is in proportion to what entered since the last.
+
+A row's key is read back within half a step of its group, and every merge of its group with others adds at most half a step
+of the new group. A number of a rotated value row is read back within half a step; rotating back leaves the length of the row's
+error as it is, at most the root of the sum of its squared half steps. A step is at most
+``(range + |min| / 500) / (2^bits - 1)`` of the numbers in the group, but for 0.2%.
+
+A chunk that is read in one piece is attended to and evicted from before its survivors are quantised. Where it is read in
+several pieces, or the policy reads logits and so evicts after the forward, rows are quantised as they leave the tail, so
+pieces change the result by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from locret_kernels.ragged_decode import PackedRows
+from locret_kernels.spread import hadamard
+
+from ...policies.base import Policy
+from .groups import GROUP, SPARE, pairs_of, regroup, table_size
+from .packing import BITS, decode, encode, levels, pack, unpack
+from .rows import BoundedLayer
+
+RESIDUAL = 32
+"""Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
+VALUE_GROUP = 32
+"""Channels of a rotated value row that share a step and a zero point, at most."""
+
+
+def check_bits(kv_bits: int | None) -> None:
+    """Raise ValueError unless ``kv_bits`` is 4, 2 or None."""
+    if kv_bits is not None and kv_bits not in BITS:
+        raise ValueError(f"kv_bits={kv_bits} must be 4 or 2; without it, keys and values are kept in the model's dtype")
+
+
+def check_storage(kv_bits: int | None, policy: Policy) -> None:
+    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: a slot that was quantised is not
+    written again."""
+    check_bits(kv_bits)
+    if kv_bits is not None and policy.merge is not None:
+        raise ValueError(
+            f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
+        )
+
+
+def check_head_size(kv_bits: int, size: int) -> None:
+    """Raise ValueError where the codes of a head's numbers do not fill whole bytes."""
+    if size * kv_bits % 8:
+        raise ValueError(f"kv_bits={kv_bits} needs a head size that is a multiple of {8 // kv_bits}, not {size}")
+
+
+def value_group(size: int) -> int:
+    """Channels of a value row of ``size`` channels that share a step and a zero point."""
+    return max(n for n in range(1, VALUE_GROUP + 1) if size % n == 0)
+
+
+class Scratch:
+    """Keys and values ``[B, H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
+
+    def __init__(self) -> None:
+        self.owner: QuantisedLayer | None = None
+        self.keys = self.values = torch.empty(0)
+
+    def lend(self, layer: QuantisedLayer) -> None:
+        """Give the buffers to a layer, made anew where they do not fit it."""
+        B, H = layer.B, layer.H
+        for name, size in (("keys", layer.key_size), ("values", layer.value_size)):
+            old, shape = getattr(self, name), (B, H, layer.capacity, size)
+            fits = old.dim() == 4 and old.shape[2] >= layer.capacity and (*old.shape[:2], old.shape[3]) == (B, H, size)
+            if not (fits and old.dtype == layer.dtype and old.device == layer.device):
+                with torch.inference_mode(False):
+                    setattr(self, name, torch.empty(shape, dtype=layer.dtype, device=layer.device))
+        self.owner = layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return int(self.keys.nbytes + self.values.nbytes)
+
+
+class QuantisedLayer(BoundedLayer):
+    """Rows of one layer in ``bits`` bits, as many for every head (``ragged_quantised`` lets heads differ).
+
+    Between blocks every row but the newest ``tail`` is quantised. In a block all rows are read into the scratch, new ones are
+    written behind them, and ``settle`` quantises those that have left the tail. A row of the tail may be quantised already
+    (after an eviction among the newest); it keeps its codes. One token goes to the tail alone and its attention reads the
+    codes as they are, until the tail is full: once every ``group`` tokens.
+    """
+
+    per_row = ("key_codes", "value_codes", "value_step", "value_zero", "group", "positions", "scores")
+    key_codes: Tensor
+    """``[B, H, capacity, D * bits / 8]`` uint8, and so are the values'."""
+    value_codes: Tensor
+    value_step: Tensor
+    """``[B, H, capacity, groups of channels]`` float16, and so is the zero point."""
+    value_zero: Tensor
+    group: Tensor
+    """``[B, H, capacity]``: a row's key group; -1 where it is not quantised."""
+    key_step: Tensor
+    """``[B, tables, groups, D]`` float16, and so is the zero point; here each head has a table of its own."""
+    key_zero: Tensor
+    tail_keys: Tensor
+    """``[B, H, residual + group - 1, D]``: the newest ``tail`` rows, and so are the values."""
+    tail_values: Tensor
+
+    def __init__(
+        self,
+        capacity: int,
+        statistics: int = 0,
+        recent: int = 0,
+        *,
+        bits: int,
+        scratch: Scratch,
+        group: int = GROUP,
+        residual: int = RESIDUAL,
+        spare: float = SPARE,
+    ) -> None:
+        super().__init__(capacity, None, statistics, recent)
+        self.bits, self.scratch = bits, scratch
+        self.group_rows, self.residual, self.spare = group, residual, spare
+        self.tail = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.B, self.H, _, self.key_size = key_states.shape
+        self.value_size = value_states.shape[-1]
+        self.dtype, self.device = key_states.dtype, key_states.device
+        per_byte = 8 // self.bits
+        for size in (self.key_size, self.value_size):
+            check_head_size(self.bits, size)
+        self.value_group = value_group(self.value_size)
+        tables, groups = self._tables()
+        by_row, tail = self._shape(self.B, self.H), (self.B, self.H, self.residual + self.group_rows - 1)
+
+        def made(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        with torch.inference_mode(False):
+            self.key_codes = made(torch.uint8, *by_row, self.key_size // per_byte)
+            self.value_codes = made(torch.uint8, *by_row, self.value_size // per_byte)
+            self.value_step = made(torch.float16, *by_row, self.value_size // self.value_group)
+            self.value_zero = torch.empty_like(self.value_step)
+            self.group = made(torch.int16 if groups < 2**15 else torch.int32, *by_row)
+            self.positions, self.scores = made(torch.int32, *by_row), made(torch.float32, *by_row)
+            self.tail_keys = made(self.dtype, *tail, self.key_size)
+            self.tail_values = made(self.dtype, *tail, self.value_size)
+            self.stats = made(torch.float32, self.statistics, *by_row)
+            self.key_step = made(torch.float16, self.B, tables, groups, self.key_size)
+            self.key_zero = torch.empty_like(self.key_step)
+        self.is_initialized = True
+
+    # ---- which rows: what heads of different lengths do otherwise ------------------------------------------------
+
+    def _tables(self) -> tuple[int, int]:
+        """Tables of key groups for one item of the batch, and groups in each."""
+        return self.H, table_size(self.capacity, 1, self.spare, self.group_rows)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest head."""
+        return self.rows
+
+    def _written(self, new: slice | Tensor) -> Any:
+        """Index of new rows ``[B, H, T]``."""
+        return slice(None), slice(None), new
+
+    def _newest(self, older: int, newer: int) -> Any:
+        """Index of the rows that are among the newest ``older`` of their head and not among its newest ``newer``."""
+        return slice(None), slice(None), slice(self.rows - older, self.rows - newer)
+
+    def _held(self) -> Any:
+        """Index of all rows ``[B, tables, S]``: those that share a table side by side."""
+        return self._newest(self.rows, 0)
+
+    def _heads(self) -> tuple[Tensor, int]:
+        """Which of the heads that share a table each of all rows ``[B, tables, S]`` (int64) is of, and how many share it."""
+        return torch.zeros((), dtype=torch.int64, device=self.device).expand(self.B, self.H, self.rows), 1
+
+    def _in_tail(self) -> Any:
+        """Index of the rows that are in the tail, among the tail's."""
+        return slice(None), slice(None), slice(0, self.tail)
+
+    def _next_in_tail(self) -> Any:
+        """Index of the tail's next row ``[B, H]``."""
+        return slice(None), slice(None), self.tail
+
+    def _tails(self) -> Tensor:
+        """Rows of each head ``[B, H]`` (int32) that are in its tail."""
+        return torch.full((self.B, self.H), self.tail, dtype=torch.int32, device=self.device)
+
+    def _lent(self, name: str) -> Tensor:
+        """The scratch's keys or values, as this layer's buffers lie."""
+        return getattr(self.scratch, name)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def slots(self, name: str) -> Tensor:
+        if name in ("keys", "values"):
+            self._open()
+            return self._lent(name)[:, :, : self.rows]
+        return super().slots(name)
+
+    @property
+    def reads_flat(self) -> bool:
+        return self.scratch.owner is not self
+
+    def _flat_rows(self) -> PackedRows:
+        return PackedRows(
+            self.key_codes.flatten(0, -2),
+            self.value_codes.flatten(0, -2),
+            self.group.flatten(),
+            self.key_step.flatten(0, 1),
+            self.key_zero.flatten(0, 1),
+            self.value_step.flatten(0, -2),
+            self.value_zero.flatten(0, -2),
+            self.tail_keys.flatten(0, 1),
+            self.tail_values.flatten(0, 1),
+            self._tails(),
+        )
+
+    def _open(self) -> None:
+        """Read all rows into the scratch, unless they are there."""
+        if self.scratch.owner is self:
+            return
+        self.scratch.lend(self)
+        held, newest, in_tail = self._held(), self._newest(self.tail, 0), self._in_tail()
+        for lent, read, tail in (
+            (self._lent("keys"), self._read_keys, self.tail_keys),
+            (self._lent("values"), self._read_values, self.tail_values),
+        ):
+            lent[held] = read(held)
+            lent[newest] = tail[in_tail]
+
+    def _read_keys(self, at: Any) -> Tensor:
+        """Keys of rows ``[B, tables, S]``; anything where a row is not quantised."""
+        codes = unpack(self.key_codes[at], self.bits)
+        return decode(codes, *self._key_levels(self.group[at].long().clamp(min=0))).to(self.dtype)
+
+    def _key_levels(self, group_BTS: Tensor) -> tuple[Tensor, Tensor]:
+        """Step and zero point ``[B, tables, S, D]`` of groups."""
+        B, tables, M, D = self.key_step.shape
+        index = group_BTS + M * torch.arange(B * tables, device=self.device).view(B, tables, 1)
+        return F.embedding(index, self.key_step.view(-1, D)), F.embedding(index, self.key_zero.view(-1, D))
+
+    def _read_values(self, at: Any) -> Tensor:
+        """Values of rows; anything where a row is not quantised."""
+        codes = unpack(self.value_codes[at], self.bits).unflatten(-1, (-1, self.value_group))
+        x = decode(codes, self.value_step[at][..., None], self.value_zero[at][..., None]).flatten(-2)
+        return (x @ hadamard(self.value_size, x.device)).to(self.dtype)
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
+        T, at = k.shape[2], self._written(new)
+        if T == 1 and self.reads_flat and self.tail < self.tail_keys.shape[2]:
+            next_one = self._next_in_tail()
+            self.tail_keys[next_one], self.tail_values[next_one] = k[:, :, 0], v[:, :, 0]
+        else:
+            self._open()
+            self._lent("keys")[at], self._lent("values")[at] = k, v
+        self.group[at] = self.group.new_full((), -1)
+        self.tail += T
+
+    def settle(self) -> None:
+        if self.scratch.owner is not self:
+            return
+        ready = max(0, self.tail - self.residual) // self.group_rows * self.group_rows
+        if ready:
+            self._quantise(ready)
+        self.tail -= ready
+        newest, in_tail = self._newest(self.tail, 0), self._in_tail()
+        self.tail_keys[in_tail], self.tail_values[in_tail] = self._lent("keys")[newest], self._lent("values")[newest]
+        self.scratch.owner = None
+
+    def _quantise(self, ready: int) -> None:
+        """Quantise those of the tail's oldest ``ready`` rows that are not yet."""
+        held, oldest = self._held(), self._newest(self.tail, self.tail - ready)
+        leaving = torch.zeros_like(self.group, dtype=torch.bool)
+        leaving[oldest] = self.group[oldest] < 0
+        self._store_values(oldest, leaving[oldest])
+        keys, group = self._lent("keys")[held].float(), self.group[held].long()
+        target_BTS, made_BTM = regroup(
+            keys,
+            group,
+            leaving[held],
+            *self._heads(),
+            self.key_step.shape[2],
+            self.group_rows,
+            pairs_of(self.capacity),
+        )
+        self._store_keys(held, keys, target_BTS, made_BTM)
+
+    def _store_values(self, at: Any, leaving: Tensor) -> None:
+        """Quantise the values of those of the rows ``at`` that are ``leaving``."""
+        x = self._lent("values")[at].float()
+        x = (x @ hadamard(self.value_size, x.device)).unflatten(-1, (-1, self.value_group))
+        step, zero = levels(x.amin(-1), x.amax(-1), self.bits)
+        codes = pack(encode(x, step[..., None], zero[..., None], self.bits).flatten(-2), self.bits)
+        for held, new in ((self.value_codes, codes), (self.value_step, step), (self.value_zero, zero)):
+            held[at] = torch.where(leaving[..., None], new, held[at])
+
+    def _store_keys(self, at: Any, x: Tensor, target_BTS: Tensor, made_BTM: Tensor) -> None:
+        """Quantise those of the keys ``x`` of rows whose target is a group, by the limits of all that have the same target."""
+        chosen_BTS = target_BTS >= 0
+        step, zero = levels(*self._limits(x, target_BTS, made_BTM.shape[-1]), self.bits)
+        self.key_step.copy_(torch.where(made_BTM[..., None], step, self.key_step))
+        self.key_zero.copy_(torch.where(made_BTM[..., None], zero, self.key_zero))
+        del step, zero
+        codes = pack(encode(x, *self._key_levels(target_BTS.clamp(min=0)), self.bits), self.bits)
+        self.key_codes[at] = torch.where(chosen_BTS[..., None], codes, self.key_codes[at])
+        self.group[at] = torch.where(chosen_BTS, target_BTS.to(self.group.dtype), self.group[at])
+
+    def _limits(self, x: Tensor, target_BTS: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest number ``[B, tables, groups, D]`` of each channel of the keys of a group."""
+        B, tables, _ = target_BTS.shape
+        index = torch.where(target_BTS >= 0, target_BTS, groups)[..., None].expand_as(x)
+        lo, hi = (
+            x.new_zeros(B, tables, groups + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)
+            for how in ("amin", "amax")
+        )
+        return lo[:, :, :groups], hi[:, :, :groups]
+
+    # ---- eviction and the rest -----------------------------------------------------------------------------------
+
+    def keep(self, stay_BHS: Tensor, mean: int) -> None:
+        self._open()
+        super().keep(stay_BHS, mean)
+        self.tail = min(self.tail, self.longest)
+        self.settle()
+
+    def _moving(self) -> list[Tensor]:
+        lent = [self._lent(name) for name in ("keys", "values") if self.scratch.owner is self]
+        return [*super()._moving(), *lent]
+
+    def grow(self, rows: int) -> None:
+        self.scratch.owner = None
+        super().grow(rows)
+        for name in ("key_step", "key_zero"):
+            old = getattr(self, name)
+            with torch.inference_mode(False):
+                new = old.new_empty(*old.shape[:2], self._tables()[1], self.key_size)
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def reset(self) -> None:
+        super().reset()
+        self.tail, self.scratch.owner = 0, None
+
+    def take(self, other: Any) -> None:
+        scratch = self.scratch
+        super().take(other)
+        self.scratch = scratch
+
+    def _reorder_rest(self, beam_idx: Tensor) -> None:
+        super()._reorder_rest(beam_idx)
+        for name in ("key_step", "key_zero", "tail_keys", "tail_values"):
+            setattr(self, name, getattr(self, name).index_select(0, beam_idx))
+        self.scratch.owner = None

@@ -1,0 +1,1 @@
+"""Running examples: from settings to rows."""

@@ -1,0 +1,234 @@
+"""lm-evaluation-harness over a bounded cache: ``locret-eval lm_eval --model locret --model_args ckpt=...,budget=256 ...``.
+
+The harness finds a model by its registered name, which has to be known before its command line runs: `main` does both.
+Nothing else imports this module, since it needs the package lm_eval.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from ...backbones.intercept import attach
+from ...cache.bounded import BoundedCache
+from ...naming import nearest
+from ...runtime.session import Sampling, decode, prefill, stop_ids
+from .fidelity import nll_reading
+from .measure import cache_for
+from .settings import Engine, Variant
+
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+OTHERS = ("do_sample", "until", "max_gen_toks")
+MARGIN = 8
+"""Tokens decoded beside those of a stop mark, since a tokenizer may treat a text's first ones differently."""
+
+
+class LocretLM(TemplateLM):
+    """A backbone whose cache keeps ``budget`` slots, scored by the harness's own tasks and metrics. Under ``accelerate
+    launch`` or torchrun the harness gives each process its share of the requests."""
+
+    def __init__(self, engine: Engine, variant: Variant) -> None:
+        super().__init__()
+        self.engine, self.variant = engine, variant
+        self.model, self.tokenizer = engine.model, engine.tokenizer
+        self.accelerator: Any = None
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            from accelerate import Accelerator, InitProcessGroupKwargs
+
+            weeks = InitProcessGroupKwargs(timeout=timedelta(weeks=52))  # one process may wait that long for the others
+            self.accelerator = Accelerator(cpu=self.device.type == "cpu", kwargs_handlers=[weeks])
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+
+    # ---- what the harness asks ---------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.accelerator is None else self.accelerator.gather(tensor)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        if self.accelerator is None:
+            return [obj]
+        found = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, found, dst)
+        return found
+
+    def barrier(self) -> None:
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None:
+            add_special_tokens = not (bos and string.startswith(bos))
+        return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
+
+    def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Continuations of the same context share its prefill as far as they can: the first longer one, and all of one
+        token."""
+        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, (_, context, _) in enumerate(requests):
+            by_context[tuple(context)].append(i)
+        found: dict[int, tuple[float, bool]] = {}
+        for prompt, members in self._shown(by_context.items(), "loglikelihood contexts", disable_tqdm):
+            cache, logits = self._read(prompt)
+            fresh = True
+            for i in members:
+                continuation = requests[i][2]
+                if not fresh and len(continuation) > 1:
+                    cache, logits = self._read(prompt)
+                found[i] = self._score(cache, logits, continuation)
+                fresh = fresh and len(continuation) == 1
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+        return [found[i] for i in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, read chunk by chunk through the cache."""
+        results = []
+        for request in self._shown(requests, "rolling loglikelihood requests", disable_tqdm):
+            (text,) = request.args
+            ids = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)]
+            nll, _ = nll_reading(self.model, self._cache(len(ids)), ids, 1) if len(ids) > 1 else (0.0, 0.0)
+            results.append(-nll * (len(ids) - 1))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, results[-1])
+        return results
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        results = []
+        for number, request in enumerate(self._shown(requests, "generate_until requests", disable_tqdm)):
+            context, settings = request.args
+            results.append(self._generate(context, dict(settings), number))
+            self.cache_hook.add_partial("generate_until", request.args, results[-1])
+        return results
+
+    def _shown(self, items: Iterable[Any], what: str, hidden: bool) -> Iterable[Any]:
+        """The items, with a progress bar in the first process."""
+        return tqdm(items, desc=f"Running {what}", disable=hidden or self.rank != 0)
+
+    # ---- over the cache ----------------------------------------------------------------------------------------------
+
+    def _cache(self, prompt_length: int) -> BoundedCache:
+        return cache_for(self.engine, self.variant, prompt_length)
+
+    def _read(self, context: Sequence[int]) -> tuple[BoundedCache, torch.Tensor]:
+        cache = self._cache(len(context))
+        with attach(self.model):
+            return cache, prefill(self.model, context, cache)
+
+    @torch.inference_mode()
+    def _score(self, cache: BoundedCache, logits: torch.Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
+        """``(log-likelihood, whether greedy decoding would write it)``."""
+        total, greedy = 0.0, True
+        with attach(self.model):
+            for n, token in enumerate(continuation):
+                total += float(F.log_softmax(logits.float(), -1)[token])
+                greedy = greedy and int(logits.argmax()) == token
+                if n + 1 < len(continuation):
+                    piece = torch.tensor([[token]], device=self.device)
+                    logits = self.model(
+                        input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1
+                    ).logits[0, -1]
+        return total, greedy
+
+    def _generate(self, context: str, settings: dict[str, Any], number: int) -> str:
+        """The answer up to the first stop mark. ``number`` of the request: of the same prompt several are drawn."""
+        settings = normalize_gen_kwargs(settings)
+        sampling, until = sampling_of(settings), [mark for mark in settings["until"] if mark]
+        ids = self.tok_encode(context)
+        cache = self._cache(len(ids))
+        tokens: list[int] = []
+        newest = MARGIN + max((len(mark.encode()) for mark in until), default=0)  # a token has one byte at least
+        with attach(self.model):
+            logits = prefill(self.model, ids, cache)
+            for token in decode(
+                self.model, cache, logits, prompt=ids, max_new_tokens=settings["max_gen_toks"], sampling=sampling,
+                stop=stop_ids(self.model, self.tokenizer), seed=self.engine.seed + number,
+            ):  # fmt: skip
+                tokens.append(token)
+                tail = self._text(tokens[-newest:]) if until else ""
+                if any(mark in tail for mark in until):
+                    break
+        text = self._text(tokens)
+        return text[: min((text.find(mark) for mark in until if mark in text), default=len(text))]
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """How tokens are chosen, from the harness's normalised ``generation_kwargs``.
+
+    Raises:
+        ValueError: a setting that there is not here, a value out of bounds, or sampling without a temperature.
+    """
+    given = {name: value for name, value in settings.items() if name not in OTHERS and value is not None}
+    if given.get("num_beams") == 1:  # which some tasks write out
+        del given["num_beams"]
+    for name in given:
+        if name not in SAMPLING:
+            known = (*OTHERS, *SAMPLING)
+            raise ValueError(
+                f"generation_kwargs: {name}={given[name]} is not supported.{nearest(name, known)} There are: {', '.join(known)}"
+            )
+    sampling = Sampling(**{"temperature": 0.0, **given})
+    if settings["do_sample"] and sampling.temperature == 0:
+        raise ValueError("generation_kwargs: do_sample=true needs temperature above 0, such as temperature=1.0")
+    return sampling
+
+
+_HARNESS_ONLY = ("batch_size", "max_batch_size")
+"""Settings that the harness adds of its own accord: prompts go one by one here."""
+
+
+def register(load: Callable[[dict[str, Any]], tuple[Engine, Variant]]) -> None:
+    """Make ``--model locret`` known to the harness. ``load`` gets what ``--model_args`` names."""
+
+    @register_model("locret")
+    class Named(LocretLM):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(*load({name: x for name, x in settings.items() if name not in _HARNESS_ONLY}))
+
+
+def main(argv: Sequence[str], load: Callable[[dict[str, Any]], tuple[Engine, Variant]]) -> None:
+    """The harness's own command line, with `register` done first."""
+    from lm_eval.__main__ import cli_evaluate
+
+    register(load)
+    sys.argv = ["lm_eval", *argv]
+    cli_evaluate()

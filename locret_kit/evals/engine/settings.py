@@ -1,0 +1,152 @@
+"""What a run compares, as plain data: built by the command line, or by hand from Python."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..tasks.base import Task
+
+RANDOM_HEADS = "random-heads"
+"""The policy `locret` with untrained heads."""
+UNTRAINED = "untrained"
+"""Its heads, as rows name them."""
+ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
+"""Unbounded oracles, see `oracle`: whether heads and layers share the slots among them."""
+
+
+@dataclass
+class Engine:
+    """The backbone, the heads and the settings of every cache of a run."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    """The backbone, as it was named."""
+    settings_for: Callable[[Variant], dict[str, Any]]
+    """Settings of a `BoundedCache` for a variant: those of its heads scaled to its budget, of `full` at their own budget."""
+    heads: dict[str, Any] = field(default_factory=dict)
+    """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Of the heads' weights, see `provenance.weights_hash`."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone, as it was named."""
+    chat: str = "auto"
+    ending: str = "infinitebench"
+    seed: int = 0
+    max_new_tokens: int | None = None
+    """Answer tokens of every task; None takes each task's own."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of the comparison."""
+
+    policy: str
+    heads: str
+    budget: int
+    """0 for `full`."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt, which every variant reads."""
+
+    task: Task
+    length: int
+    sample: int
+
+
+@dataclass
+class Run:
+    """Everything that `runner.run` does."""
+
+    engine: Engine
+    tasks: list[Task]
+    variants: list[Variant]
+    lengths: list[int]
+    samples: int
+    out: Path
+    keep: int = 0
+    """Of the first `keep` examples of a task, what the cache holds behind the prompt is stored."""
+    retry_errors: bool = False
+    """Do examples again that ended with an error."""
+    share_prefix: bool = True
+    """Read what prompts of a task have in common at their beginning once, see `prefix`."""
+    rank: int = 0
+    world_size: int = 1
+
+    def batches(self) -> list[list[Group]]:
+        """All prompts, in the same order in every process: those of a task that begin alike together, the others one by
+        one, first numbers of every task and length first."""
+        found: dict[Any, list[Group]] = defaultdict(list)
+        for group in self.groups():
+            alike = self.share_prefix and group.task.begins_alike
+            found[group.task.name, group.task.haystack, group.length, -1 if alike else group.sample].append(group)
+        return list(found.values())
+
+    def groups(self) -> Iterator[Group]:
+        """All prompts: first numbers of every task and length first."""
+        for sample in range(self.samples):
+            for length in self.lengths:
+                for task in self.tasks:
+                    if task.size is None or sample < task.size:
+                        yield Group(task, length, sample)
+
+
+def is_oracle(policy: str) -> bool:
+    """Whether a policy is one of `ORACLES`.
+
+    Raises:
+        ValueError: an oracle with other parameters.
+    """
+    if policy not in ORACLES and policy.split("(")[0].strip() == "kvzip":
+        raise ValueError(f"policy={policy} must be one of: {', '.join(ORACLES)}")
+    return policy in ORACLES
+
+
+def key_of(group: Group, variant: Variant) -> tuple:
+    """The row's key."""
+    task = group.task
+    return task.name, task.haystack, group.length, variant.budget, variant.policy, variant.heads, group.sample
+
+
+def check_policies(policies: list[str], kv_bits: int | None) -> None:
+    """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
+    ``kv_bits`` bits."""
+    from ...cache.storage.quantised import check_bits, check_storage
+    from ...policies.registry import parse_policy
+
+    check_bits(kv_bits)
+    for policy in policies:
+        if policy != RANDOM_HEADS and not is_oracle(policy):
+            check_storage(kv_bits, parse_policy(policy))
+
+
+def variants(policies: list[str], budgets: list[int], heads: list[str]) -> list[Variant]:
+    """Policies by budgets, in the order given; policies that need heads once for each checkpoint.
+
+    Raises:
+        ValueError: an unknown policy, or one that needs heads where there are none.
+    """
+    from ...policies.registry import parse_policy
+
+    found = []
+    for policy in policies:
+        if policy == RANDOM_HEADS:
+            names = [UNTRAINED]
+        elif is_oracle(policy):
+            names = ["-"]
+        else:
+            parsed = parse_policy(policy)
+            if parsed.needs_heads and not heads:
+                raise ValueError(f"policy={policy} needs retaining heads: give ckpt=PATH_OR_REPO")
+            names = heads if parsed.needs_heads else ["-"]
+            if parsed.keeps_everything:
+                found += [Variant(policy, name, 0) for name in names]
+                continue
+        found += [Variant(policy, name, budget) for name in names for budget in budgets]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,1 @@
+"""Scores of answers, as the benchmarks' own scripts compute them."""

@@ -1,0 +1,381 @@
+"""Metrics: the benchmarks' normalisations around kept libraries.
+
+``METRICS[name](output, answer, extra)`` gives a dict of figures, the main one first, each within [0, 1]. Libraries are
+imported by the metric that needs them, so that a missing one is the error of that metric alone.
+
+Sources: InfiniteBench (src/compute_scores.py), LongBench (LongBench/metrics.py, eval.py), L-Eval (Evaluation/),
+RULER (scripts/eval/synthetic/constants.py), lm-evaluation-harness (tasks/gsm8k).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from ...naming import nearest
+from .leval import leval_choice, leval_code, leval_judge, leval_match, leval_math
+
+Figures = dict[str, float]
+Metric = Callable[[str, Any, Mapping[str, Any]], Figures]
+CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"  # noqa: RUF001
+    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
+)
+
+
+def get_metric(name: str) -> Metric:
+    """The metric of a name.
+
+    Raises:
+        ValueError: an unknown name; suggests the nearest.
+    """
+    if name not in METRICS:
+        raise ValueError(f"metric={name!r} is unknown.{nearest(name, METRICS)} Known: {', '.join(METRICS)}")
+    return METRICS[name]
+
+
+def library(name: str) -> Any:
+    """A module of the `eval` extra.
+
+    Raises:
+        ImportError: it is not installed; says how to install it.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(f"this metric needs {name.split('.')[0]}: pip install 'locret-kit[eval]'") from error
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+def normalize(text: str) -> str:
+    """Lower case, no punctuation, no English articles, single spaces (SQuAD's normalisation)."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def normalize_zh(text: str) -> str:
+    """Lower case, no punctuation (Chinese included), no white space."""
+    dropped = string.punctuation + CHINESE_PUNCTUATION
+    return "".join("".join(c for c in text.lower() if c not in dropped).split())
+
+
+def f1(output: Sequence[str], answer: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall of two bags of words."""
+    same = sum((Counter(output) & Counter(answer)).values())
+    return 2 * same / (len(output) + len(answer)) if same else 0.0
+
+
+def spaced(text: str, characters: str) -> str:
+    """The text with each of the characters turned into a space."""
+    return text.translate(dict.fromkeys(map(ord, characters), " "))
+
+
+def as_list(answer: Any) -> list:
+    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
+
+
+def _best(score: Callable[[str, str], float], output: str, answer: Any) -> float:
+    return max((float(score(output, str(a))) for a in as_list(answer)), default=0.0)
+
+
+def _jieba(text: str) -> list[str]:
+    jieba = library("jieba")
+    jieba.setLogLevel(logging.WARNING)
+    return jieba.lcut(text, cut_all=False)
+
+
+# ---- question answering --------------------------------------------------------------------------------------------
+
+
+def qa_f1(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """Best word F1 over the accepted answers."""
+    return {"f1": _best(lambda o, a: f1(normalize(o).split(), normalize(a).split()), output, answer)}
+
+
+def qa_f1_characters(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """F1 over Chinese characters (InfiniteBench's Zh.QA)."""
+    return {"f1": _best(lambda o, a: f1(normalize_zh(o), normalize_zh(a)), output, answer)}
+
+
+def qa_f1_jieba(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """F1 over Chinese words (LongBench)."""
+
+    def words(text: str) -> list[str]:
+        return [word for word in map(normalize_zh, _jieba(text)) if word]
+
+    return {"f1": _best(lambda o, a: f1(words(o), words(a)), output, answer)}
+
+
+def of_first_line(metric: Metric) -> Metric:
+    """The metric of the output's first line (LongBench's few-shot tasks)."""
+    return lambda output, answer, extra: metric(output.lstrip("\n").split("\n")[0], answer, extra)
+
+
+# ---- retrieval and mathematics -------------------------------------------------------------------------------------
+
+
+def first_number(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The first run of digits is the answer (InfiniteBench's pass keys and numbers)."""
+    found = re.search("[0-9]+", output)
+    return {"match": float(found is not None and found.group() == str(as_list(answer)[0]))}
+
+
+def has_word(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The answer is one of the words (InfiniteBench's key/value retrieval)."""
+    return {"match": float(str(as_list(answer)[0]) in spaced(output, "\n:\"'.,?!{}").split())}
+
+
+def has_name(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The answer, an upper-case name, is one of the words in any case (InfiniteBench's dialogue)."""
+    return {"match": float(str(as_list(answer)[0]) in spaced(output, "\n:\"'.,?!{}").upper().split())}
+
+
+def has_all(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """Share of the required strings that occur in the output, in any case (RULER)."""
+    wanted = as_list(answer)
+    return {"recall": sum(str(a).lower() in output.lower() for a in wanted) / len(wanted)}
+
+
+def equal_number(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The first number equals the answer; an integer answer reads no further than the point (InfiniteBench's Math.Find)."""
+    found, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
+    if found is None or (isinstance(wanted, int) and "." in found.group()):
+        return {"match": 0.0}
+    return {"match": float(float(found.group()) == float(wanted))}
+
+
+def leading_numbers(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """Share of the answer's numbers that are right before the first wrong one (InfiniteBench's Math.Calc)."""
+    wanted = answer[0] if answer and isinstance(answer[0], list) else answer
+    given, right = [int(n) for n in re.findall("[0-9]+", output)], 0
+    while right < min(len(given), len(wanted)) and given[right] == wanted[right]:
+        right += 1
+    return {"share": right / len(wanted)}
+
+
+def last_integer(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The last word is the answer (InfiniteBench's Code.Run)."""
+    words = spaced(output, "\n.`'\":").split()
+    try:
+        return {"match": float(bool(words) and int(words[-1]) == int(as_list(answer)[0]))}
+    except ValueError:
+        return {"match": 0.0}
+
+
+def gsm8k(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The number behind ``####``, else the last number ('flexible'), equals the answer's."""
+
+    def clean(text: str) -> str:
+        return re.sub(r"[,$]|\.$", "", text)
+
+    wanted = clean(str(answer).split("####")[-1].strip())
+    output = re.split(r"Question:|</s>|<\|im_end\|>", output)[0]
+    strict = re.search(r"#### (-?[0-9.,]+)", output)
+    numbers = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", output)
+    return {
+        "flexible": float(bool(numbers) and clean(numbers[-1]) == wanted),
+        "strict": float(strict is not None and clean(strict.group(1)) == wanted),
+    }
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+
+
+def _after_prefix(text: str, prefixes: Iterable[str], accepted: Iterable[str]) -> bool | None:
+    """Whether an accepted answer follows the first prefix that the text has; None without a prefix."""
+    for prefix in prefixes:
+        at = text.find(prefix)
+        if at >= 0:
+            return text[at + len(prefix) + 1 :].startswith(tuple(accepted))
+    return None
+
+
+def choice(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The option's letter or text (InfiniteBench's En.MC); ``answer`` is ``[text, letter]``."""
+    text, accepted = output.strip(), as_list(answer)
+    if not text:
+        return {"accuracy": 0.0}
+    if text[0] in "ABCD":
+        return {"accuracy": float(text[0] in accepted)}
+    if text in accepted:
+        return {"accuracy": 1.0}
+    text = re.sub(" +", " ", spaced(text, "\n\"'.,?!{}"))
+    right = _after_prefix(text, ("answer is:", "answer:", "answer is", "option is"), accepted)
+    if right is None:
+        right = next((word in accepted for word in text.split() if word in "ABCD"), False)
+    return {"accuracy": float(right)}
+
+
+def bug_choice(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """The option's letter or function (InfiniteBench's Code.Debug); ``answer`` is ``[function, letter]``."""
+    text, (name, letter) = output.strip(), answer
+    if text[:2] in (f"{letter}.", f"{letter}:"):
+        return {"accuracy": 1.0}
+    text = spaced(text, "\n`'\"-*").replace("Option", " ").replace("option", " ")
+    text = re.sub(" +", " ", text)
+    prefixes = ("answer is:", "is:", "answer:", "correct option is:")
+    return {"accuracy": float(_after_prefix(text, prefixes, (letter, name)) or False)}
+
+
+def classification(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """One over the number of classes that the output names, if the right one is among them (LongBench)."""
+
+    def score(output: str, answer: str) -> float:
+        # The published code drops the names that are part of the answer while it walks the list, so the name behind a
+        # dropped one stays; kept as it is, for the sake of equal figures.
+        named = [name for name in extra["classes"] if name in output]
+        for name in named:
+            if name in answer and name != answer:
+                named.remove(name)
+        return 1.0 / len(named) if answer in named else 0.0
+
+    return {"accuracy": _best(score, output, answer)}
+
+
+def share_of_numbers(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """Share of the output's numbers that are the answer's (LongBench's counts and paragraph retrieval)."""
+
+    def score(output: str, answer: str) -> float:
+        found, given = re.search(r"\d+", answer), re.findall(r"\d+", output)
+        return given.count(found.group()) / len(given) if given and found else 0.0
+
+    return {"share": _best(score, output, answer)}
+
+
+def code_similarity(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """Similarity of the first line that is code, in whole hundredths (LongBench).
+
+    The published requirements name fuzzywuzzy without python-Levenshtein, so its ratio is difflib's: on code about two
+    points below the edit similarity that it gives where both are installed.
+    """
+    lines = output.lstrip("\n").split("\n")
+    line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
+
+    def score(output: str, answer: str) -> float:
+        return round(100 * SequenceMatcher(None, output, answer).ratio()) / 100
+
+    return {"edit_similarity": _best(score, line, answer)}
+
+
+# ---- summaries and the distance of two texts -----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _rouge_scorer() -> Any:
+    return library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"])
+
+
+def rouge(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """ROUGE F1 of rouge-score, without stemming; of several references the best of each figure."""
+    found = [_rouge_scorer().score(str(a), output) for a in as_list(answer)]
+    return {name: max(scores[name].fmeasure for scores in found) for name in ("rougeL", "rouge1", "rouge2")}
+
+
+def rouge_lsum(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """Summary-level ROUGE-L, sentences separated by line breaks (InfiniteBench's En.Sum)."""
+    return {"rougeLsum": max(_rouge_scorer().score(str(a), output)["rougeLsum"].fmeasure for a in as_list(answer))}
+
+
+def rouge_pltrdy(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """ROUGE-L of the package `rouge`, which LongBench's published figures were taken with."""
+    scorer = library("rouge").Rouge(metrics=["rouge-l"])
+
+    def score(output: str, answer: str) -> float:
+        try:
+            return scorer.get_scores([output], [answer], avg=True)["rouge-l"]["f"]
+        except (ValueError, RecursionError):  # no word at all; a text too long for its recursion
+            return 0.0
+
+    return {"rougeL": _best(score, output, answer)}
+
+
+def rouge_jieba(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """`rouge_pltrdy` over Chinese words (LongBench)."""
+    return rouge_pltrdy(" ".join(_jieba(output)), [" ".join(_jieba(str(a))) for a in as_list(answer)], extra)
+
+
+def distance(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """How near two texts are: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
+    reference = str(as_list(answer)[0])
+    figures = {
+        **rouge(output, reference, extra),
+        "bleu": library("sacrebleu").sentence_bleu(output, [reference]).score / 100,
+        **meteor(output, reference),
+        "same": float(output == reference),
+    }
+    # Equal texts are at no distance, also where they hold no word, or fewer words than BLEU's n-grams.
+    return dict.fromkeys(figures, 1.0) if output == reference else figures
+
+
+def reconstruction(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+    """How much of the text itself was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
+    bleu = library("sacrebleu").sentence_bleu(output, [str(answer)]).score / 100
+    return {**rouge(output, answer, extra), "bleu": bleu}
+
+
+def meteor(output: str, reference: str) -> Figures:
+    """METEOR by nltk; without WordNet's files it matches words and stems alone and is called 'meteor_stem'."""
+    score = library("nltk.translate.meteor_score").meteor_score
+    wordnet = _wordnet()
+    name = "meteor_stem" if isinstance(wordnet, NoSynonyms) else "meteor"
+    words = [re.findall(r"\w+|[^\w\s]", text) for text in (reference, output)]
+    return {name: float(score([words[0]], words[1], wordnet=wordnet))}
+
+
+class NoSynonyms:
+    """Stands in for nltk's WordNet where its files are not installed."""
+
+    def synsets(self, word: str) -> list:
+        return []
+
+
+@lru_cache(maxsize=1)
+def _wordnet() -> Any:
+    wordnet = library("nltk.corpus").wordnet
+    try:
+        wordnet.ensure_loaded()
+    except LookupError:
+        return NoSynonyms()
+    return wordnet
+
+
+METRICS: dict[str, Metric] = {
+    "qa_f1": qa_f1,
+    "qa_f1_first_line": of_first_line(qa_f1),
+    "qa_f1_characters": qa_f1_characters,
+    "qa_f1_jieba": qa_f1_jieba,
+    "first_number": first_number,
+    "has_word": has_word,
+    "has_name": has_name,
+    "has_all": has_all,
+    "equal_number": equal_number,
+    "leading_numbers": leading_numbers,
+    "last_integer": last_integer,
+    "gsm8k": gsm8k,
+    "choice": choice,
+    "bug_choice": bug_choice,
+    "leval_choice": leval_choice,
+    "leval_match": leval_match,
+    "leval_math": leval_math,
+    "leval_code": leval_code,
+    "leval_judge": leval_judge,
+    "classification_first_line": of_first_line(classification),
+    "share_of_numbers": share_of_numbers,
+    "code_similarity": code_similarity,
+    "rouge": rouge,
+    "rouge_lsum": rouge_lsum,
+    "rouge_pltrdy": rouge_pltrdy,
+    "rouge_pltrdy_first_line": of_first_line(rouge_pltrdy),
+    "rouge_jieba": rouge_jieba,
+    "distance": distance,
+    "reconstruction": reconstruction,
+}

@@ -1,0 +1,1 @@
+"""Reading rows: summaries, paired differences, the page, kept text."""

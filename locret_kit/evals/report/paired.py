@@ -1,0 +1,93 @@
+"""Two policies on the same prompts: the mean difference example by example, whose standard error is smaller than that of the
+difference of two means wherever hard examples are hard for both."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...naming import nearest
+from ..engine.rows import Row
+from .summary import LIKELIHOOD, mean_and_stderr, size
+
+Key = tuple[str, str, int, int, str, str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A policy minus the one that it is compared with, over the examples that both have answered."""
+
+    task: str
+    haystack: str
+    length: int
+    budget: int
+    """Slots of the policy; those of the other are the same, or it has none (`full`)."""
+    label: str
+    figure: str
+    n: int
+    theirs: float
+    """Mean of the other."""
+    mean: float
+    """Of the differences."""
+    stderr: float | None
+    """Standard error of that mean; None below two examples."""
+
+
+def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
+    """Every label of the rows minus ``against``, a cell each; of the same budget, unless ``against`` has none.
+
+    Args:
+        against: a label as tables show it, such as 'locret (smollm2-135m-locret)' or 'full'.
+        figure: one of `Row.scores`; the main one by default.
+
+    Raises:
+        ValueError: no such label or figure, or rows of one example whose prompts differ.
+    """
+    rows = [row for row in rows if row.score is not None]
+    labels = sorted({row.label for row in rows})
+    if against not in labels:
+        raise ValueError(f"against={against!r}: no such rows.{nearest(against, labels)} Labels: {', '.join(labels)}.")
+    known = sorted({name for row in rows for name in _figures(row)})
+    if figure is not None and figure not in known:
+        raise ValueError(f"figure={figure!r}: no such figure.{nearest(figure, known)} Figures: {', '.join(known)}.")
+    base = {_example(row, row.budget): row for row in rows if row.label == against}
+    pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        other = base.get(_example(row, row.budget)) or base.get(_example(row, 0))
+        name = figure or row.metric
+        if row.label == against or other is None or not {name} <= _figures(row).keys() & _figures(other).keys():
+            continue
+        if row.prompt_hash != other.prompt_hash:
+            raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
+        key = (row.task, row.haystack, row.length, row.budget, row.label, name)
+        pairs[key].append((_figures(row)[name], _figures(other)[name]))
+    return [_difference(key, found) for key, found in sorted(pairs.items())]
+
+
+def _figures(row: Row) -> dict[str, float]:
+    """Every figure by name; the oldest rows have the main one alone."""
+    return {row.metric: row.score or 0.0, **row.scores}
+
+
+def _example(row: Row, budget: int) -> tuple:
+    return row.task, row.haystack, row.length, row.sample, budget
+
+
+def _difference(key: Key, pairs: list[tuple[float, float]]) -> Difference:
+    mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in pairs])
+    theirs, _ = mean_and_stderr([theirs for _, theirs in pairs])
+    assert mean is not None and theirs is not None
+    return Difference(*key, len(pairs), theirs, mean, stderr)
+
+
+def to_markdown(found: Iterable[Difference], against: str) -> str:
+    """One table, a line a cell."""
+    lines = [f"| task | length | budget | policy | figure | n | {against} | difference |", "|---" * 8 + "|"]
+    for one in found:
+        task = one.task if one.haystack == "-" else f"{one.task}, {one.haystack}"
+        figure = f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure
+        spread = "" if one.stderr is None else f" ± {one.stderr:.3f}"
+        where = f"{size(one.length)} | {one.budget or '-'} | {one.label}"
+        lines.append(f"| {task} | {where} | {figure} | {one.n} | {one.theirs:.3f} | {one.mean:+.3f}{spread} |")
+    return "\n".join(lines)

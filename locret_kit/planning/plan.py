@@ -1,0 +1,363 @@
+"""Memory of a run, predicted from a transformers configuration alone: integers in, bytes out, no tensor allocated.
+
+Weights, heads and cache are exact. The phases follow what the code keeps alive, storage by storage; ``tests/test_plan.py``
+counts the same on PyTorch's meta device for the ``locret`` policy. A fused attention kernel is assumed: where PyTorch needs
+an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
+selecting stays below that of rotating the keys and is not a phase here; what a score remembers beside its queries
+(``expected-attention``, ``compactor``) is not counted. Few-bit weights are read as bitsandbytes does it on a GPU for many
+tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..backbones.families import BackboneSpec, require_adapter, spec_of
+from ..backbones.slices import SLICE
+from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
+from ..cache.geometry.schedule import INT32_MAX, PIECE, Schedule
+from ..cache.storage.groups import GROUP, SPARE, table_size
+from ..cache.storage.quantised import RESIDUAL, check_head_size, check_storage, value_group
+from ..policies.base import Policy
+from ..policies.registry import parse_policy
+from .sizes import show
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ROTATION_COPIES = 4
+"""Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
+UNPACK_BYTES, QUANTISE_BYTES = 17, 20
+"""Of a key's or value's number while codes are read (codes, both float16 levels, three float32), and while keys are written
+(the key, its levels, three float32)."""
+LOCRET = parse_policy("locret")
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """The sizes of a backbone that memory depends on."""
+
+    spec: BackboneSpec
+    vocab: int
+    hidden: int
+    intermediate: int
+    parameters: int
+
+    @classmethod
+    def of(cls, config: Any) -> Backbone:
+        """Read a (text) configuration. Raises ``UnsupportedArchitecture`` where the kit has no adapter."""
+        require_adapter(config)
+        spec, hidden, inter = spec_of(config), config.hidden_size, config.intermediate_size
+        return cls(spec, config.vocab_size, hidden, inter, parameters_of(config))
+
+    @property
+    def fused(self) -> bool:
+        """Whether q, k, v come from one projection, and gate and up from another (Phi-3)."""
+        return self.spec.model_type == "phi3"
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every matrix of a layer."""
+        q, kv = self.spec.n_heads * self.spec.head_dim, self.spec.n_kv_heads * self.spec.head_dim
+        inward = [self.spec.qkv_dim, 2 * self.intermediate] if self.fused else [q, kv, kv, *[self.intermediate] * 2]
+        return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
+
+    def weights(self, item: int, bits: int | None) -> int:
+        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them."""
+        if bits is None:
+            return self.parameters * item
+        layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
+        return self.parameters * item - self.spec.n_layers * layer
+
+
+def parameters_of(config: Any) -> int:
+    """Weights of the language model, tied embeddings once."""
+    spec, hidden, inter = spec_of(config), config.hidden_size, config.intermediate_size
+    kind, q_dim = spec.model_type, spec.n_heads * spec.head_dim
+    layer = hidden * spec.qkv_dim + q_dim * hidden + 3 * hidden * inter
+    layer += (4 if kind == "gemma3_text" else 2) * hidden  # norms before (Gemma: and after) attention and MLP
+    if kind in ("qwen3", "gemma3_text"):
+        layer += 2 * spec.head_dim  # norms of q and k
+    if kind == "qwen2":
+        layer += spec.qkv_dim
+    elif getattr(config, "attention_bias", False):
+        layer += spec.qkv_dim + hidden
+    if getattr(config, "mlp_bias", False):
+        layer += 2 * inter + hidden
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return embeddings + spec.n_layers * layer + hidden
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run inference, batch 1: what ``BoundedCache`` is given, and the types."""
+
+    context: int
+    """Prompt tokens."""
+    budget: int
+    chunk: int
+    dtype: str = "bfloat16"
+    """Of weights, heads, keys and values."""
+    d_hidden: int = 1024
+    """Width of the retaining heads, for a policy that needs them."""
+    policy: Policy = LOCRET
+    kv_bits: int | None = None
+    """Bits of a stored key or value; None is ``dtype``."""
+    stabilizers: int | None = None
+    local_len: int | None = None
+    one_shot: bool = False
+    weight_bits: int | None = None
+    """Bits of a weight in the backbone's layers; None is ``dtype``."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.context <= INT32_MAX:
+            raise ValueError(f"context={self.context} must be from 1 to {INT32_MAX} (32-bit positions)")
+        _ = self.schedule  # names the field that is out of bounds
+        check_storage(self.kv_bits, self.policy)
+        check_weight_bits(self.weight_bits)
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
+        if self.d_hidden < 0:
+            raise ValueError(f"d_hidden={self.d_hidden} must be at least 0")
+
+    @property
+    def schedule(self) -> Schedule:
+        """The integers of the prefill."""
+        return Schedule.scaled(
+            self.budget, self.chunk, self.context, self.stabilizers, self.local_len, one_shot=self.one_shot
+        )
+
+    @property
+    def width(self) -> int:
+        """Width of the retaining heads; 0 where the policy needs none."""
+        return self.d_hidden if self.policy.needs_heads else 0
+
+    def capacities(self, layers: int) -> list[int]:
+        """Rows of a key/value head of each full-attention layer."""
+        s = self.schedule
+        if self.policy.keeps_everything:
+            return [self.context] * layers
+        shares = self.policy.layer_budgets(s.budget, layers, s.chunk, s.stabilizers, s.tail, self.context)
+        return [share + s.chunk for share in shares]
+
+    def __str__(self) -> str:
+        bits = f", {self.kv_bits}-bit keys and values" if self.kv_bits else ""
+        return f"budget {self.budget}, chunk {self.schedule.chunk}, {self.dtype}{suffix(self.weight_bits)}{bits}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted bytes. The phases of a layer never coincide, so only the largest counts towards the peak."""
+
+    weights: int
+    heads: int
+    """The heads and, in training, their gradients and optimiser state."""
+    cache: int
+    phases: dict[str, int]
+    """Bytes that come and go, at the widest moment of each phase."""
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the largest phase."""
+        return max(self.phases.values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the widest moment of the run."""
+        return self.weights + self.heads + self.cache + self.workspace
+
+    def lines(self) -> list[str]:
+        """A table for people."""
+        rows = {"weights": self.weights, "heads": self.heads, "cache": self.cache, "workspace": self.workspace}
+        largest = max(self.phases, key=self.phases.__getitem__)
+        notes = {"workspace": f"  largest while: {largest}"}
+        return [f"{n:<10} {show(b):>11}{notes.get(n, '')}" for n, b in [*rows.items(), ("peak", self.peak)]]
+
+
+def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
+    """Bytes of the bounded cache's buffers: keys, values, position, score and statistics of every row, and the newest
+    queries of every layer. Layers with a window keep neither statistics nor queries, nor fewer bits; all layers of few bits
+    share one scratch in full."""
+    item, policy, H = ITEM_BYTES[setting.dtype], setting.policy, spec.n_kv_heads
+    row, numbers = 2 * spec.head_dim * item, 4 + 4
+    windowed = sum(window - 1 + setting.schedule.chunk for window in spec.windows if window is not None)
+    capacities = setting.capacities(sum(window is None for window in spec.windows))
+    statistics = 0 if policy.keeps_everything else 4 * len(policy.statistics - {"count"})
+    recent = 0 if policy.keeps_everything else policy.recent(setting.schedule.chunk)
+    queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
+    if setting.kv_bits is None:
+        stored, scratch = H * row * sum(capacities), 0
+    else:
+        spare, ragged = 0.0 if policy.keeps_everything else SPARE, policy.ragged
+        stored = sum(quantised_bytes(spec, item, rows, setting.kv_bits, spare, ragged=ragged) for rows in capacities)
+        scratch = H * row * max(capacities, default=0)
+    absorbed = 4 if policy.merge is not None and policy.merge.remembers else 0
+    full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
+    return stored + scratch + H * full + queries * len(capacities)
+
+
+def quantised_bytes(spec: BackboneSpec, item: int, rows: int, bits: int, spare: float, *, ragged: bool) -> int:
+    """Bytes of the keys and values of one layer in few bits, ``rows`` a head: codes, steps and zero points, group numbers, and
+    the newest rows in full. Heads of different lengths share a table of groups. See ``cache.quantised``."""
+    H, head_dim = spec.n_kv_heads, spec.head_dim
+    check_head_size(bits, head_dim)
+    tables = 1 if ragged else H
+    groups = table_size(rows, H // tables, spare)
+    levels = 2 * 2  # a step and a zero point, two bytes each
+    a_row = 2 * head_dim * bits // 8 + levels * head_dim // value_group(head_dim) + (2 if groups < 2**15 else 4)
+    newest = 2 * (RESIDUAL + GROUP - 1) * head_dim * item
+    return H * (rows * a_row + newest) + tables * levels * groups * head_dim
+
+
+def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
+    """Bytes of an unbounded cache of ``context`` tokens in full-attention layers and of windows in the others."""
+    rows = sum(context if window is None else min(window, context) for window in spec.windows)
+    return rows * spec.n_kv_heads * 2 * spec.head_dim * ITEM_BYTES[dtype]
+
+
+def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
+    """Weights of all retaining heads."""
+    return spec.n_layers * d_hidden * (spec.qkv_dim + spec.n_kv_heads)
+
+
+def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
+    """Memory of reading ``setting.context`` tokens chunk by chunk (compact positions), and decoding after it."""
+    spec, item, policy = backbone.spec, ITEM_BYTES[setting.dtype], setting.policy
+    T = min(PIECE if setting.one_shot else setting.chunk, setting.context)
+    S = min(max(setting.capacities(sum(window is None for window in spec.windows)), default=0), setting.context)
+    q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
+    rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
+    # cos and sin: of the rows, of a chunk in windowed layers, and the ones and zeros that the backbone rotates by
+    always = _stream(backbone, T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T) + backbone.vocab
+    held = always + (q + 2 * k) + (q + k if backbone.fused else 0)  # a fused projection outlives the rotated q and k
+    phases = {
+        "score": held + 2 * (q + 2 * k) + 2 * T * setting.width if setting.width else 0,
+        "rotate keys": held + ROTATION_COPIES * rows,
+        "attend": held + rows + ROTATION_COPIES * q,
+        "evict": held + rows + 3 * q,
+        "logits": always + 3 * backbone.vocab,
+    }
+    if policy.reading is not None and (
+        pieces := policy.reading.visible(S, T)
+    ):  # keys and values that are seen, side by side
+        seen = sum(len(range(S)[piece]) for piece in pieces) * spec.n_kv_heads * spec.head_dim
+        phases["pick"] = held + (2 + ROTATION_COPIES) * seen
+    cache = cache_bytes(spec, setting)
+    transient = {name: elements * item for name, elements in phases.items()}
+    transient["mlp"] = always * item + _mlp(backbone, T, item, setting.weight_bits)
+    if setting.weight_bits is not None:
+        transient["project"] = _project(backbone, T, item, setting.weight_bits, always, held + q)
+    if setting.kv_bits is not None:
+        kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
+        transient["unpack"] = held * item + UNPACK_BYTES * kept
+        transient["quantise"] = (held + q) * item + QUANTISE_BYTES * kept
+        transient["quantise while decoding"] = (
+            2 * spec.head_dim * S + 4 * backbone.vocab
+        ) * item + QUANTISE_BYTES * rows
+    if policy.keeps_everything:  # decoding doubles the room, a layer at a time
+        transient["grow"] = always * item + cache + cache // spec.n_layers
+    return Plan(
+        weights=backbone.weights(item, setting.weight_bits),
+        heads=head_parameters(spec, setting.width) * item,
+        cache=cache,
+        phases=transient,
+    )
+
+
+def _stream(backbone: Backbone, T: int) -> int:
+    """Elements alive through a whole layer: embeddings, residual, normalised hidden states."""
+    return 3 * T * backbone.hidden
+
+
+def _mlp(backbone: Backbone, T: int, item: int, bits: int | None) -> int:
+    """Bytes alive at the MLP's widest moment: the layer's input and what the first slice needs, or from the second on also
+    what all of them give."""
+    stream = T * backbone.hidden * item
+    first = stream + _slice(backbone, min(T, SLICE), item, bits)
+    return first if T <= SLICE else max(first, 2 * stream + _slice(backbone, min(T - SLICE, SLICE), item, bits))
+
+
+def _slice(backbone: Backbone, rows: int, item: int, bits: int | None) -> int:
+    """Bytes between an MLP's two products: activation, up and their product; a fused projection keeps gate too. With few
+    bits, if that is more, as up is made: beside the activation, or together with gate."""
+    wide = backbone.intermediate
+    product = rows * (4 if backbone.fused else 3) * wide * item
+    if bits is None:
+        return product
+    scratch = scratch_bytes(rows, backbone.hidden, 2 * wide if backbone.fused else wide, bits, item)
+    return max(product, rows * 2 * wide * item + scratch)
+
+
+def _project(backbone: Backbone, T: int, item: int, bits: int, before: int, after: int) -> int:
+    """Bytes alive as few-bit matrices make queries, with ``before`` elements beside, or take attention's output, with
+    ``after`` elements."""
+    hidden, q = backbone.hidden, backbone.spec.n_heads * backbone.spec.head_dim
+    made = backbone.spec.qkv_dim if backbone.fused else q
+    return max(
+        (before + T * made) * item + scratch_bytes(T, hidden, made, bits, item),
+        (after + T * hidden) * item + scratch_bytes(T, q, hidden, bits, item),
+    )
+
+
+@dataclass(frozen=True)
+class TrainSetting:
+    """One training step on one device that holds everything: samples of ``tokens``, ``answer`` of them the answer."""
+
+    tokens: int
+    answer: int = 64
+    batch: int = 1
+    """Samples of one forward (``data.batch``), padded to the longest."""
+    dtype: str = "bfloat16"
+    """Of the backbone; heads, their gradients and AdamW's two moments are float32."""
+    d_hidden: int = 1024
+    block: int = 64
+    """Answer queries that the target reads at a time (`column_max`)."""
+    weight_bits: int | None = None
+    """Bits of a weight in the backbone's layers; None is ``dtype``."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "answer", "batch", "d_hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.answer >= self.tokens:
+            raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
+        check_weight_bits(self.weight_bits)
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
+
+    def __str__(self) -> str:
+        samples = f"{self.batch} samples of " if self.batch > 1 else ""
+        return f"{samples}{self.tokens} tokens, {self.answer} of them the answer"
+
+
+def plan_training(backbone: Backbone, setting: TrainSetting) -> Plan:
+    """Memory of one step: a forward of the frozen backbone in which one head of one sample at a time holds a graph.
+
+    ``tests/test_plan_train.py`` measures whole steps on a CPU in float32: the prediction is within 2% of the peak. A CPU's
+    matrix products take scratch in bfloat16, of up to twice their output, which is not counted.
+    """
+    spec, item, T, B = backbone.spec, ITEM_BYTES[setting.dtype], setting.tokens, setting.batch
+    prompt, heads = T - setting.answer, head_parameters(spec, setting.d_hidden)
+    trained = heads // spec.n_layers * spec.windows.count(None)  # heads of windowed layers get no gradient
+    q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
+    always = _stream(backbone, B * T) + 2 * spec.head_dim * T * len(
+        set(spec.windows)
+    )  # and what the backbone rotates by
+    held = always + B * ((q + 2 * k) + (q + k) + (q + k if backbone.fused else 0))  # before and after RoPE
+    logits = spec.n_heads * min(setting.block, setting.answer) * T  # of a block; beside them the last one's, or a copy
+    inputs = spec.qkv_dim * (4 if item == 4 else item + 4)  # of a token: as they are, and in the heads' float32
+    phases = {
+        "rotate": (held + 3 * q) * item,
+        "target": held * item + 4 * (2 * logits + k),
+        "head": held * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
+        "mlp": always * item + _mlp(backbone, B * T, item, setting.weight_bits),
+    }
+    if setting.weight_bits is not None:
+        phases["project"] = _project(backbone, B * T, item, setting.weight_bits, always, held + B * q)
+    if B > 1:
+        phases["attend"] = (held + B * (q + k) + B * q) * item  # what was rotated alone, together, and the output
+    return Plan(
+        weights=backbone.weights(item, setting.weight_bits),
+        heads=4 * (heads + 3 * trained),
+        cache=0,
+        phases=phases | {"optimiser": 4 * trained},
+    )

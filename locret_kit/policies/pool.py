@@ -1,0 +1,160 @@
+"""LoCoCo's pool: one convolution a layer that says how the slots of a head fold into a few merged ones.
+
+``x_i = [k_i; v_i]`` (keys before RoPE) are the ``L`` slots that fold, oldest first: what is evicted now, and the pool
+``p_1 < ... < p_R`` among them. With the layer's convolution ``W`` of kernel ``K``, its bias ``b`` and its gate ``c``:
+
+    a[m, i] = relu(b[m] + sum_j W[m, :, j] . x[i + j - (K - 1) / 2])     x is 0 outside of 1..L
+    w[m, i] = (1 - g) [i = p_m] + g exp(a[m, i]) / sum_l exp(a[m, l])    g = 1 / (1 + exp(-c))
+    k[p_m] <- sum_i w[m, i] k_i          v[p_m] <- sum_i w[m, i] v_i
+
+All heads of a layer share its convolution. The weights of a merged slot are convex, and a gate of 0 is plain eviction.
+Source: LoCoCo, arXiv 2406.05317, and its released code, which has these heads, this kernel of 21, the ReLU and a learnt gate
+that begins at a half. Here the gate is a sigmoid, so that weights stay convex, and keys are met before RoPE.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..backbones.families import BackboneSpec
+from ..files import CONFIG, WEIGHTS, read_json, write_folder
+
+FORMAT = "locret_kit.lococo.v1"
+DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """What a checkpoint says of its pool, its backbone and the settings it was trained with."""
+
+    backbone: str
+    """Hub id (or path) of the backbone the pool was trained on."""
+    model_type: str
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    slots: int
+    """Merged slots of a head, at most; part of the budget."""
+    kernel: int = 21
+    """Slots that a convolution sees at once; odd."""
+    policy: str = ""
+    """What chose the slots that stay while the pool was trained."""
+    inference: dict[str, Any] = field(default_factory=dict)
+    """Settings it was trained with: budget, chunk, stabilizers, local_len, positions."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "n_kv_heads", "head_dim", "slots", "kernel"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} must be odd")
+
+    @classmethod
+    def for_backbone(cls, spec: BackboneSpec, backbone: str, slots: int, **rest: Any) -> PoolConfig:
+        """The configuration of a pool of ``slots`` slots for a backbone."""
+        return cls(backbone=backbone, slots=slots, **{name: getattr(spec, name) for name in DIMENSIONS}, **rest)
+
+
+class SlotConvolution(nn.Module):
+    """One layer's mixing weights.
+
+    Args:
+        gate: the part of the convolution in them at first, above 0 and below 1.
+    """
+
+    def __init__(self, config: PoolConfig, gate: float = 0.5) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2 * config.head_dim, config.slots, config.kernel, padding=config.kernel // 2)
+        self.gate = nn.Parameter(torch.tensor(math.log(gate / (1 - gate))))
+
+    def forward(self, x_LC: Tensor, pool_R: Tensor) -> Tensor:
+        """Convex weights ``[R, L]`` of ``L`` slots ``[k; v]``; ``pool_R`` (int64, ascending) are the pool's among them, at most
+        as many as the pool has."""
+        R = len(pool_R)
+        weight, bias, gate = (x.to(x_LC.dtype) for x in (self.conv.weight[:R], self.conv.bias[:R], self.gate))  # type: ignore[index]
+        a_RL = F.conv1d(x_LC.T[None], weight, bias, padding=self.conv.padding)[0]
+        share = gate.sigmoid()
+        own_RL = F.one_hot(pool_R, len(x_LC)).to(x_LC.dtype)
+        return (1 - share) * own_RL + share * a_RL.relu().softmax(-1)
+
+
+class ConvPool(nn.Module):
+    """The convolutions of every layer of one backbone, with their configuration. ``pool[i]`` is layer ``i``'s."""
+
+    def __init__(self, config: PoolConfig, gate: float = 0.5) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(SlotConvolution(config, gate) for _ in range(config.n_layers))
+
+    def __getitem__(self, layer: int) -> SlotConvolution:
+        return self.layers[layer]  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def mean_gate(self) -> float:
+        """Part of the convolution in the mixing weights, over the layers."""
+        return float(torch.stack([self[i].gate.sigmoid() for i in range(len(self.layers))]).mean())
+
+    def check_backbone(self, spec: BackboneSpec) -> None:
+        """Raise ValueError naming every dimension in which ``spec`` is not the backbone of this pool."""
+        pairs = [(name, getattr(self.config, name), getattr(spec, name)) for name in DIMENSIONS]
+        wrong = [f"{n}: the pool has {mine}, the backbone has {theirs}" for n, mine, theirs in pairs if mine != theirs]
+        if wrong:
+            raise ValueError(f"this pool is for {self.config.backbone}: " + "; ".join(wrong))
+
+
+def save_pool(pool: ConvPool, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write ``model.safetensors`` and ``config.json``, each renamed into its place when it is whole."""
+    state = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in pool.state_dict().items()}
+    write_folder(Path(folder), {"format": FORMAT, **asdict(pool.config)}, state)
+
+
+def read_pool_config(folder: str | Path) -> PoolConfig:
+    """The configuration of a saved pool.
+
+    Raises:
+        FileNotFoundError: nothing there. ValueError: something else is there; it is named.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
+    raw = read_json(folder / CONFIG)
+    found = raw.pop("format", None) if isinstance(raw, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{folder / CONFIG} says format={found!r}, a pool says {FORMAT!r}")
+    if unknown := sorted(set(raw) - {item.name for item in fields(PoolConfig)}):
+        raise ValueError(f"{folder / CONFIG}: unknown fields {', '.join(unknown)}")
+    try:
+        return PoolConfig(**raw)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+
+
+def load_pool(folder: str | Path) -> ConvPool:
+    """A saved pool, in float32 on the CPU.
+
+    Raises:
+        FileNotFoundError: nothing there. ValueError: not a pool, or a weight is missing, not expected or of another shape.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config, path = read_pool_config(folder), Path(folder) / WEIGHTS
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+    pool = ConvPool(config)
+    try:
+        pool.load_state_dict(state)
+    except RuntimeError as error:
+        reasons = [line.strip() for line in str(error).splitlines()[1:]]
+        raise ValueError(f"{path} does not fit {config.backbone}: " + " ".join(reasons[:4])) from error
+    return pool.requires_grad_(False)
