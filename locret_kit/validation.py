@@ -27,7 +27,7 @@ class Says:
 
 
 @cache
-def annotations(schema: type) -> dict[str, Any]:
+def annotations_of(schema: type) -> dict[str, Any]:
     """``{field: annotation}`` of a dataclass, bounds included."""
     hints = get_type_hints(schema, include_extras=True)
     return {item.name: hints[item.name] for item in fields(schema)}
@@ -66,7 +66,7 @@ def check(settings: Any) -> None:
     Raises:
         ValueError: as ``checked``.
     """
-    for name, annotation in annotations(type(settings)).items():
+    for name, annotation in annotations_of(settings.__class__).items():
         object.__setattr__(settings, name, checked(name, annotation, getattr(settings, name)))
 
 
@@ -76,7 +76,7 @@ def made(schema: type, given: dict[str, Any], what: str = "setting") -> Any:
     Raises:
         ValueError: an unknown or a missing name, or a value out of bounds; suggests the nearest name.
     """
-    known = annotations(schema)
+    known = annotations_of(schema)
     for name in given:
         if name not in known:
             raise ValueError(f"unknown {what} {name!r}.{nearest(name, known)} There are: {', '.join(known)}.")

@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from locret_kit.backbones.load import pick_device
 from locret_kit.cli.plan import resolve
 from locret_kit.naming import first_line
-from locret_kit.planning.memory import hold
+from locret_kit.planning.memory import cap_gpu_memory
 from locret_kit.planning.plan import Setting
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
@@ -200,7 +200,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
         try:
             e2e.free(device)
             if on_gpu:
-                hold(args.gpu_memory, str(device))
+                cap_gpu_memory(args.gpu_memory, str(device))
             run.build()
             gate, *rest = steps(args.part)
             reason = table.make(gate, run)

@@ -179,8 +179,8 @@ def slots_of(scores, positions, *, keep: int, stabilizers: int = 0) -> Slots:
     at = torch.tensor(list(positions), dtype=torch.int32).view(1, 1, -1)
     entered = torch.tensor(scores).view(1, 1, -1)
     return Slots(
-        layer=0, layers=1, keep=keep, stabilizers=stabilizers, chunk=8, fresh=0, seen=int(at.max()) + 1, positions=at,
-        valid=torch.ones_like(at, dtype=torch.bool), entered=entered, stats={},
+        layer=0, layers=1, keep=keep, stabilizers=stabilizers, chunk=8, since_eviction=0, seen=int(at.max()) + 1, positions=at,
+        valid=torch.ones_like(at, dtype=torch.bool), entry_scores=entered, stats={},
     )  # fmt: skip
 
 
@@ -247,8 +247,8 @@ def test_last_eviction_ignores_stabilizers():
     """The newest token of the body has the lowest score: it is protected in the middle, and goes at the end."""
 
     class Falling(ScorePart):
-        def enter(self, entry):
-            return -Recency().enter(entry)
+        def score_new_tokens(self, entry):
+            return -Recency().score_new_tokens(entry)
 
     policy = Policy("falling", Falling(), (Stabilizers(),), TopK())
     model = backbone("llama")
@@ -300,7 +300,7 @@ class Given(ScorePart):
     def __init__(self, table):
         self.table = table
 
-    def enter(self, entry):
+    def score_new_tokens(self, entry):
         T = entry.k.shape[2]
         return self.table[entry.layer, :, entry.position : entry.position + T].expand(entry.k.shape[0], -1, -1)
 

@@ -163,7 +163,7 @@ def test_the_watch_sees_an_error():
 
     wrong = {
         "decode_rows": (block, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
-        "_gain": (decoding, "_gain", lambda *a: None),
+        "_accumulate_statistics": (decoding, "_accumulate_statistics", lambda *a: None),
     }
     for module, name, broken in wrong.values():
         with mock.patch.object(module, name, broken), pytest.raises(AssertionError):

@@ -20,7 +20,7 @@ from locret_kit.backbones.families import spec_of
 from locret_kit.cli import plan as plan_cli
 from locret_kit.cli.infer import main
 from locret_kit.planning import fit, memory
-from locret_kit.planning.memory import Explained, OutOfMemory, allocator_figures, hold, planned
+from locret_kit.planning.memory import OutOfMemory, allocator_figures, cap_gpu_memory, explain_oom, fit_plan
 from locret_kit.planning.plan import Backbone, Setting, plan_inference
 from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime.session import generate
@@ -85,12 +85,12 @@ def test_a_cap_without_cuda(place, monkeypatch, capsys, flags, said):
 
 
 def test_the_cap_is_set_on_the_device_and_the_reserve_is_kept_free(card):
-    assert hold("12GiB", "cuda:1") == 11 * GIB
-    assert hold("80GiB", None) == 23 * GIB, "no more than there is"
+    assert cap_gpu_memory("12GiB", "cuda:1") == 11 * GIB
+    assert cap_gpu_memory("80GiB", None) == 23 * GIB, "no more than there is"
     assert card == [(0.5, 1), (1.0, None)]
     for size, message in (("1GiB", "must be above the 1.00 GiB that are kept free"), ("24Gi", "is not a size")):
         with pytest.raises(ValueError, match=message):
-            hold(size, None)
+            cap_gpu_memory(size, None)
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------
@@ -100,13 +100,13 @@ def test_the_cap_is_set_on_the_device_and_the_reserve_is_kept_free(card):
 def test_the_chunk_is_the_largest_that_fits_up_to_the_one_asked_for(cap):
     config = plan_cli.resolve("llama3.1-8b")[0]
     setting, room = Setting(131072, 2048, 4096, policy=parse_policy("h2o")), int(cap * GIB)
-    chosen, plan = planned(config, setting, room, chunk_is_fixed=False)
+    chosen, plan = fit_plan(config, setting, room, chunk_is_fixed=False)
     assert plan.peak <= room and chosen.chunk <= 4096 and chosen.budget == 2048
     if chosen.chunk < 4096:
         larger = Setting(131072, 2048, chosen.chunk + fit.STEP, policy=setting.policy)
         assert plan_inference(Backbone.of(config), larger).peak > room
         with pytest.raises(fit.DoesNotFit, match="These fit: "):
-            planned(config, setting, room, chunk_is_fixed=True)
+            fit_plan(config, setting, room, chunk_is_fixed=True)
 
 
 def test_three_kinds_of_setting_are_offered():
@@ -200,7 +200,7 @@ def test_a_plan_that_was_too_low_is_lowered_by_what_was_asked():
     model = tiny_model("llama")
     cache = BoundedCache(600, "h2o", chunk=300, prompt_length=2000)
     peak = plan_inference(Backbone.of(model.config), Setting(2000, 600, 300, "float32", policy=cache.policy)).peak
-    with pytest.raises(OutOfMemory) as caught, Explained(model, cache, 2000):
+    with pytest.raises(OutOfMemory) as caught, explain_oom(model, cache, 2000):
         raise torch.OutOfMemoryError(small(f"{peak / 2**20 + 1:.2f} MiB"))
     assert "These fit: " in str(caught.value)
     offered = [float(part.split(" MiB")[0]) for part in str(caught.value).split("These fit: ")[1].split("(")[1:]]
@@ -209,7 +209,7 @@ def test_a_plan_that_was_too_low_is_lowered_by_what_was_asked():
 
 def test_other_errors_pass():
     model, cache = tiny_model("llama"), BoundedCache(64, "h2o")
-    with pytest.raises(ValueError, match="another"), Explained(model, cache, 9):
+    with pytest.raises(ValueError, match="another"), explain_oom(model, cache, 9):
         raise ValueError("another")
-    with pytest.raises(OutOfMemory, match="^no figures$"), Explained(model, cache, 9):
+    with pytest.raises(OutOfMemory, match="^no figures$"), explain_oom(model, cache, 9):
         raise torch.OutOfMemoryError("no figures\nmore")

@@ -121,7 +121,7 @@ def stored(bits: int, B: int, H: int, D: int, blocks: tuple[int, ...], dtype=tor
         k += torch.linspace(-6, 6, D).to(dtype)
         layer.update(k, v)
         layer.append(k, v, torch.zeros(()).expand(B, H, T))
-        layer.settle()
+        layer.finish_block()
         if i == len(blocks) // 2 and layer.rows > 8:
             keep = layer.rows * 2 // 3
             layer.keep(random(B, H, layer.rows, seed=i).argsort(-1).argsort(-1) < keep, keep)

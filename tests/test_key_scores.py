@@ -46,7 +46,7 @@ class Layer:
     def __init__(self, score, q, k, v, rope=ROPE):
         self.part, self.q, self.k, self.v, self.rope = score, q, k, v, rope
         self.B, self.H = k.shape[:2]
-        self.memory: dict = {}
+        self.state: dict = {}
         self.seen = self.last = 0
         self.held = torch.zeros(self.B, self.H, 0, dtype=torch.int64)
         self.entered = torch.zeros(self.B, self.H, 0)
@@ -54,8 +54,8 @@ class Layer:
     def feed(self, tokens):
         new = slice(self.seen, self.seen + tokens)
         q, k, v = self.q[:, :, new], self.k[:, :, new], self.v[:, :, new]
-        entry = Entry(0, self.seen, q, k, v, None, 0, rope=self.rope, memory=self.memory)
-        entered = self.part.enter(entry)
+        entry = Entry(0, self.seen, q, k, v, None, 0, rope=self.rope, state=self.state)
+        entered = self.part.score_new_tokens(entry)
         entered = torch.zeros(k.shape[:3]) if entered is None else entered
         assert entered.shape == k.shape[:3] and entered.dtype == torch.float32
         self.entered = torch.cat((self.entered, entered), 2)
@@ -71,17 +71,17 @@ class Layer:
 
         keys = turned(self.k, self.rope) if self.rope is not None else self.k
         settings = dict(
-            layer=0, layers=1, keep=keep, stabilizers=0, chunk=self.seen - self.last, fresh=self.seen - self.last,
+            layer=0, layers=1, keep=keep, stabilizers=0, chunk=self.seen - self.last, since_eviction=self.seen - self.last,
             seen=self.seen, positions=padded(self.held.to(torch.int32)), valid=padded(torch.ones_like(self.held)).bool(),
-            entered=padded(self.entered) if pad else self.entered, stats={}, keys=lambda: padded(self.rows(keys)),
+            entry_scores=padded(self.entered) if pad else self.entered, stats={}, keys=lambda: padded(self.rows(keys)),
             values=lambda: padded(self.rows(self.v)), raw_keys=lambda: padded(self.rows(self.k)),
             scaling=self.k.shape[-1] ** -0.5,
-            rope=self.rope, next_position=torch.full((self.B, self.H), self.seen), memory=self.memory,
+            rope=self.rope, next_position=torch.full((self.B, self.H), self.seen), state=self.state,
         )  # fmt: skip
         return Slots(**{**settings, **over})
 
     def cut(self, keep):
-        scores = self.part.score(self.slots(keep))
+        scores = self.part.score_slots(self.slots(keep))
         assert scores.shape == self.held.shape and scores.dtype == torch.float32 and bool(scores.isfinite().all())
         before, held = scores.clone(), self.held
         stay = rank_of(scores, torch.zeros_like(scores).bool(), torch.ones_like(scores).bool()) < keep
@@ -104,7 +104,7 @@ def random_qkv(Q, H, T, seed=0, B=1):
 def one_shot(part, q, k, v, keep):
     layer = Layer(part, q, k, v)
     layer.feed(k.shape[2])
-    return part.score(layer.slots(keep))
+    return part.score_slots(layer.slots(keep))
 
 
 # ---- the papers' formulas, one head, plain loops -------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def test_padding_on_the_left_changes_nothing(part):
     plain, padded = Layer(part, q, k, v), Layer(part, q, k, v)
     for layer in (plain, padded):
         layer.feed(40)
-    expected = part.score(plain.slots(10))
-    torch.testing.assert_close(part.score(padded.slots(10, pad=7))[..., 7:], expected, rtol=1e-4, atol=1e-5)
+    expected = part.score_slots(plain.slots(10))
+    torch.testing.assert_close(part.score_slots(padded.slots(10, pad=7))[..., 7:], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda p: type(p).__name__)
@@ -396,7 +396,7 @@ def test_compactor_state_does_not_grow_with_the_text(monkeypatch):
     for _ in range(20):
         layer.feed(20)
         layer.cut(10)
-        sizes.add(sum(x.numel() for x in layer.memory.values()))
+        sizes.add(sum(x.numel() for x in layer.state.values()))
     assert len(sizes) == len(drawn) == 1
 
 
@@ -424,13 +424,13 @@ def test_lagkv_ignores_scale_and_offset_of_a_channel_and_order_in_a_partition(se
     part, keep = LagKV(sinks=2, lag=7), 9
     plain = Layer(part, q, k, v, rope=None)
     plain.feed(30)
-    scores = part.score(plain.slots(keep))
+    scores = part.score_slots(plain.slots(keep))
     g = torch.Generator().manual_seed(seed)
     scale, offset = (torch.rand(1, 2, 1, D, generator=g, dtype=torch.float64) + 0.1 for _ in range(2))
     order = torch.cat((torch.arange(2), torch.cat([2 + 7 * p + torch.randperm(7, generator=g) for p in range(4)])))
     moved = Layer(part, q, (k * scale + offset)[:, :, order], (v * scale - offset)[:, :, order], rope=None)
     moved.feed(30)
-    torch.testing.assert_close(part.score(moved.slots(keep)), scores[..., order])
+    torch.testing.assert_close(part.score_slots(moved.slots(keep)), scores[..., order])
 
 
 @given(seed=st.integers(0, 999), cuts=st.lists(st.integers(0, 40), max_size=5))
@@ -461,7 +461,7 @@ def test_expected_attention_follows_long_range_decay_of_position():
     layer = Layer(ExpectedAttention(future=2), q, k, v)
     layer.feed(20)
     near, far, both = (
-        layer.part.score(layer.slots(5, next_position=torch.tensor([p]))) for p in ([20, 20], [45, 45], [20, 45])
+        layer.part.score_slots(layer.slots(5, next_position=torch.tensor([p]))) for p in ([20, 20], [45, 45], [20, 45])
     )
     assert not torch.allclose(near[..., 4:], far[..., 4:], rtol=1e-2)
     torch.testing.assert_close(both[..., 4:], torch.stack((near[:, 0], far[:, 1]), 1)[..., 4:])  # a head has its own

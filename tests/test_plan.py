@@ -124,14 +124,14 @@ SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o ans
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", [*SIZED, "merge"])
 def test_cache_bytes_of_policies(policy, family):
-    assert allocated(policy, family, None) == planned(policy, family, None)
+    assert allocated(policy, family, None) == fit_plan(policy, family, None)
 
 
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", SIZED)
 def test_cache_bytes_in_few_bits(policy, family, bits):
-    assert allocated(policy, family, bits) == planned(policy, family, bits) < planned(policy, family, None) * 2
+    assert allocated(policy, family, bits) == fit_plan(policy, family, bits) < fit_plan(policy, family, None) * 2
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "locret", "pyramid-locret"])
@@ -159,7 +159,7 @@ def allocated(policy: str, family: str, bits: int | None) -> int:
     return held
 
 
-def planned(policy: str, family: str, bits: int | None) -> int:
+def fit_plan(policy: str, family: str, bits: int | None) -> int:
     setting = p.Setting(
         150, 64, 48, "float32", policy=parse_policy(policy), kv_bits=bits, stabilizers=8, local_len=8
     )  # fmt: skip

@@ -103,7 +103,7 @@ class Pair:
             return importance(self.heads, layer, q, k, v)
         tensors = (torch.from_numpy(x)[None] for x in (q, k, v))
         entry = Entry(layer, self.layers[layer].seen, *tensors, head=None, seed=self.cache.seed)
-        values = self.policy.score.enter(entry)
+        values = self.policy.score.score_new_tokens(entry)
         return None if values is None else values[0].double().numpy()
 
     def surprise(self, tokens: int) -> np.ndarray:
@@ -452,8 +452,8 @@ def test_adaptive_budgets(H, S, share, window, alpha, seed):
 def bare_slots(scores_HS: torch.Tensor, positions_HS: torch.Tensor, keep: int, seed: int = 0) -> Slots:
     H, S = scores_HS.shape
     return Slots(
-        layer=0, layers=1, keep=keep, stabilizers=0, chunk=8, fresh=8, seen=1000, positions=positions_HS.int()[None],
-        valid=torch.ones(1, H, S, dtype=torch.bool), entered=scores_HS[None], stats={}, seed=seed,
+        layer=0, layers=1, keep=keep, stabilizers=0, chunk=8, since_eviction=8, seen=1000, positions=positions_HS.int()[None],
+        valid=torch.ones(1, H, S, dtype=torch.bool), entry_scores=scores_HS[None], stats={}, seed=seed,
     )  # fmt: skip
 
 
@@ -462,7 +462,7 @@ def test_sampled_part_follows_the_softmax_of_the_scores():
     H, score_S = 4000, torch.tensor([0.0, 1.0, 2.0, 0.5, 1.5])
     slots = bare_slots(score_S.expand(H, 5), torch.arange(5).expand(H, 5), keep=1)
     one = torch.ones(1, H, dtype=torch.int64)
-    counts = Sampled(1.0).select(slots.entered, ~slots.valid, slots.valid, one, slots)[0].sum(0)
+    counts = Sampled(1.0).select(slots.entry_scores, ~slots.valid, slots.valid, one, slots)[0].sum(0)
     p = score_S.softmax(-1)
     assert counts.sum() == H
     assert ((counts - H * p).abs() < 4 * (H * p * (1 - p)).sqrt()).all()
@@ -491,13 +491,13 @@ def test_representatives_of_any_kind(H, S, share, window, ratio, anchor, pick, l
     protected = torch.arange(S).expand(1, H, S) >= S - min(window, keep)
     budgets = torch.full((1, H), keep)
     part = Representatives(ratio, anchor, pick, level)
-    stay = part.select(slots.entered, protected, slots.valid, budgets, slots)[0]
-    assert torch.equal(stay, part.select(slots.entered, protected, slots.valid, budgets, slots)[0])
+    stay = part.select(slots.entry_scores, protected, slots.valid, budgets, slots)[0]
+    assert torch.equal(stay, part.select(slots.entry_scores, protected, slots.valid, budgets, slots)[0])
     assert (stay.sum(-1) == keep).all()
     assert stay[protected[0]].all()
     if level == "token":
         wanted = min(int(ratio * keep), keep - int(protected[0, 0].sum()))
-        best = TopK().select(slots.entered, protected, slots.valid, budgets - wanted, slots)[0]
+        best = TopK().select(slots.entry_scores, protected, slots.valid, budgets - wanted, slots)[0]
         assert stay[best].all()
         going = ~best.any(0)
         assert int(going.sum()) < wanted or (stay & going).all(0).sum() == wanted

@@ -146,8 +146,9 @@ def slots_of(scores, valid, seed: int = 0) -> Slots:
         [torch.randperm(3 * S, generator=torch.Generator().manual_seed(seed))[:S].sort().values] * H
     )
     return Slots(
-        layer=1, layers=3, keep=1, stabilizers=0, chunk=8, fresh=8, seen=3 * S, positions=positions.int().expand(B, H, S),
-        valid=valid, entered=scores, stats={}, seed=seed, lengths=valid.sum(-1).flatten().tolist(),
+        layer=1, layers=3, keep=1, stabilizers=0, chunk=8, since_eviction=8, seen=3 * S,
+        positions=positions.int().expand(B, H, S),
+        valid=valid, entry_scores=scores, stats={}, seed=seed, lengths=valid.sum(-1).flatten().tolist(),
     )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def test_a_name_is_its_parts(name):
     line = next(line for line in describe_policies() if line.split()[0] == name)
     composed = parse_policy(line.split(maxsplit=1)[1].split("  parameters:")[0])
     named = parse_policy(name)
-    for part in ("score", "scopes", "allocation", "selection", "merge", "reading"):
+    for part in ("score", "scopes", "allocation", "selection", "merge", "prefill_mask", "reread"):
         assert getattr(composed, part) == getattr(named, part)
 
 

@@ -116,7 +116,7 @@ def feed(layer, k, v, settle: bool = True) -> None:
     layer.update(k, v)
     layer.append(k, v, torch.zeros(()).expand(k.shape[:3]))
     if settle:
-        layer.settle()
+        layer.finish_block()
 
 
 def rows_drawn(draw: torch.Generator, T: int, B: int = 2, H: int = 2, D: int = 8) -> torch.Tensor:
@@ -199,7 +199,7 @@ def test_a_long_text_requantises_little(bits):
             rewritten += int(((old >= 0) & changed[0, 0][new.clamp(min=0)]).sum())
             quantised += int(((old < 0) & (new >= 0)).sum())
         else:
-            layer.settle()
+            layer.finish_block()
     assert 0 < rewritten < 2 * quantised + 8 * 60 and quantised > 500
 
 
@@ -273,11 +273,11 @@ def test_beams_copies_and_reset():
     k, v = rows_drawn(draw, 21), rows_drawn(draw, 21)
     feed(layer, k, v)
     read = [layer.slots(name).clone() for name in ("keys", "values")]
-    copy.take(layer)
+    copy.copy_from(layer)
     assert copy.scratch is not layer.scratch
     feed(layer, k[:, :, :9], v[:, :, :9])
     assert all(torch.equal(copy.slots(name), x) for name, x in zip(("keys", "values"), read, strict=True))
-    copy.settle()
+    copy.finish_block()
     copy.reorder_cache(torch.tensor([1, 1]))
     assert all(torch.equal(copy.slots(name), x[[1, 1]]) for name, x in zip(("keys", "values"), read, strict=True))
     copy.reset()
@@ -294,10 +294,10 @@ def test_growing_changes_nothing():
         layer.update(k, k)
         if layer.rows + T > layer.capacity:
             before = layer.slots("keys").clone()
-            layer.settle()
+            layer.finish_block()
             layer.grow(layer.rows + T)
             assert torch.equal(layer.slots("keys"), before)
-            layer.settle()
+            layer.finish_block()
         feed(layer, k, k)
         rows = torch.cat([rows, k], 2)
     assert layer.rows == 102 and float((layer.slots("keys") - rows).abs().max()) < 15 / 3

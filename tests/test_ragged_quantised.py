@@ -135,7 +135,7 @@ def feed(layer, k, v, settle: bool = True) -> None:
     layer.update(k, v)
     layer.append(k, v, torch.arange(k.shape[2]).expand(k.shape[:3]).float())
     if settle:
-        layer.settle()
+        layer.finish_block()
 
 
 def rows_drawn(draw: torch.Generator, T: int, dtype=torch.float32) -> torch.Tensor:
@@ -295,7 +295,7 @@ def test_a_long_text_requantises_little():
         before = {(b, h): layer.head("group", b, h).clone() for b in range(B) for h in range(H)} if layer.rows else {}
         feed(layer, *(rows_drawn(draw, 32) for _ in range(2)), settle=False)
         if layer.rows <= 64:
-            layer.settle()
+            layer.finish_block()
             continue
         stay, valid, step = stay_drawn(draw, layer, 64), layer.valid(), layer.key_step.clone()
         layer.keep(stay, 64)
@@ -319,11 +319,11 @@ def test_beams_copies_and_reset():
 
     def read(of):
         found = [[[heads_of_slots(of, n, b, h) for n in ("keys", "values")] for h in range(H)] for b in range(B)]
-        of.settle()
+        of.finish_block()
         return found
 
     was = read(layer)
-    copy.take(layer)
+    copy.copy_from(layer)
     assert copy.scratch is not layer.scratch
     feed(layer, k[:, :, :9], v[:, :, :9])
     flat = [x for item in was for head in item for x in head]
@@ -349,9 +349,9 @@ def test_beams_copies_and_reset():
 class Lopsided(Random):
     """Random scores, larger in some heads: they look at no key."""
 
-    def enter(self, entry):
+    def score_new_tokens(self, entry):
         H = entry.k.shape[1]
-        return super().enter(entry) * (1 + (torch.arange(H) + entry.layer) % H)[:, None]
+        return super().score_new_tokens(entry) * (1 + (torch.arange(H) + entry.layer) % H)[:, None]
 
 
 LOPSIDED = replace(parse_policy("score=random allocation=adaptive(1.0)"), score=Lopsided(), name="lopsided")

@@ -136,7 +136,7 @@ def test_a_forked_document_goes_on_as_a_fresh_one():
 
 def test_it_is_a_part_like_the_others():
     policy = parse_policy("locret reading=recent(newest=64)")
-    assert policy.reading == Recent(64, 8)
+    assert policy.prefill_mask == Recent(64, 8)
     assert parts_of(policy)["reading"] == "recent(newest=64,sinks=8)"
     assert parts_of(parse_policy("windowed-locret"))["scope"] == "stabilizers(most=1024)"
     assert "reading" not in parts_of(parse_policy("locret"))

@@ -45,7 +45,7 @@ def test_every_policy_and_no_other_has_a_line():
 def test_every_choice_of_every_part_is_named():
     tables = {
         "score": registry.SCORES, "scope": registry.SCOPES, "allocation": registry.ALLOCATIONS, "merge": registry.MERGES,
-        "selection": registry.SELECTIONS, "reading": registry.READINGS, "answering": registry.ANSWERINGS,
+        "selection": registry.SELECTIONS, "reading": registry.PREFILL_MASKS, "answering": registry.REREADS,
     }  # fmt: skip
     rows = table("| part | says | choices |")
     assert [row[0].strip("`") for row in rows] == list(registry.PARTS) and tables.keys() == set(registry.PARTS)

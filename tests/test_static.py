@@ -51,7 +51,7 @@ def same(model, caches, ids, form=StaticDecoder, steps: int = STEPS, atol: float
     torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
     assert held(caches[0]) == held(caches[1])
     for a, b in zip(caches[0].bounded, caches[1].bounded, strict=True):
-        assert (a.rows, a.seen, a.fresh, a.evictions) == (b.rows, b.seen, b.fresh, b.evictions)
+        assert (a.rows, a.seen, a.since_eviction, a.evictions) == (b.rows, b.seen, b.since_eviction, b.evictions)
         for name in ("keys", "values", "scores", "stats"):
             torch.testing.assert_close(a.slots(name), b.slots(name), rtol=atol, atol=atol)
     counted = [(c.counters.evictions, c.counters.evicted_rows) for c in caches]

@@ -12,8 +12,8 @@ from torch import Tensor
 from locret_kernels.backend import function
 
 from .attention import attend_rows, attend_rows_lse
-from .decoding import Turn, decode_rows
-from .storage.rows import BoundedLayer, Part
+from .decoding import RowRotation, decode_rows
+from .storage.rows import BoundedLayer, EqualLengthHeads
 
 if TYPE_CHECKING:
     from .bounded import BoundedCache
@@ -43,7 +43,9 @@ def read_block(
     return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
 
 
-def _attend_part(cache: BoundedCache, layer: int, rows: BoundedLayer, part: Part, q: Tensor, scaling: float) -> Tensor:
+def _attend_part(
+    cache: BoundedCache, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor, scaling: float
+) -> Tensor:
     """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, but
     where a reading leaves some out."""
     T, seen = q.shape[2], _visible(cache, rows, part)
@@ -82,25 +84,25 @@ def _rotate(cache: BoundedCache) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def _reads(cache: BoundedCache, rows: BoundedLayer) -> bool:
     """Whether the tokens that this layer took last see what the policy's reading lets them see, and no more."""
-    if cache.policy.reading is None or rows.window is not None or not rows.evictions:
+    if cache.policy.prefill_mask is None or rows.window is not None or not rows.evictions:
         return False
     assert cache.schedule.body is not None
     return rows.seen <= cache.schedule.body
 
 
-def _visible(cache: BoundedCache, rows: BoundedLayer, part: Part) -> tuple[slice, ...] | None:
+def _visible(cache: BoundedCache, rows: BoundedLayer, part: EqualLengthHeads) -> tuple[slice, ...] | None:
     """Slices of a part's rows that the newest tokens see; None for all."""
-    return cache.policy.reading.visible(part.keys.shape[2], rows.fresh) if _reads(cache, rows) else None
+    return cache.policy.prefill_mask.visible(part.keys.shape[2], rows.since_eviction) if _reads(cache, rows) else None
 
 
-def _turn(cache: BoundedCache, layer: int, rows: BoundedLayer, longest: int, like: Tensor) -> Turn | None:
+def _turn(cache: BoundedCache, layer: int, rows: BoundedLayer, longest: int, like: Tensor) -> RowRotation | None:
     """How one token's attention rotates keys that are stored before RoPE, of heads with at most ``longest`` rows."""
     if not cache.rotates_rows(rows):
         return None
     assert cache.ropes is not None and cache.places.span is not None
     seen = None if cache.places.by_rank else torch.full((), rows.seen, device=like.device)
     cos, sin = cache.tables.upto(cache.ropes[layer], max(cache.places.span, longest), like)
-    return Turn(cos, sin, cache.places.span, seen)
+    return RowRotation(cos, sin, cache.places.span, seen)
 
 
 def _picked(rows: Tensor, seen: tuple[slice, ...] | None) -> Tensor:

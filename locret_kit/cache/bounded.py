@@ -31,7 +31,7 @@ from .fork import fork
 from .geometry.positions import Positions
 from .geometry.rotation import RotationTables
 from .geometry.schedule import Schedule, run_settings
-from .reread import check_answering, in_prompt, look_again, source
+from .reread import check_answering, in_prompt, source, start_reread
 from .storage.groups import SPARE
 from .storage.quantised import QuantisedLayer, Scratch, check_storage
 from .storage.ragged import RaggedLayer
@@ -120,7 +120,7 @@ class BoundedCache(Cache):
             Positions.parse(positions, 1)
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
-        if self.policy.reading is not None and prompt_length is None:
+        if self.policy.prefill_mask is not None and prompt_length is None:
             raise ValueError(
                 f"policy={self.policy.name!r} reads the prompt otherwise than what follows: pass prompt_length="
             )
@@ -225,7 +225,7 @@ class BoundedCache(Cache):
             return self.stepping(layer, q_BQTD, k_BHTD, v_BHTD)
         if layer == 0:
             self.tables.clear()
-            if self.looks_twice and rows.seen >= (self.schedule.prompt_length or 0):
+            if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
                     "model.generate does not: use locret_kit.runtime.session.generate"
@@ -238,7 +238,7 @@ class BoundedCache(Cache):
             out.append(read_block(self, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
             if not self.policy.needs_logits:
                 evict_if_due(self, layer, rows)
-            rows.settle()
+            rows.finish_block()
             start += step
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
@@ -249,15 +249,15 @@ class BoundedCache(Cache):
         return self.schedule.until_boundary(rows.seen) if later is None else later
 
     @property
-    def looks_twice(self) -> bool:
+    def needs_reread(self) -> bool:
         """Whether the prompt's tail is yet to be read for the second time."""
         s = self.schedule
-        asked = self.policy.answering is not None and any(self.budgets)  # windows alone hold no index to the text
+        asked = self.policy.reread is not None and any(self.budgets)  # windows alone hold no index to the text
         return asked and not self.passages and (s.prompt_length or 0) > s.budget
 
-    def look_again(self) -> None:
+    def start_reread(self) -> None:
         """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
-        look_again(self)
+        start_reread(self)
 
     def source(self, start: int, end: int) -> Sequence[int]:
         """Where in the prompt the tokens stand that are fed as those of positions ``start`` to ``end``."""
@@ -279,10 +279,10 @@ class BoundedCache(Cache):
             head=self.heads[layer] if self.heads is not None else None,
             seed=self.seed,
             rope=self.ropes[layer] if self.ropes is not None else None,
-            memory=rows.memory,
+            state=rows.state,
         )
         # A windowed layer's scores are never read, and its score's memory would grow with the text.
-        score_BHT = self.policy.score.enter(entry) if rows.window is None else None
+        score_BHT = self.policy.score.score_new_tokens(entry) if rows.window is None else None
         if score_BHT is None:
             score_BHT = torch.zeros((), device=k.device).expand(k.shape[:3])
         self.counters.score_s += time.perf_counter() - began

@@ -19,7 +19,7 @@ from ..backbones.rope import rotate
 
 
 @dataclass(frozen=True)
-class Flat:
+class VarlenRows:
     """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each."""
 
     rows: tuple[Tensor, Tensor] | PackedRows
@@ -34,7 +34,7 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RowRotation:
     """How keys that are stored before RoPE are rotated: by their rank, or among the newest ``span`` tokens by their distance
     where that places them higher (see ``positions``)."""
 
@@ -44,7 +44,7 @@ class Turn:
     seen: Tensor | None = None
     """Tokens of the text, the newest included (integer without axes); with a span above 0."""
 
-    def places(self, flat: Flat) -> tuple[Tensor, Tensor | None]:
+    def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
         """Where the newest token of each head is ``[B, H]``, and the rows where that is above their rank ``[N]``."""
         rank_BH = flat.lengths_BH - 1
         if not self.span:
@@ -55,7 +55,12 @@ class Turn:
 
 
 def decode_rows(
-    q_BQ1D: Tensor, flat: Flat, scaling: float, backend: str, statistics: Sequence[str] = (), turn: Turn | None = None
+    q_BQ1D: Tensor,
+    flat: VarlenRows,
+    scaling: float,
+    backend: str,
+    statistics: Sequence[str] = (),
+    turn: RowRotation | None = None,
 ) -> Tensor:
     """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already; slots gain its
     ``statistics``. With ``turn`` the query comes before RoPE, as the keys are."""
@@ -72,11 +77,11 @@ def decode_rows(
         longest=flat.longest, received=bool(statistics), **form,
     )  # fmt: skip
     if statistics:
-        _gain(flat, decoded.received_BHS, statistics)
+        _accumulate_statistics(flat, decoded.received_BHS, statistics)
     return decoded.out_BQD.unsqueeze(2)
 
 
-def _gain(flat: Flat, received_BHS: Tensor, statistics: Sequence[str]) -> None:
+def _accumulate_statistics(flat: VarlenRows, received_BHS: Tensor, statistics: Sequence[str]) -> None:
     """Add what one query gave to the running statistics; the same as ``column_stats`` of one query."""
     made = {
         "sum": lambda: received_BHS,

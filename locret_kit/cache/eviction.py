@@ -45,8 +45,8 @@ def evict(cache: BoundedCache, layer: int, rows: BoundedLayer, keep: int, *, dec
     stabilizers = 0 if cache.schedule.is_last(rows.seen) and not decoding else cache.schedule.stabilizers
     slots = slots_of(cache, layer, keep, min(stabilizers, keep))
     t0 = time.perf_counter()
-    scores_BHS = policy.score.score(slots)
-    rows.rescore(slots.entered)
+    scores_BHS = policy.score.score_slots(slots)
+    rows.set_entry_scores(slots.entry_scores)
     t1 = time.perf_counter()
     stay_BHS = policy.choose(slots, scores_BHS)
     t2 = time.perf_counter()

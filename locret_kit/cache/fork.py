@@ -49,7 +49,7 @@ def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
     if not cache.policy.keeps_everything:
         _require_same_past(cache, new, seen)
     for mine, theirs in zip(new.bounded, cache.bounded, strict=True):
-        mine.take(theirs)
+        mine.copy_from(theirs)
     new.counters = replace(cache.counters)
     new.last_hidden = None if cache.last_hidden is None else cache.last_hidden.clone()
     return new

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def check_answering(policy: Policy, schedule: Schedule) -> None:
     """Raise ValueError where the prompt's end cannot be read twice as the policy asks; names setting and bound."""
-    if policy.answering is None:
+    if policy.reread is None:
         return
     name, s = f"policy={policy.name!r}", schedule
     if s.one_shot:
@@ -31,11 +31,11 @@ def check_answering(policy: Policy, schedule: Schedule) -> None:
         )
 
 
-def look_again(cache: BoundedCache) -> None:
+def start_reread(cache: BoundedCache) -> None:
     """Where the tail has been read for the first time: empty every layer, and choose the passages that are read in the place of
     the text, right before the tail; what the cache has seen then ends before them."""
-    answering, total, body = cache.policy.answering, cache.get_seq_length(), cache.schedule.body or 0
-    if answering is None or not cache.looks_twice or total != cache.schedule.prompt_length:
+    answering, total, body = cache.policy.reread, cache.get_seq_length(), cache.schedule.body or 0
+    if answering is None or not cache.needs_reread or total != cache.schedule.prompt_length:
         return
     tail = cache.schedule.tail
     size = answering.size(min(budget for budget in cache.budgets if budget), tail)

@@ -27,11 +27,11 @@ def slots_of(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> Sl
         keep=keep,
         stabilizers=stabilizers,
         chunk=cache.schedule.chunk,
-        fresh=rows.fresh,
+        since_eviction=rows.since_eviction,
         seen=rows.seen,
         positions=positions,
         valid=valid,
-        entered=rows.slots("scores"),
+        entry_scores=rows.slots("scores"),
         stats=stats,
         keys=lambda: _keys(cache, layer, rows),
         values=lambda: rows.slots("values"),
@@ -43,7 +43,7 @@ def slots_of(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> Sl
         lengths=rows.head_lengths,
         rope=cache.ropes[layer] if cache.ropes is not None else None,
         next_position=cache.places.next_place(valid.sum(-1), rows.seen),
-        memory=rows.memory,
+        state=rows.state,
         backend=rows.backend,
     )
 
@@ -56,7 +56,7 @@ def _keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     assert cache.ropes is not None
     rope = cache.ropes[layer]
     if cache.places.by_rank:
-        cos, sin = rows.spread(lambda n: cache.tables.first(rope, n, keys, rows.ragged), keys.shape[2])
+        cos, sin = rows.per_head_tables(lambda n: cache.tables.first(rope, n, keys, rows.ragged), keys.shape[2])
     else:
         cos, sin = cache.tables.at(rope, _places(cache, rows), cache.places.span, keys)
     return rotate(keys, cos, sin)
@@ -98,7 +98,7 @@ def _queries(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     if not cache.rotates_rows(rows):
         return rotate(q, *cache.tables.between(rope, rows.seen - W, W, q))
     if cache.places.by_rank:
-        cos, sin = rows.spread(lambda n: cache.tables.between(rope, n - W, W, q), W)
+        cos, sin = rows.per_head_tables(lambda n: cache.tables.between(rope, n - W, W, q), W)
     else:
         cos, sin = (table[:, :, -W:] for table in cache.tables.at(rope, _places(cache, rows), cache.places.span, q))
         if not rows.ragged:

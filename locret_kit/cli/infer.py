@@ -107,11 +107,11 @@ def run(args: argparse.Namespace) -> int:
     from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone
     from ..cache.bounded import BoundedCache
     from ..heads import RetainingHeads
-    from ..planning.memory import hold
+    from ..planning.memory import cap_gpu_memory
     from ..runtime.provenance import provenance, weights_hash
     from ..runtime.session import Sampling, generate
 
-    cap = hold(args.gpu_memory, args.device) if args.gpu_memory else None
+    cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
     config = heads.config if heads else None
@@ -220,7 +220,7 @@ def plan_chunk(
     """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
     chunk is made larger: results would change with the card."""
     from ..backbones.load import load_config, pick_device, pick_dtype
-    from ..planning.memory import PLANNED_CHUNK, planned
+    from ..planning.memory import PLANNED_CHUNK, fit_plan
     from ..planning.plan import Setting
     from ..planning.sizes import show
 
@@ -232,7 +232,7 @@ def plan_chunk(
         stabilizers=settings["stabilizers"], local_len=settings["local_len"], one_shot=args.one_shot,
         weight_bits=args.weight_bits,
     )  # fmt: skip
-    setting, plan = planned(load_config(name), setting, cap, chunk_is_fixed=args.chunk is not None)
+    setting, plan = fit_plan(load_config(name), setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
     return setting.chunk
 

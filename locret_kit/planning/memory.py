@@ -25,7 +25,7 @@ class OutOfMemory(RuntimeError):
     """The device ran out of memory; the message says what was asked, what was free, and settings that fit."""
 
 
-def hold(gpu_memory: str, device: str | None) -> int:
+def cap_gpu_memory(gpu_memory: str, device: str | None) -> int:
     """Let PyTorch take no more than ``gpu_memory`` of a CUDA device, and return what a plan may take of it in bytes: at
     most what the device has, less ``RESERVE``. The CUDA context lies outside of the cap and inside of the reserve.
 
@@ -44,7 +44,7 @@ def hold(gpu_memory: str, device: str | None) -> int:
     return cap - RESERVE
 
 
-def planned(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
+def fit_plan(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
     """The setting that a run within ``cap`` bytes takes, as it is or with the largest smaller chunk that fits, and its plan.
 
     Raises:
@@ -57,7 +57,7 @@ def planned(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) ->
 
 
 @dataclass(frozen=True)
-class Explained:
+class explain_oom:
     """A block in which an out-of-memory error of a run becomes an ``OutOfMemory`` that says what would fit. A class, since from
     Python 3.12 on a generator's context that raises leaves a cycle, which holds what ran out of memory."""
 

@@ -236,8 +236,8 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         "evict": held + rows + 3 * q,
         "logits": always + 3 * backbone.vocab,
     }
-    if policy.reading is not None and (
-        pieces := policy.reading.visible(S, T)
+    if policy.prefill_mask is not None and (
+        pieces := policy.prefill_mask.visible(S, T)
     ):  # keys and values that are seen, side by side
         seen = sum(len(range(S)[piece]) for piece in pieces) * spec.n_kv_heads * spec.head_dim
         phases["pick"] = held + (2 + ROTATION_COPIES) * seen

@@ -34,7 +34,7 @@ class Entry:
     seed: int
     rope: Any = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
-    memory: MutableMapping[str, Tensor] = field(default_factory=dict)
+    state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """What the score keeps of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
 
 
@@ -55,7 +55,7 @@ class Slots:
     """Newest slots protected now; 0 at the last eviction before the tail."""
     chunk: int
     """Tokens between evictions while a prompt is read."""
-    fresh: int
+    since_eviction: int
     """Tokens that entered since the last eviction."""
     seen: int
     """Tokens of the text so far."""
@@ -63,9 +63,9 @@ class Slots:
     """``[B, H, S]`` int32, ascending in every head."""
     valid: Tensor
     """``[B, H, S]`` bool; False is padding."""
-    entered: Tensor
-    """``[B, H, S]`` float32: what ``Score.enter`` returned for the slot; zeros for scores without. What ``Score.score`` writes
-    into it stays with the slot."""
+    entry_scores: Tensor
+    """``[B, H, S]`` float32: what ``Score.score_new_tokens`` returned for the slot; zeros for scores without. What
+    ``Score.score_slots`` writes into it stays with the slot."""
     stats: Mapping[str, Tensor]
     """``[B, H, S]`` float32, those that the policy asks for: ``sum`` and ``square`` of the attention received (mean over the
     group), ``above`` (how often it was above average), ``count`` (queries that have seen the slot)."""
@@ -88,7 +88,7 @@ class Slots:
     """The layer's ``Rope``; None where the architecture has no adapter."""
     next_position: Tensor | None = None
     """Position ``[B, H]`` (int64) by which the next token would be rotated."""
-    memory: MutableMapping[str, Tensor] = field(default_factory=dict)
+    state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """What the score keeps of this layer between calls."""
     backend: str = "reference"
     """Of ``locret_kernels``."""
@@ -100,7 +100,7 @@ class Slots:
         return (row_S >= S - n) & self.valid
 
 
-def amount(size: int | float, whole: int) -> int:
+def resolve_count(size: int | float, whole: int) -> int:
     """A size that is a number of tokens (an integer) or a fraction of ``whole`` (a float), rounded down, at most ``whole``."""
     return min(int(size * whole) if isinstance(size, float) else size, whole)
 
@@ -128,11 +128,11 @@ class Score(Protocol):
         """How many of the newest queries must be kept at hand."""
         ...
 
-    def enter(self, entry: Entry) -> Tensor | None:
+    def score_new_tokens(self, entry: Entry) -> Tensor | None:
         """Scores ``[B, H, T]`` (float32) fixed when tokens enter; None where there are none."""
         ...
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         """Scores ``[B, H, S]`` (float32); larger is kept. Anything at padding."""
         ...
 
@@ -157,11 +157,11 @@ class ScorePart:
     def recent(self, chunk: int) -> int:
         return 0
 
-    def enter(self, entry: Entry) -> Tensor | None:
+    def score_new_tokens(self, entry: Entry) -> Tensor | None:
         return None
 
-    def score(self, slots: Slots) -> Tensor:
-        return slots.entered
+    def score_slots(self, slots: Slots) -> Tensor:
+        return slots.entry_scores
 
     def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
         return scores_BHS
@@ -263,9 +263,9 @@ class Policy:
     keeps_everything: bool = False
     merge: Any = None
     """None drops what is evicted."""
-    reading: Any = None
+    prefill_mask: Any = None
     """None: a token of the prompt sees every slot."""
-    answering: Any = None
+    reread: Any = None
     """None: the prompt's end is read once and sees every slot."""
 
     @property
@@ -295,7 +295,7 @@ class Policy:
 
     def recent(self, chunk: int) -> int:
         """How many of the newest queries must be kept at hand."""
-        return max(self.score.recent(chunk), self.answering.window if self.answering is not None else 0)
+        return max(self.score.recent(chunk), self.reread.window if self.reread is not None else 0)
 
     def layer_budgets(
         self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
@@ -314,7 +314,7 @@ class Policy:
     def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given)."""
         if scores_BHS is None:
-            scores_BHS = self.score.score(slots)
+            scores_BHS = self.score.score_slots(slots)
         protected_BHS = self.protected(slots)
         comparable_BHS = self.score.comparable(scores_BHS, slots) if self.ragged else scores_BHS
         budgets_BH = self.allocation.head_budgets(comparable_BHS, protected_BHS, slots.valid, slots.keep)

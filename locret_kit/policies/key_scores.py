@@ -12,7 +12,7 @@ bounded run a slot is either fresh (its own chunk) or kept (an earlier chunk, wh
 | ``compactor`` | - | attention inside a block of the text | leverage over kept and fresh slots, both z-scores |
 
 State of a layer between calls is in the ``memory`` that entries and slots share. What ``score`` writes into
-``slots.entered`` stays with the slot. Both depend on the text and on where evictions fall, never on how the model is fed.
+``slots.entry_scores`` stays with the slot. Both depend on the text and on where evictions fall, never on how the model is fed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KNorm(ScorePart):
     """The negated norm of the key as attention sees it. RoPE does not change a norm but by its factor on cos and sin, so it
     is fixed when the token enters. Source: L2-norm strategy, arXiv 2406.11430."""
 
-    def enter(self, entry: Entry) -> Tensor:
+    def score_new_tokens(self, entry: Entry) -> Tensor:
         k = wide(entry.k)
         if entry.rope is not None:  # the factor lengthens only the part that is turned
             k = rotate(k, *entry.rope.tables(k.new_zeros(1), k.dtype))
@@ -69,7 +69,7 @@ def key_difference(k_BHSD: Tensor) -> Tensor:
 class KeyDiff(ScorePart):
     """How little a key resembles the mean direction of the keys held now. Source: KeyDiff, arXiv 2504.15364."""
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         return key_difference(slots.keys()).float()
 
 
@@ -118,19 +118,19 @@ class LagKV(ScorePart):
         at_least("lagkv", 0, sinks=self.sinks)
         at_least("lagkv", 1, lag=self.lag)
 
-    def enter(self, entry: Entry) -> Tensor:
+    def score_new_tokens(self, entry: Entry) -> Tensor:
         B, H, T, _ = entry.k.shape
         pos_T = torch.arange(entry.position, entry.position + T, device=entry.k.device)
         return (1.0 + (pos_T < self.sinks)).expand(B, H, T)
 
-    def score(self, slots: Slots) -> Tensor:
-        before, complete = ((n - self.sinks) // self.lag for n in (slots.seen - slots.fresh, slots.seen))
+    def score_slots(self, slots: Slots) -> Tensor:
+        before, complete = ((n - self.sinks) // self.lag for n in (slots.seen - slots.since_eviction, slots.seen))
         first = max(0, before - 1)  # partitions below have their ranks since the last eviction
         if complete - 1 <= first:
-            return slots.entered
+            return slots.entry_scores
         origin, cells = self.sinks + first * self.lag, (complete - first) * self.lag
         place_BHS = slots.positions.long() - origin
-        waiting_BHS = slots.valid & (slots.entered == 1) & (place_BHS < cells - self.lag)
+        waiting_BHS = slots.valid & (slots.entry_scores == 1) & (place_BHS < cells - self.lag)
         new = slice(-min(slots.seen - origin, place_BHS.shape[-1]), None)  # no head holds more of these partitions
         inside_BHW = slots.valid[..., new] & (place_BHS[..., new] >= 0) & (place_BHS[..., new] < cells)
         cell_BHW = place_BHS[..., new].masked_fill(~inside_BHW, cells)
@@ -141,10 +141,10 @@ class LagKV(ScorePart):
         present_BHPL = partitions(inside_BHW[..., None].float())[..., 0] > 0
         rank = lag_rank(partitions(slots.keys()[:, :, new]), partitions(slots.values()[:, :, new]), present_BHPL)
         rank_BHC = F.pad(rank.flatten(2), (0, self.lag + 1))
-        slots.entered[..., new] = torch.where(
-            waiting_BHS[..., new], rank_BHC.gather(2, cell_BHW), slots.entered[..., new]
+        slots.entry_scores[..., new] = torch.where(
+            waiting_BHS[..., new], rank_BHC.gather(2, cell_BHW), slots.entry_scores[..., new]
         )
-        return slots.entered
+        return slots.entry_scores
 
 
 # ---- expected-attention -----------------------------------------------------------------------------------------------
@@ -202,17 +202,17 @@ class ExpectedAttention(ScorePart):
         at_least("expected-attention", 0, sinks=self.sinks, epsilon=self.epsilon)
         at_least("expected-attention", 1, future=self.future)
 
-    def enter(self, entry: Entry) -> None:
-        add_moments(entry.memory, entry.q[:, :, max(0, self.sinks - entry.position) :])
+    def score_new_tokens(self, entry: Entry) -> None:
+        add_moments(entry.state, entry.q[:, :, max(0, self.sinks - entry.position) :])
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         assert slots.rope is not None and slots.next_position is not None  # needs_adapter
         among_BHS = slots.valid & (slots.positions >= self.sinks)
         if slots.seen <= self.sinks:
-            return slots.entered
+            return slots.entry_scores
         B, H = slots.positions.shape[:2]
-        mean_BHGD = slots.memory["mean"].unflatten(1, (H, -1))
-        covariance_BHGDD = (slots.memory["scatter"] / slots.memory["count"].view(B, 1, 1, 1)).unflatten(1, (H, -1))
+        mean_BHGD = slots.state["mean"].unflatten(1, (H, -1))
+        covariance_BHGDD = (slots.state["scatter"] / slots.state["count"].view(B, 1, 1, 1)).unflatten(1, (H, -1))
         ahead_BHN = slots.next_position[..., None] + torch.arange(self.future, device=mean_BHGD.device)
         tables = slots.rope.tables(ahead_BHN.flatten(), mean_BHGD.dtype)
         cos_BH1R, sin_BH1R = (x.view(B, H, self.future, -1).mean(2, keepdim=True) for x in tables)
@@ -290,24 +290,24 @@ class Compactor(ScorePart):
         at_least("compactor", 0, blend=self.blend, first=self.first, last=self.last)
         at_least("compactor", 1, block=self.block, sketch=self.sketch)
 
-    def enter(self, entry: Entry) -> Tensor:
-        memory, skip = entry.memory, max(0, self.first - entry.position)
+    def score_new_tokens(self, entry: Entry) -> Tensor:
+        memory, skip = entry.state, max(0, self.first - entry.position)
         for name, x in (("q", entry.q), ("k", entry.k), ("norm", wide(entry.v).norm(dim=-1))):
             memory[name] = torch.cat((memory[name], x[:, :, skip:]), 2) if name in memory else x[:, :, skip:].clone()
         while memory["norm"].shape[2] >= self.block + self.last:
             self._close(memory, self.block, entry.rope)
         return torch.zeros(entry.k.shape[:3], device=entry.k.device)
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         self._settle(slots)
         among_BHS = slots.valid & (slots.positions >= self.first) & ~slots.newest(self.last)
         raw_BHSD = slots.raw_keys()
-        if "sketch" not in slots.memory:  # drawn by the host: once a prompt
+        if "sketch" not in slots.state:  # drawn by the host: once a prompt
             (B, H, _, D), seed = raw_BHSD.shape, 1_000_003 * slots.seed + slots.layer
-            slots.memory["sketch"] = gaussian_sketch(H, D, self.sketch, seed).to(raw_BHSD.device).expand(B, -1, -1, -1)
-        leverage_BHS = leverage_scores(raw_BHSD, among_BHS, slots.memory["sketch"])
+            slots.state["sketch"] = gaussian_sketch(H, D, self.sketch, seed).to(raw_BHSD.device).expand(B, -1, -1, -1)
+        leverage_BHS = leverage_scores(raw_BHSD, among_BHS, slots.state["sketch"])
         evicted = 1 - slots.keep / slots.seen
-        score_BHS = z_score(slots.entered, among_BHS) + self.blend * evicted * z_score(leverage_BHS, among_BHS)
+        score_BHS = z_score(slots.entry_scores, among_BHS) + self.blend * evicted * z_score(leverage_BHS, among_BHS)
         return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()
 
     def _close(self, memory: MutableMapping[str, Tensor], tokens: int, rope: Rope | None) -> None:
@@ -324,7 +324,7 @@ class Compactor(ScorePart):
 
     def _settle(self, slots: Slots) -> None:
         """Write the pooled attention of every token but the newest ``last`` into the slots that hold it."""
-        memory = slots.memory
+        memory = slots.state
         waiting = memory["norm"].shape[2]
         if waiting > self.last:
             self._close(memory, waiting - self.last, slots.rope)
@@ -338,5 +338,7 @@ class Compactor(ScorePart):
         index_BHS = slots.positions.long() - start
         # The first of the two values kept below has lost its left neighbour; its slot holds the right mean already.
         known_BHS = slots.valid & (index_BHS >= int(start > self.first)) & (index_BHS < N)
-        slots.entered.copy_(torch.where(known_BHS, pooled_BHN.gather(2, index_BHS.clamp(0, N - 1)), slots.entered))
+        slots.entry_scores.copy_(
+            torch.where(known_BHS, pooled_BHN.gather(2, index_BHS.clamp(0, N - 1)), slots.entry_scores)
+        )
         memory["attention"] = attention_BHN[..., -2:].clone()

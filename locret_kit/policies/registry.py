@@ -31,8 +31,9 @@ SCOPES: dict[str, type] = {
 ALLOCATIONS: dict[str, type] = {"adaptive": Adaptive, "pyramid": Pyramid, "uniform": Uniform}
 SELECTIONS: dict[str, type] = {"representatives": Representatives, "sampled": Sampled, "top-k": TopK}
 MERGES: dict[str, type] = {"lococo": Lococo, "nearest": Nearest}
-READINGS: dict[str, type] = {"recent": Recent}
-ANSWERINGS: dict[str, type] = {"reread": Reread}
+PREFILL_MASKS: dict[str, type] = {"recent": Recent}
+REREADS: dict[str, type] = {"reread": Reread}
+_FIELDS = {"reading": "prefill_mask", "answering": "reread"}
 PARTS = ("score", "scope", "allocation", "selection", "merge", "reading", "answering")
 
 
@@ -141,13 +142,13 @@ def _windowed_locret(newest: int = 1024, sinks: int = 8) -> Policy:
         Cis(),
         (Stabilizers(newest),),
         TopK(),
-        reading=reading,
+        prefill_mask=reading,
         source="Locret with StreamingLLM's reading",
     )
 
 
 def _rereading_locret(tokens: int = 512, window: int = 32, kernel: int = 33, first: int = 32) -> Policy:
-    base = replace(_locret(), name="rereading-locret", answering=Reread(tokens, window, kernel, first))
+    base = replace(_locret(), name="rereading-locret", reread=Reread(tokens, window, kernel, first))
     return replace(base, source="Locret, then InfiniRetri's second reading, arXiv 2502.12962")
 
 
@@ -245,9 +246,9 @@ def _changed(base: Policy, items: list[str]) -> Policy:
     if base.score is None and "score" not in given:
         raise ValueError(f"policy={base.name!r} names no score; known: {', '.join(SCORES)}")
     tables = {
-        "score": SCORES, "selection": SELECTIONS, "merge": MERGES, "reading": READINGS, "answering": ANSWERINGS,
+        "score": SCORES, "selection": SELECTIONS, "merge": MERGES, "reading": PREFILL_MASKS, "answering": REREADS,
     }  # fmt: skip
-    made = {part: _call(given[part], part, table) for part, table in tables.items() if part in given}
+    made = {_FIELDS.get(part, part): _call(given[part], part, table) for part, table in tables.items() if part in given}
     if "scope" in given:
         made["scopes"] = tuple(_call(scope, "scope", SCOPES) for scope in split_outside(given["scope"], "+"))
     if "allocation" in given:
@@ -334,7 +335,7 @@ def spell(part: Any) -> str:
     """A part in the grammar, every parameter written out."""
     if isinstance(part, PyramidAdaptive):
         return f"{spell(part.pyramid)}+{spell(part.adaptive)}"
-    tables = (SCORES, SCOPES, ALLOCATIONS, SELECTIONS, MERGES, READINGS, ANSWERINGS)
+    tables = (SCORES, SCOPES, ALLOCATIONS, SELECTIONS, MERGES, PREFILL_MASKS, REREADS)
     names = {kind: name for table in tables for name, kind in table.items()}
     inside = ",".join(f"{field.name}={getattr(part, field.name)}" for field in fields(part))
     return names[type(part)] + (f"({inside})" if inside else "")
@@ -346,8 +347,8 @@ def parts_of(policy: Policy) -> dict[str, str]:
         "score": spell(policy.score), "scope": "+".join(spell(scope) for scope in policy.scopes),
         "allocation": spell(policy.allocation), "selection": spell(policy.selection),
         "merge": spell(policy.merge) if policy.merge is not None else "",
-        "reading": spell(policy.reading) if policy.reading is not None else "",
-        "answering": spell(policy.answering) if policy.answering is not None else "",
+        "reading": spell(policy.prefill_mask) if policy.prefill_mask is not None else "",
+        "answering": spell(policy.reread) if policy.reread is not None else "",
     }  # fmt: skip
     return {part: text for part, text in found.items() if text}
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .base import ScopePart, Slots, amount, at_least, rank_of
+from .base import ScopePart, Slots, at_least, rank_of, resolve_count
 from .scores import check_size, proxy_count
 
 
@@ -34,10 +34,10 @@ class Window(ScopePart):
         check_size("window", "size", self.size, 0)
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return amount(self.size, budget)
+        return resolve_count(self.size, budget)
 
     def protects(self, slots: Slots) -> Tensor:
-        return slots.newest(amount(self.size, slots.keep))
+        return slots.newest(resolve_count(self.size, slots.keep))
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Stabilizers(ScopePart):
         check_size("stabilizers", "most", self.most, 0)
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return min(stabilizers, amount(self.most, budget))
+        return min(stabilizers, resolve_count(self.most, budget))
 
     def protects(self, slots: Slots) -> Tensor:
-        return slots.newest(min(slots.stabilizers, amount(self.most, slots.keep)))
+        return slots.newest(min(slots.stabilizers, resolve_count(self.most, slots.keep)))
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,4 @@ class Deviation(ScopePart):
         variance_BHS = slots.stats["square"] / slots.stats["count"] - mean_BHS.square()
         first_BHS = slots.newest(self.newest) | ((slots.positions < self.sinks) & slots.valid)
         place_BHS = rank_of(variance_BHS.clamp_(min=0).sqrt_(), first_BHS, slots.valid)
-        return (place_BHS < amount(self.size, slots.keep)) & slots.valid
+        return (place_BHS < resolve_count(self.size, slots.keep)) & slots.valid

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from locret_kernels.backend import function
 
-from .base import Entry, ScorePart, Slots, amount, at_least
+from .base import Entry, ScorePart, Slots, at_least, resolve_count
 
 
 def recent_attention(slots: Slots, newest: int) -> Tensor:
@@ -50,7 +50,7 @@ class Cis(ScorePart):
 
     needs_heads: ClassVar[bool] = True
 
-    def enter(self, entry: Entry) -> Tensor:
+    def score_new_tokens(self, entry: Entry) -> Tensor:
         if entry.head is None:
             raise ValueError("score=cis needs retaining heads")
         return entry.head(entry.q, entry.k, entry.v)
@@ -71,7 +71,7 @@ class Cis(ScorePart):
 class Recency(ScorePart):
     """The token's position: the newest is worth most."""
 
-    def enter(self, entry: Entry) -> Tensor:
+    def score_new_tokens(self, entry: Entry) -> Tensor:
         B, H, T, _ = entry.k.shape
         pos_T = entry.position + torch.arange(T, device=entry.k.device)
         return pos_T.float().expand(B, H, T)
@@ -81,7 +81,7 @@ class Recency(ScorePart):
 class Random(ScorePart):
     """Uniform in [0, 1), a function of seed, layer, head and position alone. Source: RoCo, section 5.1.4."""
 
-    def enter(self, entry: Entry) -> Tensor:
+    def score_new_tokens(self, entry: Entry) -> Tensor:
         B, H, T, _ = entry.k.shape
         pos_T = entry.position + torch.arange(T, device=entry.k.device)
         head_H = torch.arange(H, device=entry.k.device)[:, None]
@@ -110,7 +110,7 @@ class Aas(Weight):
 
     statistics: ClassVar[frozenset[str]] = frozenset({"sum"})
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         return slots.stats["sum"]
 
 
@@ -121,7 +121,7 @@ class Aqas(Weight):
 
     statistics: ClassVar[frozenset[str]] = frozenset({"above"})
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         return slots.stats["above"]
 
 
@@ -131,7 +131,7 @@ class Mas(Weight):
 
     statistics: ClassVar[frozenset[str]] = frozenset({"sum", "count"})
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         return slots.stats["sum"] / slots.stats["count"]
 
 
@@ -143,7 +143,7 @@ class Ltas(Weight):
     def recent(self, chunk: int) -> int:
         return 1
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         return recent_attention(slots, 1)
 
 
@@ -170,7 +170,7 @@ class WindowAttention(Weight):
     def recent(self, chunk: int) -> int:
         return self.window
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         scores_BHS = recent_attention(slots, self.window)
         before = max(0, scores_BHS.shape[-1] - self.window)
         if before and self.kernel > 1:
@@ -193,13 +193,13 @@ class ProxyAttention(Weight):
     def recent(self, chunk: int) -> int:
         return proxy_count(self.tokens, chunk)
 
-    def score(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: Slots) -> Tensor:
         return recent_attention(slots, self.recent(slots.chunk))
 
 
 def proxy_count(tokens: int | float, chunk: int) -> int:
     """How many of the newest tokens are proxies: at least one, at most the chunk."""
-    return max(1, amount(tokens, chunk))
+    return max(1, resolve_count(tokens, chunk))
 
 
 def check_size(part: str, name: str, size: int | float, low: int) -> None:

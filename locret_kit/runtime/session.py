@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
-from ..planning.memory import Explained
+from ..planning.memory import explain_oom
 from .report import Report
 from .static import StaticDecoder, reason_against
 
@@ -78,7 +78,7 @@ def prefill(
         at = cache.source(done, min(done + cache.schedule.piece(done), total))
         piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]
         logits = model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        cache.look_again()
+        cache.start_reread()
         done = cache.get_seq_length()
         if progress:
             progress(done, total)
@@ -195,7 +195,7 @@ def generate(
     cache.bind(model)
     if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
         raise ValueError(f"graph=True is not possible here: {reason}")
-    with attach(model), Explained(model, cache, len(ids)):
+    with attach(model), explain_oom(model, cache, len(ids)):
         began = time.perf_counter()
         logits = prefill(model, ids, cache, progress)
         prefilled = time.perf_counter()

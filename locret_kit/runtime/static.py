@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..backbones.rope import rotate
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
-from ..cache.decoding import Flat, Turn, decode_rows
+from ..cache.decoding import RowRotation, VarlenRows, decode_rows
 from ..cache.eviction import count_eviction
 from ..cache.view import slots_of
 from ..naming import first_line
@@ -59,7 +59,7 @@ def reason_against(model: Any, cache: BoundedCache) -> str | None:
     ):
         if flag:
             return f"policy={policy.name!r} has {why}"
-    if any(rows.memory for rows in cache.bounded):
+    if any(rows.state for rows in cache.bounded):
         return f"the score of policy={policy.name!r} keeps tensors of its own between tokens"
     return None
 
@@ -166,7 +166,7 @@ class StaticDecoder:
         """Which layers must be cut to make room for a token, and which are due after it."""
         before, after = [], []
         for layer, rows in enumerate(self.cache.bounded):
-            held, fresh, budget = rows.rows, rows.fresh, self.cache.budgets[layer]
+            held, fresh, budget = rows.rows, rows.since_eviction, self.cache.budgets[layer]
             if held == rows.capacity:
                 keep = budget if rows.window is None else rows.window - 1
                 before.append(Cut(layer, held, keep, fresh if rows.window is None else 0))
@@ -244,7 +244,7 @@ class StaticDecoder:
         rows.remember(q)
         turn = None
         if layer in self.tables:
-            turn = Turn(*self.tables[layer], cache.places.span or 0, self.seen + 1)
+            turn = RowRotation(*self.tables[layer], cache.places.span or 0, self.seen + 1)
         else:
             cos, sin = cache.ropes[layer].tables(self.seen[None], q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -253,7 +253,7 @@ class StaticDecoder:
         statistics = cache.statistics if rows.window is None else ()
         return decode_rows(q, self._flat(layer, length_1 + 1), rows.scaling, cache.backend, statistics, turn)
 
-    def _flat(self, layer: int, length_1: Tensor) -> Flat:
+    def _flat(self, layer: int, length_1: Tensor) -> VarlenRows:
         """The rows that a token sees, as many as the device says."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
         if rows.window is not None:
@@ -265,19 +265,19 @@ class StaticDecoder:
     def _cut(self, cut: Cut) -> None:
         """Cut a layer as ``evict`` does, with what depends on the text's length taken from the device."""
         rows, policy = self.cache.bounded[cut.layer], self.cache.policy
-        host = rows.rows, rows.fresh, rows.seen
-        rows.rows, rows.fresh = cut.rows, cut.fresh
+        host = rows.rows, rows.since_eviction, rows.seen
+        rows.rows, rows.since_eviction = cut.rows, cut.fresh
         try:
             if rows.window is not None:
                 rows.drop_oldest(cut.keep)
             else:
                 slots = self._slots(cut)
                 rows.seen = self.seen  # type: ignore[assignment]  # what keys and queries are rotated by: no number of now
-                scores_BHS = policy.score.score(slots)
-                rows.rescore(slots.entered)
+                scores_BHS = policy.score.score_slots(slots)
+                rows.set_entry_scores(slots.entry_scores)
                 rows.keep(policy.choose(slots, scores_BHS), cut.keep)
         finally:
-            rows.rows, rows.fresh, rows.seen = host
+            rows.rows, rows.since_eviction, rows.seen = host
         self.length_L[cut.layer].fill_(cut.keep)
 
     def _slots(self, cut: Cut) -> Slots:
@@ -307,7 +307,7 @@ class StaticDecoder:
         rows = self.cache.bounded[cut.layer]
         rows.rows = cut.keep
         if rows.window is None:
-            rows.fresh = 0
+            rows.since_eviction = 0
             count_eviction(self.cache, rows, rows.positions.shape[:2].numel() * (cut.rows - cut.keep))
 
     def _cut_all(self, cuts: Cuts) -> None:

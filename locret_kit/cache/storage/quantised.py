@@ -275,7 +275,7 @@ class QuantisedLayer(BoundedLayer):
         self.group[at] = self.group.new_full((), -1)
         self.tail += T
 
-    def settle(self) -> None:
+    def finish_block(self) -> None:
         if self.scratch.owner is not self:
             return
         ready = max(0, self.tail - self.residual) // self.group_rows * self.group_rows
@@ -340,7 +340,7 @@ class QuantisedLayer(BoundedLayer):
         self._open()
         super().keep(stay_BHS, mean)
         self.tail = min(self.tail, self.longest)
-        self.settle()
+        self.finish_block()
 
     def _moving(self) -> list[Tensor]:
         lent = [self._lent(name) for name in ("keys", "values") if self.scratch.owner is self]
@@ -360,9 +360,9 @@ class QuantisedLayer(BoundedLayer):
         super().reset()
         self.tail, self.scratch.owner = 0, None
 
-    def take(self, other: Any) -> None:
+    def copy_from(self, other: Any) -> None:
         scratch = self.scratch
-        super().take(other)
+        super().copy_from(other)
         self.scratch = scratch
 
     def _reorder_rest(self, beam_idx: Tensor) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...policies.base import rows_of
-from ..decoding import Flat
-from .rows import BoundedLayer, Part
+from ..decoding import VarlenRows
+from .rows import BoundedLayer, EqualLengthHeads
 
 
 def each_row(first_P: Tensor, count_P: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -84,11 +84,11 @@ class RaggedLayer(BoundedLayer):
         """All rows of a buffer, the room behind them included."""
         return getattr(self, name)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[EqualLengthHeads]:
         keys, values = self.buffer("keys"), self.buffer("values")
         for i, (start, length) in enumerate(self._stretches):
             b, h, rows = i // self.H, i % self.H, slice(start, start + length)
-            yield Part(
+            yield EqualLengthHeads(
                 slice(b, b + 1), slice(h, h + 1), keys[None, None, rows], values[None, None, rows],
                 self.stats[:, None, None, rows], self.positions[None, None, rows],
             )  # fmt: skip
@@ -97,9 +97,9 @@ class RaggedLayer(BoundedLayer):
     def reads_flat(self) -> bool:
         return True
 
-    def flat(self) -> Flat:
+    def flat(self) -> VarlenRows:
         starts, lengths = (x.view(self.B, self.H) for x in (self.starts, self.lengths))
-        return Flat(self._flat_rows(), self.positions, self.stats, starts, lengths, self.longest)
+        return VarlenRows(self._flat_rows(), self.positions, self.stats, starts, lengths, self.longest)
 
     def _flat_rows(self) -> Any:
         return self.keys, self.values
@@ -135,7 +135,7 @@ class RaggedLayer(BoundedLayer):
         out = buffer[index].view(*valid.shape, *buffer.shape[1:])
         return out.masked_fill(~(valid if out.dim() == 3 else valid[..., None]), 0)
 
-    def spread(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+    def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
         """Tables ``[B, H, size, R]``, aligned to the right; zero at padding."""
         made = [torch.stack(tables(length))[:, -size:] for _, length in self._stretches]
         padded = torch.stack([F.pad(x, (0, 0, size - x.shape[1], 0)) for x in made], dim=1)
@@ -147,7 +147,7 @@ class RaggedLayer(BoundedLayer):
         head_N, row_N = each_row(self.starts, self.lengths, self.B * self.H * self.rows)
         return row_N, (head_N, row_N - (self.starts + self.lengths - self.longest)[head_N])
 
-    def rescore(self, score_BHS: Tensor) -> None:
+    def set_entry_scores(self, score_BHS: Tensor) -> None:
         row_N, slot_N = self._rows()
         self.scores[row_N] = score_BHS.flatten(0, 1)[slot_N]
 
@@ -159,7 +159,7 @@ class RaggedLayer(BoundedLayer):
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         stay_PS, (row_N, slot_N) = stay_BHS.flatten(0, 1), self._rows()
         self._move(row_N[rows_of(stay_PS[slot_N], self.B * self.H * mean)], stay_PS.sum(-1))
-        self.fresh = 0
+        self.since_eviction = 0
 
     def _move(self, source: Tensor, lengths: Tensor) -> None:
         """Lay the rows ``source`` out anew, head after head."""

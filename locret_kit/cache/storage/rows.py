@@ -14,13 +14,13 @@ from transformers.cache_utils import CacheLayerMixin
 from locret_kernels.backend import function
 
 from ...policies.base import rows_of
-from ..decoding import Flat
+from ..decoding import VarlenRows
 
 PER_ROW = ("keys", "values", "positions", "scores")
 
 
 @dataclass(frozen=True)
-class Part:
+class EqualLengthHeads:
     """Heads that hold as many rows: what one attention call reads, in place."""
 
     batch: slice
@@ -64,10 +64,10 @@ class BoundedLayer(CacheLayerMixin):
         if merges:
             self.per_row = (*self.per_row, "absorbed")
         self.scaling = 1.0
-        self.memory: dict[str, Tensor] = {}
+        self.state: dict[str, Tensor] = {}
         self.rows = 0
         self.seen = 0
-        self.fresh = 0
+        self.since_eviction = 0
         self.evictions = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -124,7 +124,7 @@ class BoundedLayer(CacheLayerMixin):
         if self.merges:
             self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
 
-    def settle(self) -> None:
+    def finish_block(self) -> None:
         """After a block's attention and eviction: bring the new rows into the form in which they are kept."""
 
     def _new_positions(self, T: int) -> Tensor:
@@ -134,7 +134,7 @@ class BoundedLayer(CacheLayerMixin):
         """``T`` rows more."""
         self.rows += T
         self.seen += T
-        self.fresh += T
+        self.since_eviction += T
 
     def remember(self, q_BQTD: Tensor) -> None:
         """Keep the newest ``recent`` queries at hand."""
@@ -156,10 +156,10 @@ class BoundedLayer(CacheLayerMixin):
 
     # ---- what attention and policies read ------------------------------------------------------------------------
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[EqualLengthHeads]:
         """The rows as they lie, heads of equal length together."""
         B, H = self.positions.shape[:2]
-        yield Part(
+        yield EqualLengthHeads(
             slice(0, B),
             slice(0, H),
             self.slots("keys"),
@@ -173,12 +173,14 @@ class BoundedLayer(CacheLayerMixin):
         """Whether one token's attention reads ``flat`` rather than ``parts``."""
         return False
 
-    def flat(self) -> Flat:
+    def flat(self) -> VarlenRows:
         """The rows as they lie, of all heads together."""
         B, H = self.positions.shape[:2]
         starts = self.capacity * torch.arange(B * H, device=self.device).view(B, H)
         lengths = torch.full_like(starts, self.rows)
-        return Flat(self._flat_rows(), self.positions.flatten(), self.stats.flatten(1), starts, lengths, self.rows)
+        return VarlenRows(
+            self._flat_rows(), self.positions.flatten(), self.stats.flatten(1), starts, lengths, self.rows
+        )
 
     def _flat_rows(self) -> Any:
         return self.keys.flatten(0, 2), self.values.flatten(0, 2)
@@ -196,7 +198,7 @@ class BoundedLayer(CacheLayerMixin):
         """Boolean ``[B, H, S]``: which slots are no padding."""
         return torch.ones(*self.positions.shape[:2], self.rows, dtype=torch.bool, device=self.device)
 
-    def spread(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+    def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
         """Two tables ``[1, 1, size, R]`` that ``tables(rows)`` gives for a head of so many rows; here all heads are alike."""
         cos, sin = tables(self.rows)
         return cos[None, None], sin[None, None]
@@ -210,7 +212,7 @@ class BoundedLayer(CacheLayerMixin):
         """Positions ``[B, H, rows]`` held now."""
         return self.positions[:, :, : self.rows].clone()
 
-    def rescore(self, score_BHS: Tensor) -> None:
+    def set_entry_scores(self, score_BHS: Tensor) -> None:
         """Take the entry scores of ``slots("scores")`` back; here those are the buffer itself."""
 
     # ---- eviction ------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ class BoundedLayer(CacheLayerMixin):
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
         function("compact_rows", self.backend)(self._moving(), rows_of(stay_BHS, mean))
         self.rows = mean
-        self.fresh = 0
+        self.since_eviction = 0
 
     def _moving(self) -> list[Tensor]:
         """Every buffer ``[B, H, capacity, ...]`` whose rows an eviction moves."""
@@ -260,8 +262,8 @@ class BoundedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.rows = self.seen = self.fresh = self.evictions = 0
-        self.memory.clear()
+        self.rows = self.seen = self.since_eviction = self.evictions = 0
+        self.state.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
@@ -272,7 +274,7 @@ class BoundedLayer(CacheLayerMixin):
             self._reorder_rest(beam_idx)
 
     def _reorder_rest(self, beam_idx: Tensor) -> None:
-        self.memory = {name: value.index_select(0, beam_idx) for name, value in self.memory.items()}
+        self.state = {name: value.index_select(0, beam_idx) for name, value in self.state.items()}
         if hasattr(self, "queries"):
             self.queries = self.queries.index_select(0, beam_idx)
 
@@ -281,17 +283,17 @@ class BoundedLayer(CacheLayerMixin):
             "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
         )
 
-    def take(self, other: BoundedLayer) -> None:
+    def copy_from(self, other: BoundedLayer) -> None:
         """Become a copy of another layer of the same shape; nothing is shared."""
         for name, value in vars(other).items():
             if isinstance(value, Tensor):
                 with torch.inference_mode(False):
                     value = torch.empty_like(value).copy_(value)
             setattr(self, name, value)
-        self.memory = {name: value.clone() for name, value in other.memory.items()}
+        self.state = {name: value.clone() for name, value in other.state.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the preallocated buffers and of what the score remembers."""
-        held = (*vars(self).values(), *self.memory.values())
+        held = (*vars(self).values(), *self.state.values())
         return sum(int(value.nbytes) for value in held if isinstance(value, Tensor))

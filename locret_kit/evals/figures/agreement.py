@@ -49,7 +49,7 @@ def similarity(study: Study, policy: str, prompt: Prompt, budget: int) -> float:
         kept[done] = {
             layer: held(cache, layer)
             for layer, rows in enumerate(cache.bounded)
-            if rows.window is None and rows.evictions and rows.fresh == 0
+            if rows.window is None and rows.evictions and rows.since_eviction == 0
         }
 
     found: list[float] = []

@@ -158,7 +158,7 @@ def chosen(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> list
 def scores(cache: BoundedCache, layer: int) -> Tensor:
     """Scores ``[H, S]`` that the policy gives the slots of a layer that holds its whole text."""
     rows = cache.bounded[layer].rows
-    return cache.policy.score.score(slots_of(cache, layer, rows, cache.schedule.stabilizers))[0]
+    return cache.policy.score.score_slots(slots_of(cache, layer, rows, cache.schedule.stabilizers))[0]
 
 
 @contextmanager
@@ -193,8 +193,8 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._score, name)
 
-    def enter(self, entry: Any) -> Tensor | None:
-        made = self._score.enter(entry)
+    def score_new_tokens(self, entry: Any) -> Tensor | None:
+        made = self._score.score_new_tokens(entry)
         if made is not None:
             self.entered.setdefault(entry.layer, []).append(made[0].detach().float().cpu())
         return made
