@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +17,21 @@ from tiny_models import tiny_model
 from locret_kit.backbones.families import spec_of
 from locret_kit.evals.engine.rows import Row
 from locret_kit.evals.engine.settings import Engine
-from locret_kit.evals.figures import FIGURES, agreement, attention, curves, draw, patterns, results, study, sweeps
+from locret_kit.evals.figures import FIGURES, PAPERS, curves, draw, find_figure, results, style
 from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.registry import parse_policy
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "paper_figures"
+sys.path.append(str(EXAMPLES))
+import agreement  # noqa: E402
+import attention  # noqa: E402
+import draw as papers  # noqa: E402
+import patterns  # noqa: E402
+import study  # noqa: E402
+import sweeps  # noqa: E402
+
+SWEEPS = [name for name, kind in papers.FIGURES.items() if kind.function.__module__ == "sweeps"]
 ROW = Row(
     "R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0, depth=0.25, tokens=4090, new_tokens=8, prefill_s=2.0,
     decode_s=0.5, peak_bytes=2**30, cache_bytes=2**20, device="cpu", dtype="float32",
@@ -63,14 +75,15 @@ def ids(look, monkeypatch) -> study.Prompt:
 
 @pytest.mark.parametrize("name", [name for name, kind in FIGURES.items() if kind.source == "rows"])
 def test_a_figure_of_rows_has_title_units_and_the_same_bytes_twice(name, tmp_path):
-    figure = FIGURES[name].load()(rows())
+    function = getattr(results, name.replace("-", "_"))
+    figure = function(rows())
     panels = [axis for axis in figure.axes if axis.get_title()]
     assert figure.get_suptitle() and panels and all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
     first = [path.read_bytes() for path in draw(name, rows(), tmp_path)]
     assert first == [path.read_bytes() for path in draw(name, rows(), tmp_path)]
     assert first[0].startswith(b"\x89PNG") and b"<svg" in first[1]
     with pytest.raises(ValueError, match=r"no row"):
-        FIGURES[name].load()([replace(ROW, score=None, error="X: y")])
+        function([replace(ROW, score=None, error="X: y")])
 
 
 def test_lines_differ_without_colour():
@@ -100,6 +113,18 @@ def test_score_lines_show_the_means():
     assert set(full.get_ydata()) == {1.0}
 
 
+def test_the_grid_has_a_row_for_each_depth_asked_for():
+    """Where the needle really stands differs by length; that once gave every prompt a row of its own."""
+    moved = [
+        replace(ROW, sample=n, length=length, depth=depth + 0.001 * n + length / 1e7)
+        for n, depth in enumerate((0.5, 0.25, 0.75))
+        for length in (4096, 8192)
+    ]
+    axis = results.needle_grid(moved).axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["25", "50", "75"]
+    assert np.isfinite(axis.images[0].get_array()).all()
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([1, 2])), min_size=1, max_size=30))
 def test_the_grid_counts_every_row_once(found):
     members = [replace(ROW, depth=depth, length=length, score=depth) for depth, length in found]
@@ -124,6 +149,11 @@ def test_training_curves(tmp_path):
     steps, values = curves.read_columns(tmp_path / "curves.csv")["val/loss"]
     assert steps.tolist() == [0, 20, 40] and values.tolist() == [1, 1, 1]
     assert all(path.stat().st_size > 1000 for path in draw("training-curves", tmp_path, tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "curves.csv").rename(tmp_path / "heads.csv")
+    (tmp_path / "run" / "heads").mkdir()
+    (tmp_path / "heads.csv").rename(tmp_path / "run" / "heads" / "curves.csv")
+    assert draw("training-curves", tmp_path / "run", tmp_path)  # locret-train writes it beside the heads
     with pytest.raises(FileNotFoundError, match=r"no curves\.csv"):
         draw("training-curves", tmp_path / "none", tmp_path)
 
@@ -142,6 +172,40 @@ def test_a_policy_with_a_part_replaced_is_the_policy_with_that_part():
 def test_unknown_figures_suggest_the_nearest(tmp_path):
     with pytest.raises(ValueError, match=r"score-budget"):
         draw("score-bugdet", [], tmp_path)
+    with pytest.raises(ValueError, match=r"Did you mean 'retained'"):
+        draw("retaind", [], tmp_path)
+
+
+def test_figures_of_papers_say_where_they_went():
+    assert set(PAPERS) == set(papers.FIGURES)
+    for name in PAPERS:
+        with pytest.raises(ValueError, match=rf"examples/paper_figures/draw\.py {name}"):
+            find_figure(name)
+        assert f"examples/paper_figures/draw.py {name} " in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_script_of_the_examples_runs(tmp_path):
+    """Its help lists every figure; an error is one line."""
+
+    def said(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, EXAMPLES / "draw.py", *words], capture_output=True, text=True)
+
+    listed = said("--help").stdout
+    assert all(f"  {name} " in listed for name in papers.FIGURES)
+    failed = said("retained", f"out={tmp_path}")
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "draw.py: " in failed.stderr
+
+
+def test_the_default_sweep_of_stabilizers_stays_below_the_budget(tmp_path, monkeypatch):
+    """`stabilizers budgets=[128]` once failed on its own default."""
+    for name in ("load_parts", "load_engine", "find_tasks", "remember"):
+        monkeypatch.setattr(papers, name, lambda *args, **more: [])
+    made = []
+    monkeypatch.setattr(papers, "draw", lambda function, source, folder, name: made.append(source) or [])
+    assert papers.main(["stabilizers", "budgets=[128]", f"out={tmp_path}", "ckpt=heads"]) == 0
+    assert made[0].sweep == [0, 16, 64] and made[0].policies == ["locret"] and made[0].samples == 4
+    assert papers.main(["stabilizers", "budgets=[512]", "--sweep", "5", "--layers", "1", f"out={tmp_path}"]) == 0
+    assert made[1].sweep == [5.0] and made[1].layers == [1]
 
 
 # ---- what is read off a backbone -----------------------------------------------------------------------------------
@@ -221,17 +285,17 @@ def test_a_trace_holds_the_budget_and_nothing_of_the_future(look, ids):
         assert not shares[:, :, done:, i].any() and (shares[..., i].sum(-1) <= 24).all()
 
 
-@pytest.mark.parametrize("name", [n for n, k in FIGURES.items() if k.source == "model" and not k.answers])
+@pytest.mark.parametrize("name", [name for name in papers.FIGURES if name not in SWEEPS])
 def test_a_figure_of_a_backbone_is_drawn(name, look, ids, tmp_path):
     policies = ["h2o", "nacl(proxies=5)"] if name != "retained" else ["locret"]
     one = replace(look, policies=policies, sweep=[0.3, 0.6])
-    figure = FIGURES[name].load()(one)
+    figure = papers.FIGURES[name].function(one)
     panels = [axis for axis in figure.axes if axis.get_title()] or figure.axes
     assert figure.get_suptitle() and all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
-    assert all(path.stat().st_size > 1000 for path in draw(name, one, tmp_path))
+    assert all(path.stat().st_size > 1000 for path in style.draw(papers.FIGURES[name].function, one, tmp_path, name))
 
 
-@pytest.mark.parametrize("name", [n for n, k in FIGURES.items() if k.answers])
+@pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_is_answered_once(name, look, ids, tmp_path, monkeypatch):
     """Rows made by the harness's runner are stood in for: what it is asked, and what is drawn of its answers."""
     asked = []
@@ -247,12 +311,12 @@ def test_a_sweep_is_answered_once(name, look, ids, tmp_path, monkeypatch):
 
     monkeypatch.setattr(study, "answer", answer)
     one = replace(look, policies=["locret"], sweep=[0, 8] if name == "stabilizers" else [0.0, 0.5], out=tmp_path)
-    figure = FIGURES[name].load()(one)
+    figure = papers.FIGURES[name].function(one)
     assert asked and figure.get_suptitle() and len(figure.axes[0].containers) == (2 if name == "scope-size" else 1)
     if name == "stabilizers":
         assert [plan.engine.settings_for(plan.variants[0])["stabilizers"] for plan in asked] == [0, 8]
     with pytest.raises(ValueError, match=r"sweep"):
-        FIGURES[name].load()(replace(one, sweep=[99.5]))
+        papers.FIGURES[name].function(replace(one, sweep=[99.5]))
 
 
 def test_layers_and_heads_that_are_not_there(look):

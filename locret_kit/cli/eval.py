@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ..config.evaluate import EvalConfig, RowsConfig
     from ..evals.engine.rows import Row
     from ..evals.engine.settings import Engine, Run, Variant
-    from ..evals.figures.study import Study
     from .eval_engine import Parts
 
 CONFIG = "config.json"
@@ -128,12 +127,8 @@ def _figure(argv: list[str]) -> int:
     if not argv or "=" in argv[0]:
         print("\n".join(f"{name:<16} from {kind.source:<6} {kind.says}" for name, kind in FIGURES.items()))
         return 0 if not argv else 1
-    name, words, kind = argv[0], argv[1:], find_figure(argv[0])
-    if kind.source == "model":
-        given = {word.partition("=")[0] for word in words}
-        study = _study(name, [f"{key}={value}" for key, value in kind.defaults.items() if key not in given] + words)
-        written = draw(name, study, study.out.parents[1] / "figures")
-    elif kind.source == "rows":
+    name, words = argv[0], argv[1:]
+    if find_figure(name).source == "rows":
         from ..config.evaluate import load_rows_config
 
         config = load_rows_config(words)
@@ -143,28 +138,6 @@ def _figure(argv: list[str]) -> int:
         written = draw(name, folder, folder / "figures")
     print("\n".join(map(str, written)))
     return 0
-
-
-def _study(name: str, words: list[str]) -> Study:
-    """Backbone, heads and texts of a figure; the rows that it answers go to ``out/studies/NAME``."""
-    from dataclasses import replace
-
-    from ..config.evaluate import load_figure_config
-    from ..evals.figures import find_figure
-    from ..evals.figures.study import Study
-    from ..evals.tasks import find_tasks
-    from .eval_engine import load_engine, load_parts
-
-    config = load_figure_config(words)
-    tasks = find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples)
-    out = Path(config.out) / "studies" / name
-    parts = load_parts(config)
-    if find_figure(name).answers:
-        remember(replace(config, out=str(out)), parts)
-    return Study(
-        engine=load_engine(config, parts), tasks=tasks, policies=config.policies, budgets=config.budgets, lengths=config.lengths,
-        samples=config.samples, out=out, sweep=config.sweep, layers=config.layers, heads=config.show_heads,
-    )  # fmt: skip
 
 
 def chosen_rows(config: RowsConfig) -> list[Row]:

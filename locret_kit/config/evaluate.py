@@ -132,20 +132,6 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True)
-class FigureConfig(EvalConfig):
-    """A figure that runs a backbone: an evaluation's settings, and what to show."""
-
-    tasks: list[str] = field(default_factory=lambda: ["passkey"])
-    """As in EvalConfig; a figure without scores reads their prompts."""
-    sweep: list[float] = field(default_factory=list)
-    """What the figure varies: shares of the text or the budget, or numbers of stabilizers."""
-    layers: list[int] = field(default_factory=list)
-    """Layers to show, from 0; [] chooses up to four."""
-    show_heads: list[int] = field(default_factory=list)
-    """Key/value heads to show, from 0; [] chooses up to four."""
-
-
-@dataclass(kw_only=True)
 class RowsConfig:
     """Which rows of a folder; an empty list is all."""
 
@@ -213,13 +199,6 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
     return config
 
 
-def load_figure_config(argv: list[str]) -> FigureConfig:
-    """The same for a figure that runs a backbone."""
-    config = FigureConfig(**_given(argv, FigureConfig, ("out",)))
-    config.validate()
-    return config
-
-
 def load_rows_config(argv: list[str]) -> RowsConfig:
     """The same for a choice of rows."""
     return RowsConfig(**_given(argv, RowsConfig, ("out",)))
@@ -262,8 +241,6 @@ def _value(key: str, text: str, kind: Any) -> Any:
     if kind is bool:
         return _yes_or_no(key, text)
     items = split_list(text)
-    if kind == list[float]:
-        return [_number(key, item) for item in items]
     return items if kind == list[str] else [_integer(key, item) for item in items]
 
 
@@ -286,10 +263,3 @@ def _yes_or_no(key: str, text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(f"{key}={text} must be true or false")
     return text == "true"
-
-
-def _number(key: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{key}={text} must be a number") from None

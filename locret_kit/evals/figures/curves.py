@@ -26,10 +26,10 @@ def training_curves(run: Path) -> Figure:
     """Loss, recall and learning rate by step; training values thin with their running mean over them.
 
     Raises:
-        FileNotFoundError: the folder has no ``curves.csv``. ValueError: the file has no known column.
+        FileNotFoundError: neither the folder nor its ``heads`` has a ``curves.csv``. ValueError: the file has no known column.
     """
-    path = run if run.is_file() else run / "curves.csv"
-    if not path.exists():
+    path = next((p for p in (run, run / "curves.csv", run / "heads" / "curves.csv") if p.is_file()), None)
+    if path is None:
         raise FileNotFoundError(f"out={run} has no curves.csv (locret-train writes it)")
     columns = read_columns(path)
     groups = [(title, unit, [name for name in names if name in columns]) for title, unit, names in GROUPS]

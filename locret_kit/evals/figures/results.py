@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 
 from ..engine.rows import Row
 from ..report.summary import Cell, mean_and_stderr, size, summarize
+from ..tasks.base import asked_depth
 from .style import MAP, line, panels, score_axis, shared_legend, token_axis
 
 DEPTHS = 10
@@ -58,8 +60,13 @@ def score_length(rows: Sequence[Row]) -> Figure:
 
 
 def needle_grid(rows: Sequence[Row]) -> Figure:
-    """Mean score by the needle's depth and the prompt's length, a panel a task, policy and budget."""
-    found = [row for row in rows if row.depth is not None and row.score is not None]
+    """Mean score by the depth asked for and the prompt's length, a panel per task, policy and budget. Where the needle
+    really stands differs a little from prompt to prompt, which would give every prompt a row of its own."""
+    found = [
+        replace(row, depth=asked_depth(row.task, row.sample))
+        for row in rows
+        if row.depth is not None and row.score is not None
+    ]
     if not found:
         raise ValueError("no row has a needle's depth and a score: run tasks=[grid] or another needle task")
     groups: dict[tuple, list[Row]] = defaultdict(list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +83,17 @@ def token_axis(axis: Axes, values: Iterable[int], label: str) -> None:
     axis.set_xlabel(label)
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write ``name.png`` and ``name.svg``; the same figure gives the same bytes.
+def draw(function: Callable[[Any], Figure], source: object, folder: Path, name: str) -> list[Path]:
+    """Write ``name.png`` and ``name.svg`` of what a function draws; the same source gives the same bytes.
 
     Raises:
         OSError: names the file and the reason.
     """
-    written = []
-    for kind in FORMATS:
-        path = folder / f"{name}.{kind}"
-        metadata = {"Date": None} if kind == "svg" else None
-
-        def write(beside: Path, kind: str = kind, metadata: dict | None = metadata) -> None:
-            figure.savefig(beside, format=kind, dpi=150, metadata=metadata)
-
-        with mpl.rc_context({**RC, "svg.hashsalt": name}):
-            write_beside(path, write)
-        written.append(path)
-    return written
+    paths = [folder / f"{name}.{kind}" for kind in FORMATS]
+    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+        figure = function(source)
+        for path in paths:
+            kind = path.suffix[1:]
+            metadata = {"Date": None} if kind == "svg" else None
+            write_beside(path, lambda beside: figure.savefig(beside, format=kind, dpi=150, metadata=metadata))  # noqa: B023
+    return paths

@@ -26,7 +26,7 @@ OverText = Callable[[str, "str | None"], Task]
 OVER_TEXT: dict[str, OverText] = {
     "R.PassKey": partial(needle_task, "R.PassKey", "R.PassKey"),
     "R.Number": partial(needle_task, "R.Number", "R.Number"),
-    "grid": partial(needle_task, "grid", "R.PassKey", grid=True),
+    "grid": partial(needle_task, "grid", "R.PassKey"),
     **{niah.name: partial(niah_task, niah) for niah in NIAHS if not niah.own_haystack},
     "ruler.vt": variable_tracking_task,
 }

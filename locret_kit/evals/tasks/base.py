@@ -98,3 +98,12 @@ def spread_depth(sample: int) -> float:
     while n:
         depth, step, n = depth + step * (n & 1), step / 2, n >> 1
     return depth
+
+
+GRID_DEPTHS = 11
+"""Rows of the grid: depths 0, 0.1, ..., 1."""
+
+
+def asked_depth(task: str, sample: int) -> float:
+    """The depth at which a task is asked to hide its needle; the text's lines and tokens move it a little from there."""
+    return sample % GRID_DEPTHS / (GRID_DEPTHS - 1) if task == "grid" else spread_depth(sample)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from ...samples.needles import make_needle
-from .base import Example, Request, Task, count_ids, spread_depth, wrap
-
-GRID_DEPTHS = 11
-"""Rows of the grid: depths 0, 0.1, ..., 1."""
+from .base import Example, Request, Task, asked_depth, count_ids, wrap
 
 
-def needle_task(name: str, words: str, haystack: str, text: str | None, *, grid: bool = False) -> Task:
+def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
     """Digits hidden in the haystack.
 
     Args:
         words: 'R.PassKey' or 'R.Number'.
         text: the haystack; None repeats InfiniteBench's sentences.
-        grid: example ``i`` has depth ``i % 11 / 10``; otherwise depths spread evenly (`spread_depth`).
     """
 
     def make(request: Request) -> Example:
         chat = request.wants_chat(False)
-        depth = request.sample % GRID_DEPTHS / (GRID_DEPTHS - 1) if grid else spread_depth(request.sample)
         needle = make_needle(
             words,
             request.tokenizer,
             n_tokens=request.length - _overhead(request, chat),
-            depth=depth,
+            depth=asked_depth(name, request.sample),
             seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
             haystack=text,
             ending=request.ending,

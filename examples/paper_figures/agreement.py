@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.figure import Figure
+from study import Prompt, Study, chosen, held, read
 
-from .study import Prompt, Study, chosen, held, read
-from .style import line, panels
+from locret_kit.evals.figures.style import line, panels
 
 
 def jaccard(study: Study) -> Figure:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.figure import Figure
+from study import Prompt, Study, bin_edges, held, read, scores, share_held
 
-from ..report.summary import size
-from .study import Prompt, Study, bin_edges, held, read, scores, share_held
-from .style import MAP, line, panels
+from locret_kit.evals.figures.style import MAP, line, panels
+from locret_kit.evals.report.summary import size
 
 
 def retained(study: Study) -> Figure:

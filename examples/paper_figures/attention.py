@@ -8,12 +8,12 @@ from collections import defaultdict
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from study import Prompt, Study, chosen, read, scores, watch
 from torch import Tensor
 
-from ...policies.scores import WindowAttention
-from ..report.summary import size
-from .study import Prompt, Study, chosen, read, scores, watch
-from .style import MAP, line, panels, shared_legend
+from locret_kit.evals.figures.style import MAP, line, panels, shared_legend
+from locret_kit.evals.report.summary import size
+from locret_kit.policies.scores import WindowAttention
 
 WINDOW = 32
 """Newest queries whose attention counts, as in SnapKV and Ada-KV."""

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from study import Prompt, Study, last_hidden, read, recorded, varied
 
-from ..engine.rows import Row
-from ..engine.settings import Engine
-from ..report.summary import mean_and_stderr, size
-from .study import Prompt, Study, last_hidden, read, recorded, varied
-from .style import line, panels, score_axis, shared_legend
+from locret_kit.evals.engine.rows import Row
+from locret_kit.evals.engine.settings import Engine
+from locret_kit.evals.figures.style import line, panels, score_axis, shared_legend
+from locret_kit.evals.report.summary import mean_and_stderr, size
 
 SCOPES = {"window": "newest slots", "deviation": "highest deviation"}
 

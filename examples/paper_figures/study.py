@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...backbones.families import decoder_of, has_adapter, ropes_of, spec_of, text_config
-from ...backbones.intercept import attach
-from ...backbones.rope import rotate
-from ...cache.attention import attend_text
-from ...cache.bounded import BoundedCache
-from ...cache.view import slots_of
-from ...policies.registry import PARTS, parse_policy, parts_of
-from ...runtime.session import prefill
-from ...runtime.tokens import stream_ids
-from ..engine.measure import cache_for
-from ..engine.rows import Row, read_rows
-from ..engine.runner import run as answer
-from ..engine.settings import UNTRAINED, Engine, Run, Variant, variants
-from ..tasks.base import Request, Task
+from locret_kit.backbones.families import decoder_of, has_adapter, ropes_of, spec_of, text_config
+from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.rope import rotate
+from locret_kit.cache.attention import attend_text
+from locret_kit.cache.bounded import BoundedCache
+from locret_kit.cache.view import slots_of
+from locret_kit.evals.engine.measure import cache_for
+from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.engine.runner import run as answer
+from locret_kit.evals.engine.settings import UNTRAINED, Engine, Run, Variant, variants
+from locret_kit.evals.tasks.base import Request, Task
+from locret_kit.policies.registry import PARTS, parse_policy, parts_of
+from locret_kit.runtime.session import prefill
+from locret_kit.runtime.tokens import stream_ids
 
 BINS = 400
 """Position bins of an image, at most."""
