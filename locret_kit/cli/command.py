@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn, ParamSpec
 
+from .. import threads
 from ..naming import first_line, nearest
 
 P = ParamSpec("P")
@@ -71,6 +72,7 @@ def command(
         @functools.wraps(main)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
             open_streams()
+            threads.choose()
             try:
                 status = main(*args, **kwargs)
                 sys.stdout.flush()  # here, since a pipe that is closed at exit prints a traceback

@@ -1,0 +1,47 @@
+"""How a command's CPU threads wait, and how many there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from locret_kit.threads import cores_allowed
+
+SHOW = "from locret_kit.cli.command import command\n@command('x')\ndef main():\n    import torch\n    return 0\nmain()"
+
+
+def shown(**env: str) -> dict[str, str]:
+    """The settings that OpenMP's own library says it runs a command with."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW], env={**clean, "OMP_DISPLAY_ENV": "true", **env}, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    return dict(re.findall(r"(OMP_\w+) = '(\w+)'", done.stderr))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the variables of libgomp")
+def test_threads_of_a_command_sleep_while_they_wait():
+    assert shown()["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the variables of libgomp")
+def test_the_user_decides():
+    found = shown(OMP_WAIT_POLICY="active", OMP_NUM_THREADS="3")
+    assert found["OMP_WAIT_POLICY"] == "ACTIVE" and found["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("200000 100000\n", 2), ("150000 100000", 2), ("5000 100000", 1), ("max 100000", None), ("", None)],
+)
+def test_a_containers_quota(tmp_path, text, cores):
+    (tmp_path / "cpu.max").write_text(text)
+    assert cores_allowed(tmp_path / "cpu.max") == cores
+
+
+def test_no_quota(tmp_path):
+    assert cores_allowed(tmp_path / "cpu.max") is None
