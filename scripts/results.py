@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.report.summary import PRECISION, Cell, size, summarize, table, to_markdown, usual_dtype
+from locret_kit.evals.report.summary import PRECISION, Cell, score_table, size, summarize, to_markdown, usual_dtype
+from locret_kit.evals.report.tables import line
 from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +61,7 @@ def short(cells: Sequence[Cell]) -> str:
         shares = [_share(other, cell.n, usual) for other in others]
         names = [cell.task, cell.haystack, size(cell.length), f"{cell.budget:,}", str(cell.n)]
         lines.append([*names, *shares, _best(cell, cells, usual)])
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text = "".join(f"{line(cells)}\n" for cells in lines)
     others = " or ".join(sorted({cell.dtype for cell in cells} - {usual}))
     return f"{text}\n{PRECISION[0]} in {others}, all else in {usual}\n" if PRECISION[0] in text else text
 
@@ -89,7 +90,7 @@ def _best(ours: Cell, cells: Sequence[Cell], usual: str) -> str:
 def readme_section(cells: Sequence[Cell]) -> str:
     """The short table of needles, and all about one of them."""
     chosen = [cell for cell in cells if (cell.task, cell.haystack) == FULL_TABLE]
-    return f"{short(cells)}\n{table(*FULL_TABLE, chosen) if chosen else ''}"
+    return f"{short(cells)}\n{score_table(chosen).markdown() if chosen else ''}"
 
 
 def _ground(rows: Sequence[Row]) -> str:

@@ -17,15 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripts_loaded import load_script
 
-from locret_kit.evals.engine.progress import duration
 from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.report.page import score_tables
 from locret_kit.evals.report.summary import (
     Cell,
     mean_and_stderr,
     overview,
+    score_table,
+    score_tables,
     summarize,
-    table,
     to_csv,
     to_markdown,
     write_summary,
@@ -36,6 +35,10 @@ ROW = Row("R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0)
 
 
 RESULTS = load_script("scripts/results.py")
+
+
+def table(task: str, haystack: str, cells: Sequence[Cell]) -> str:
+    return score_table([replace(cell, task=task, haystack=haystack) for cell in cells]).markdown()
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=20))
@@ -124,12 +127,20 @@ def test_the_table_of_all_tasks_and_the_page_mark_them_too():
         replace(ROW, task=task, policy=policy, heads="-", sample=i)
         for task in ("one", "two") for policy in ("a", "b", "c") for i in range(2 if (task, policy) == ("one", "c") else 3)
     ]  # fmt: skip
-    shown = overview(rows)
+    shown = overview(rows).markdown()
     assert shown.count("(n=2)†") == 1 and shown.count("(n=3)†") == 0
     assert shown.endswith("|\n\n† on other texts than most of its column\n")
     one, two = score_tables(summarize(rows))
-    assert "(n=2)†" in one and "; † on other texts than most of its column)</caption>" in one and "†" not in two
-    assert "†" not in overview([row for row in rows if row.sample < 2])
+    assert "(n=2)†" in one.markdown() and "†" not in two.markdown()
+    assert one.notes == ["† on other texts than most of its column"] and two.notes == []
+    assert "†" not in overview([row for row in rows if row.sample < 2]).markdown()
+
+
+def test_names_cannot_break_a_table():
+    """A haystack may be any file's name, and a policy any expression."""
+    text = to_markdown(summarize([replace(ROW, policy="x|<b>y", heads="-", haystack="a|b<img>\n.txt")]))
+    assert "| x\\|&lt;b&gt;y | 1.00 (n=1) |" in text and "a\\|b&lt;img&gt; .txt" in text
+    assert "<" not in text and all(row.count("|") - row.count("\\|") == 3 for row in text.splitlines()[2:])
 
 
 def test_rows_of_two_texts_by_one_name_are_refused(tmp_path):
@@ -282,10 +293,6 @@ def test_summary_files(tmp_path):
     assert (line["n"], line["mean"], line["stderr"], line["policy"]) == ("2", "0.5", "0.5", "locret")
     assert line["samples"] == "0-1"
     assert "0.50 ± 0.50 (n=2)" in (tmp_path / "summary.md").read_text()
-
-
-def test_durations():
-    assert [duration(s) for s in (8.4, 89, 600, 12000)] == ["8 s", "89 s", "10 min", "3 h 20 min"]
 
 
 def test_the_readme_s_results_are_those_of_the_committed_rows(capsys):

@@ -1,4 +1,4 @@
-"""Two policies on the same prompts: the mean difference example by example, whose standard error is smaller than that of the
+"""Two policies on the same prompts: the mean difference example by example. Its standard error is smaller than that of the
 difference of two means wherever hard examples are hard for both."""
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ...naming import nearest
 from ..engine.rows import Row
 from .summary import LIKELIHOOD, mean_and_stderr, size
-
-Key = tuple[str, str, int, int, str, str]
+from .tables import Table
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Difference:
 
 
 def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
-    """Every label of the rows minus ``against``, a cell each; of the same budget, unless ``against`` has none.
+    """Every label of the rows minus ``against``, one per cell; of the same budget, unless ``against`` has none.
 
     Args:
         against: a label as tables show it, such as 'locret (smollm2-135m-locret)' or 'full'.
@@ -45,14 +44,11 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
         ValueError: no such label or figure, or rows of one example whose prompts differ.
     """
     rows = [row for row in rows if row.score is not None]
-    labels = sorted({row.label for row in rows})
-    if against not in labels:
-        raise ValueError(f"against={against!r}: no such rows.{nearest(against, labels)} Labels: {', '.join(labels)}.")
-    known = sorted({name for row in rows for name in _figures(row)})
-    if figure is not None and figure not in known:
-        raise ValueError(f"figure={figure!r}: no such figure.{nearest(figure, known)} Figures: {', '.join(known)}.")
+    _require("against", against, "rows", {row.label for row in rows}, "Labels")
+    if figure is not None:
+        _require("figure", figure, "figure", {name for row in rows for name in _figures(row)}, "Figures")
     base = {_example(row, row.budget): row for row in rows if row.label == against}
-    pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    pairs: dict[tuple[str, str, int, int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         other = base.get(_example(row, row.budget)) or base.get(_example(row, 0))
         name = figure or row.metric
@@ -62,7 +58,18 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
             raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
         key = (row.task, row.haystack, row.length, row.budget, row.label, name)
         pairs[key].append((_figures(row)[name], _figures(other)[name]))
-    return [_difference(key, found) for key, found in sorted(pairs.items())]
+    found = []
+    for key, values in sorted(pairs.items()):
+        mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in values])
+        theirs, _ = mean_and_stderr([theirs for _, theirs in values])
+        found.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
+    return found
+
+
+def _require(key: str, given: str, what: str, known: set[str], names: str) -> None:
+    if given not in known:
+        listed = sorted(known)
+        raise ValueError(f"{key}={given!r}: no such {what}.{nearest(given, listed)} {names}: {', '.join(listed)}.")
 
 
 def _figures(row: Row) -> dict[str, float]:
@@ -70,24 +77,21 @@ def _figures(row: Row) -> dict[str, float]:
     return {row.metric: row.score or 0.0, **row.scores}
 
 
-def _example(row: Row, budget: int) -> tuple:
+def _example(row: Row, budget: int) -> tuple[str, str, int, int, int]:
     return row.task, row.haystack, row.length, row.sample, budget
 
 
-def _difference(key: Key, pairs: list[tuple[float, float]]) -> Difference:
-    mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in pairs])
-    theirs, _ = mean_and_stderr([theirs for _, theirs in pairs])
-    assert mean is not None and theirs is not None
-    return Difference(*key, len(pairs), theirs, mean, stderr)
-
-
 def to_markdown(found: Iterable[Difference], against: str) -> str:
-    """One table, a line a cell."""
-    lines = [f"| task | length | budget | policy | figure | n | {against} | difference |", "|---" * 8 + "|"]
-    for one in found:
-        task = one.task if one.haystack == "-" else f"{one.task}, {one.haystack}"
-        figure = f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure
-        spread = "" if one.stderr is None else f" ± {one.stderr:.3f}"
-        where = f"{size(one.length)} | {one.budget or '-'} | {one.label}"
-        lines.append(f"| {task} | {where} | {figure} | {one.n} | {one.theirs:.3f} | {one.mean:+.3f}{spread} |")
-    return "\n".join(lines)
+    """One table, a line per cell."""
+    lines = [
+        [
+            one.task if one.haystack == "-" else f"{one.task}, {one.haystack}",
+            size(one.length), str(one.budget or "-"), one.label,
+            f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
+            str(one.n), f"{one.theirs:.3f}",
+            f"{one.mean:+.3f}" + ("" if one.stderr is None else f" ± {one.stderr:.3f}"),
+        ]
+        for one in found
+    ]  # fmt: skip
+    head = ["task", "length", "budget", "policy", "figure", "n", against, "difference"]
+    return Table(head, lines).markdown().rstrip("\n")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import math
-import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from filelock import FileLock
+
 from ...files import write_beside
 from ..engine.rows import Row, label_of, read_rows
+from .tables import Table
 
 LIKELIHOOD = ("nll", "nll_prefill")
 OTHERS = "† on other texts than most of its column"
@@ -132,46 +132,31 @@ def to_csv(cells: list[Cell]) -> str:
     return text.getvalue()
 
 
-def overview(rows: Iterable[Row]) -> str:
-    """One table of all tasks, or nothing where there is but one figure: a line a length, budget and policy, a column a task
-    and figure; texts that were compared have both ROUGE-L and BLEU."""
+def overview(rows: Iterable[Row]) -> Table | None:
+    """One table of all tasks, or nothing where there is but one figure: a line per length, budget and policy, a column per
+    task and figure; texts that were compared have both ROUGE-L and BLEU."""
     by_task: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         by_task[row.task, row.haystack].append(row)
-    columns: dict[str, dict[tuple, Cell]] = {}
+    columns: dict[str, list[Cell]] = {}
     for (task, haystack), members in by_task.items():
         for name in next((_figures(row) for row in members if row.score is not None), ["-"]):
-            cells = summarize(_by_figure(row, name) for row in members)
             head = f"{_over(task, haystack)} ({'nll, lower is better' if name in LIKELIHOOD else name})"
-            columns[head] = {(cell.length, cell.budget, cell.label): cell for cell in cells}
+            columns[head] = summarize(_by_figure(row, name) for row in members)
     if len(columns) < 2:
-        return ""
-    keys = sorted(
-        {key for found in columns.values() for key in found}, key=lambda key: (*key[:2], _policy_order(key[2]))
-    )
-    lines = [f"| length | budget | policy | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
-    for length, budget, label in keys:
-        shown = " | ".join(
-            show(
-                found.get((length, budget, label)),
-                usual_samples(found.values(), length, budget),
-                usual_dtype(found.values()),
-            )
-            for found in columns.values()
-        )
-        lines.append(f"| {size(length)} | {budget or '-'} | {label} | {shown} |")
-    return _with_legend("\n".join(["**All tasks** (mean ± standard error)", "", *lines]) + "\n")
+        return None
+    keys = {(cell.length, cell.budget, cell.label) for cells in columns.values() for cell in cells}
+    lines = [
+        [size(length), str(budget or "-"), label, *(_shown(cells, label, length, budget) for cells in columns.values())]
+        for length, budget, label in sorted(keys, key=lambda key: (*key[:2], _policy_order(key[2])))
+    ]
+    return Table(["length", "budget", "policy", *columns], lines, "All tasks", "mean ± standard error", legend(lines))
 
 
-def legend(shown: Iterable[str]) -> list[str]:
-    """What the marks behind any of these figures mean."""
-    marks = {letter for text in shown for letter in text.rpartition(")")[2]}
+def legend(lines: Iterable[Iterable[str]]) -> list[str]:
+    """What the marks after any of these figures mean."""
+    marks = {letter for cells in lines for text in cells for letter in text.rpartition(")")[2]}
     return [mark for mark in (OTHERS, PRECISION) if mark[0] in marks]
-
-
-def _with_legend(text: str) -> str:
-    """A table with what its marks mean, where it has some."""
-    return "\n".join([text, *(f"{mark}\n" for mark in legend(cell.strip() for cell in text.split("|")))])
 
 
 def _figures(row: Row) -> list[str]:
@@ -190,34 +175,37 @@ def _over(task: str, haystack: str) -> str:
     return task if haystack == "-" else f"{task}, haystack: {haystack}"
 
 
-def to_markdown(cells: list[Cell]) -> str:
-    """A table for each task and haystack: a line a policy, a column a length and budget."""
+def score_tables(cells: Iterable[Cell]) -> list[Table]:
+    """A table for each task and haystack: a line per policy, a column per length and budget."""
     tables: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in cells:
         tables[cell.task, cell.haystack].append(cell)
-    return "\n".join(table(name, haystack, members) for (name, haystack), members in tables.items())
+    return [score_table(members) for members in tables.values()]
 
 
-def table(task: str, haystack: str, cells: list[Cell]) -> str:
-    """Markdown of one task. `full` has no budget and stands in every column of its length."""
+def to_markdown(cells: Iterable[Cell]) -> str:
+    """`score_tables`, in Markdown."""
+    return "\n".join(table.markdown() for table in score_tables(cells))
+
+
+def score_table(cells: Sequence[Cell]) -> Table:
+    """The table of one task. `full` has no budget and stands in every column of its length."""
     columns = sorted({(cell.length, cell.budget) for cell in cells if cell.budget})
     columns = columns or sorted({(cell.length, 0) for cell in cells})
     columns += sorted((n, 0) for n in {c.length for c in cells} - {n for n, _ in columns})
     labels = sorted({cell.label for cell in cells}, key=_policy_order)
-    found = {(cell.label, cell.length, cell.budget): cell for cell in cells}
+    head = ["policy", *(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)]
+    lines = [[label, *(_shown(cells, label, *column) for column in columns)] for label in labels]
     metric = next((cell.metric for cell in cells if cell.n), "-")
-    head = " | ".join(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)
-    lines = [
-        f"**{_over(task, haystack)}** ({describe(metric)})",
-        "",
-        f"| policy | {head} |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    usual, dtype = {column: usual_samples(cells, *column) for column in columns}, usual_dtype(cells)
-    for label in labels:
-        figures = [show(found.get((label, n, b)) or found.get((label, n, 0)), usual[n, b], dtype) for n, b in columns]
-        lines.append(f"| {label} | {' | '.join(figures)} |")
-    return _with_legend("\n".join(lines) + "\n")
+    says = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; mean ± standard error"
+    return Table(head, lines, _over(cells[0].task, cells[0].haystack), says, legend(lines))
+
+
+def _shown(cells: Sequence[Cell], label: str, length: int, budget: int) -> str:
+    """The figure of a policy among the cells of one task, marked where it differs from most of them."""
+    found = {(cell.label, cell.length, cell.budget): cell for cell in cells}
+    cell = found.get((label, length, budget)) or found.get((label, length, 0))
+    return show(cell, usual_samples(cells, length, budget), usual_dtype(cells))
 
 
 def show(cell: Cell | None, usual: str | None = None, dtype: str | None = None) -> str:
@@ -234,13 +222,6 @@ def show(cell: Cell | None, usual: str | None = None, dtype: str | None = None) 
     return f"{cell.mean:.2f}{spread} (n={cell.n}{failed}){mark}"
 
 
-def describe(metric: str) -> str:
-    """What the figures are."""
-    if metric in LIKELIHOOD:
-        return f"{metric}: nats a token, lower is better; mean ± standard error"
-    return f"{metric}; mean ± standard error"
-
-
 def size(tokens: int) -> str:
     """``8K`` for 8192, ``1000`` for 1000."""
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
@@ -249,23 +230,14 @@ def size(tokens: int) -> str:
 def write_summary(out: Path) -> str:
     """Write ``summary.md`` and ``summary.csv`` from all rows of the folder, one process at a time, so that the last one to
     finish writes of everything; the tables of ``summary.md``."""
-    with _locked(out / ".summary.lock"):
+    with FileLock(out / ".summary.lock"):
         rows = read_rows(out)
         cells = summarize(rows)
-        text = "\n".join(part for part in (overview(rows), to_markdown(cells)) if part)
+        every = overview(rows)
+        text = "\n".join([*([every.markdown()] if every else []), to_markdown(cells)])
         write_beside(out / "summary.csv", lambda path: path.write_text(to_csv(cells), encoding="utf-8"))
         write_beside(out / "summary.md", lambda path: path.write_text(text, encoding="utf-8"))
     return text
-
-
-@contextmanager
-def _locked(path: Path):
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _policy_order(label: str) -> tuple:
