@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .families import decoder_of, require_adapter, text_config
-from .slices import slice_mlps
+from .slices import replace_forward, slice_mlps
 
 NAME = "locret"
 
@@ -41,15 +40,23 @@ class Handler(Protocol):
 
 
 class _Active(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Handler | None] = []
+    """A handler per thread."""
 
-    @property
-    def handler(self) -> Handler | None:
-        return self.stack[-1] if self.stack else None
+    handler: Handler | None = None
 
 
 _ACTIVE = _Active()
+
+
+def _handled(handler: Handler | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward whose attention calls go to ``handler``, in this thread. KeyboardInterrupt restores what was set before
+    too: torch calls no forward hook after it."""
+    before = _ACTIVE.handler
+    try:
+        _ACTIVE.handler = handler
+        return forward(*args, **kwargs)
+    finally:
+        _ACTIVE.handler = before
 
 
 def _attention(
@@ -97,9 +104,9 @@ def _refuse_padding(mask: Any) -> None:
 
 
 def _refuse_other_places(seen: int, tokens: int, position_ids: Any) -> None:
-    """New tokens stand behind those that the cache has seen: `generate` asks for other places where it is called again with
-    the same text, or with ``use_cache=False``, and a packed text has places of its own."""
-    if not tokens:
+    """New tokens must continue where the cache ends. Calling `generate` twice with the same text or with ``use_cache=False``
+    violates this, and so does a packed text."""
+    if not tokens or (isinstance(position_ids, Tensor) and not position_ids.numel()):
         raise ValueError(f"no new tokens: this cache has seen {seen}, and generate takes those again before new ones")
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
         return
@@ -115,23 +122,15 @@ def _refuse_other_places(seen: int, tokens: int, position_ids: Any) -> None:
 def unrotated(rotary: Any) -> Callable[[], None]:
     """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE; returns what undoes it. Its own
     forward is not called then: of LongRoPE it makes the host wait for the largest position, in every forward."""
-    forward, shadowed = rotary.forward, vars(rotary).get("forward")  # accelerate puts its own there
 
-    def answer(x: Tensor, position_ids: Tensor, *kind: Any, **named: Any) -> Any:
+    def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
             return forward(x, position_ids, *kind, **named)
         inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
         return cos_BTR, torch.zeros_like(cos_BTR)
 
-    def restore() -> None:
-        if shadowed is None:
-            del rotary.forward
-        else:
-            rotary.forward = shadowed
-
-    rotary.forward = answer
-    return restore
+    return replace_forward(rotary, answer)
 
 
 def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -146,90 +145,60 @@ class Attachment:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.decoder = decoder_of(model)
-        self._explicit: Handler | None = None
-        self._earlier: list[list[Tensor]] = []  # hidden states of the blocks before the last, a forward each
+        self._explicit = _Active()
         config = text_config(model)
         if config._attn_implementation == NAME:
             raise RuntimeError("this model is attached already: detach it first")
         self._previous = config._attn_implementation
-        self.model.set_attn_implementation(NAME)
-        self._hooks = [
-            self.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.decoder.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-        ]
-        self._rotate_again = unrotated(self.decoder.rotary_emb) if hasattr(self.decoder, "rotary_emb") else lambda: None
-        if (words := model.get_output_embeddings()) is not None:
-            self._hooks.append(words.register_forward_pre_hook(_as_rows))
-        self._unslice = slice_mlps(model)
+        decoder, words = decoder_of(model), model.get_output_embeddings()
+        model.set_attn_implementation(NAME)
+        self._undo = [replace_forward(decoder, self._forward), slice_mlps(model)]
+        if hasattr(decoder, "rotary_emb"):
+            self._undo.append(unrotated(decoder.rotary_emb))
+        if words is not None:
+            self._undo.append(words.register_forward_pre_hook(_as_rows).remove)
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        _ACTIVE.stack.append(None)  # first, since `_leave` pops whatever happens below
-        self._earlier.append([])
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The decoder's ``forward``, with a handler set in this thread while it runs, whatever it raises."""
         past: Any = kwargs.get("past_key_values")
-        if not hasattr(past, "attend"):
-            past = None
-        handler: Handler | None = past if self._explicit is None else self._explicit
+        explicit = self._explicit.handler
+        handler: Any = (past if hasattr(past, "attend") else None) if explicit is None else explicit
         if handler is None:
-            return None
+            return _handled(None, forward, *args, **kwargs)
+        ids = args[0] if args else kwargs.get("input_ids")
         _refuse_padding(kwargs.get("attention_mask"))
-        if self._explicit is None:
+        if explicit is None:
             past.bind(self.model)
-            words = args[0] if args else kwargs.get("input_ids")
-            new: Any = kwargs.get("inputs_embeds") if words is None else words
+            new = kwargs.get("inputs_embeds") if ids is None else ids
             if new is not None:
                 _refuse_other_places(past.get_seq_length(), new.shape[1], kwargs.get("position_ids"))
         if handler.wants_unrotated:
             require_adapter(text_config(self.model))
         if getattr(handler, "needs_logits", False):
-            args, kwargs = self._read_blocks(module, handler, args, kwargs)
-        _ACTIVE.stack[-1] = handler
-        return args, kwargs
-
-    def _read_blocks(self, module: nn.Module, handler: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Run every block of this forward but the last; what is left is the arguments of the last."""
-        ids = args[0] if args else kwargs.get("input_ids")
-        if ids is None:
-            raise ValueError("this policy scores tokens by their probability: give input_ids, not inputs_embeds")
-        rest = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask")}
-        start, ends = 0, list(accumulate(handler.blocks(ids.shape[1])))
-        for end in ends:
-            piece = {"input_ids": ids[:, start:end], **rest}
-            for name in ("position_ids", "cache_position"):
-                if piece.get(name) is not None:
-                    piece[name] = piece[name][..., start:end]
-            if end == ends[-1]:
-                break
-            self._earlier[-1].append(module(**piece).last_hidden_state)
-            start = end
-        return (), piece
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: dict, output: Any) -> Any:
-        handler, earlier = _ACTIVE.stack.pop(), self._earlier.pop()
-        if output is None or not getattr(handler, "needs_logits", False):
-            return None
-        handler.read(output.last_hidden_state, kwargs["input_ids"])  # type: ignore[union-attr]
-        if earlier:
-            output.last_hidden_state = torch.cat((*earlier, output.last_hidden_state), dim=1)
+            output = _read_blocks(handler, forward, ids, kwargs)
+        else:
+            output = _handled(handler, forward, *args, **kwargs)
+        if not self._undo:
+            raise RuntimeError(
+                "detached while this forward ran: attach a model once, and detach it when no thread uses it"
+            )
         return output
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
-        """Send every attention call inside the block to ``handler``, whatever cache is passed."""
-        self._explicit = handler
+        """Send every attention call of this thread inside the block to ``handler``, whatever cache is passed."""
+        self._explicit.handler = handler
         try:
             yield
         finally:
-            self._explicit = None
+            self._explicit.handler = None
 
     def detach(self) -> None:
-        """Remove every hook and slice, and restore the attention implementation; safe to call twice."""
-        if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
-            self._unslice()
-            self._rotate_again()
+        """Restore forwards, hooks and the attention implementation; safe to call twice."""
+        undo, self._undo = self._undo, []
+        for restore in undo:
+            restore()
+        if undo:
             self.model.set_attn_implementation(self._previous)
 
     def __enter__(self) -> Attachment:
@@ -239,6 +208,37 @@ class Attachment:
         self.detach()
 
 
+def _read_blocks(handler: Any, forward: Callable[..., Any], ids: Tensor | None, kwargs: dict[str, Any]) -> Any:
+    """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
+    if ids is None:
+        raise ValueError("this policy scores tokens by their probability: give input_ids, not inputs_embeds")
+    per_token = {name: kwargs[name] for name in ("position_ids", "cache_position") if kwargs.get(name) is not None}
+    rest = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask", *per_token)}
+    start, output, hidden = 0, None, []
+    for length in handler.blocks(ids.shape[1]):
+        new = slice(start, start + length)
+        piece = {name: value[..., new] for name, value in per_token.items()}
+        output = _handled(handler, forward, input_ids=ids[:, new], **piece, **rest)
+        handler.read(output.last_hidden_state, ids[:, new])
+        hidden.append(output.last_hidden_state)
+        start += length
+    if output is not None and len(hidden) > 1:
+        output.last_hidden_state = torch.cat(hidden, dim=1)
+    return output
+
+
 def attach(model: Any) -> Attachment:
-    """Route ``model``'s attention to bounded caches and observers until ``detach()``; usable in ``with``."""
+    """Route ``model``'s attention to bounded caches and observers until ``detach()``; usable in ``with``.
+
+    A model is attached once and may then be used by many threads, each with caches of its own. Attach it before they start
+    and detach it when they have ended: a forward during which its model is detached raises RuntimeError.
+
+    Raises:
+        RuntimeError: the model is attached already.
+    """
     return Attachment(model)
+
+
+def is_attached(model: Any) -> bool:
+    """Whether ``model`` is attached now."""
+    return bool(text_config(model)._attn_implementation == NAME)

@@ -9,7 +9,8 @@ up to that length, and decoding, run as ever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -26,17 +27,22 @@ def slice_mlps(model: Any) -> Callable[[], None]:
     whose layers may be of any kind, is left as it is."""
     if not has_adapter(text_config(model)):
         return lambda: None
-    mlps = [layer.mlp for layer in decoder_of(model).layers]
-    shadowed = [vars(mlp).get("forward") for mlp in mlps]  # accelerate puts its own there
-    for mlp in mlps:
-        mlp.forward = partial(_forward, mlp, mlp.forward)
+    undo = ExitStack()
+    for layer in decoder_of(model).layers:
+        undo.callback(replace_forward(layer.mlp, partial(_forward, layer.mlp)))
+    return undo.close
+
+
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Let ``module`` run ``forward(its own forward, *args, **kwargs)``; returns what undoes it."""
+    shadowed = vars(module).get("forward")  # accelerate puts its own there
+    module.forward = wraps(module.forward)(partial(forward, module.forward))
 
     def restore() -> None:
-        for mlp, forward in zip(mlps, shadowed, strict=True):
-            if forward is None:
-                del mlp.forward
-            else:
-                mlp.forward = forward
+        if shadowed is None:
+            del module.forward
+        else:
+            module.forward = shadowed
 
     return restore
 

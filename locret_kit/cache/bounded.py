@@ -150,13 +150,20 @@ class BoundedCache(Cache):
         self.passages: list[int] = []
         """Where the tokens stand in the prompt that are read in its place, the tail's included, see ``policies.answering``;
         empty where the prompt is read once, or not yet for the second time."""
+        self.unfinished = False
+        """Whether a forward has begun that not every layer has finished."""
         self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
         """What attends instead while a token is decoded with fixed shapes (see ``static``): layer, q, k, v."""
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
     def bind(self, model: Any) -> None:
-        """Size the layers for ``model`` at the first forward; later calls only check that the model is the same."""
+        """Size the layers for ``model`` at the first forward; later calls only check that the model is the same.
+
+        Raises:
+            ValueError: the rows are of another model, or an interrupt left them half written.
+        """
+        self.refuse_interrupted()
         spec = spec_of(text_config(model))
         if self.spec is not None:
             if self.spec != spec:
@@ -191,6 +198,14 @@ class BoundedCache(Cache):
             self.ropes = ropes_of(model, self._span(spec))
         self.model = model
         self.spec = spec
+
+    def refuse_interrupted(self) -> None:
+        """Raise ValueError where a forward ended in the middle: layers have seen different numbers of tokens then."""
+        if self.unfinished:
+            seen = sorted({rows.seen for rows in self.bounded})
+            raise ValueError(
+                f"this cache was interrupted inside a forward, after {seen[0]} to {seen[-1]} tokens: reset() it and read again"
+            )
 
     def _layer(self, capacity: int, statistics: int = 0, recent: int = 0, spare: float = SPARE) -> BoundedLayer:
         """Rows of one layer without a window."""
@@ -230,6 +245,7 @@ class BoundedCache(Cache):
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
                     "model.generate does not: use locret_kit.runtime.session.generate"
                 )
+        self.unfinished = True
         out, start, tokens = [], 0, q_BQTD.shape[2]
         while start < tokens:
             step = min(tokens - start, self._block_length(rows))
@@ -240,6 +256,7 @@ class BoundedCache(Cache):
                 evict_if_due(self, layer, rows)
             rows.finish_block()
             start += step
+        self.unfinished = layer + 1 < len(self.layers) or self.policy.needs_logits
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
     def _block_length(self, rows: BoundedLayer) -> int:
@@ -310,6 +327,7 @@ class BoundedCache(Cache):
         self.counters.score_s += time.perf_counter() - began
         for layer, rows in enumerate(self.bounded):
             evict_if_due(self, layer, rows)
+        self.unfinished = False
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
@@ -341,7 +359,7 @@ class BoundedCache(Cache):
     def reset(self) -> None:
         """Forget the text: what is read next is another one, as by a new cache, in the same buffers."""
         super().reset()
-        self.last_hidden, self.passages, self.counters = None, [], CacheCounters()
+        self.last_hidden, self.passages, self.counters, self.unfinished = None, [], CacheCounters(), False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)

@@ -17,6 +17,7 @@ class CannotFork(ValueError):
 
 def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
     """See ``BoundedCache.fork``."""
+    cache.refuse_interrupted()
     s, seen = cache.schedule, cache.get_seq_length()
     if s.one_shot and prompt_length != s.prompt_length:
         raise CannotFork(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ..backbones.intercept import attach
+from ..backbones.intercept import attach, is_attached
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
 from .report import Report
@@ -186,7 +187,9 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> tuple[str, Report]:
-    """Prefill and decode; ``(text, report)``. ``on_text`` gets each piece of text that is final, ``graph`` is as in ``decode``.
+    """Prefill and decode; ``(text, report)``. Attaches the model unless it is attached
+    already, as where threads share it.
+    ``on_text`` gets each piece of text that is final, ``graph`` is as in ``decode``.
 
     Raises:
         OutOfMemory: says what was asked, what was free and which settings fit.
@@ -195,7 +198,8 @@ def generate(
     cache.bind(model)
     if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
         raise ValueError(f"graph=True is not possible here: {reason}")
-    with attach(model), explain_oom(model, cache, len(ids)):
+    attached = nullcontext() if is_attached(model) else attach(model)
+    with attached, explain_oom(model, cache, len(ids)):
         began = time.perf_counter()
         logits = prefill(model, ids, cache, progress)
         prefilled = time.perf_counter()

@@ -1,0 +1,182 @@
+"""Interrupts and threads: nothing of a forward stays behind, and threads that share an attached model do not meet."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_tokenizer import tiny_tokenizer
+
+from locret_kit import BoundedCache, attach
+from locret_kit.backbones.intercept import active_handler, is_attached
+from locret_kit.runtime import session
+from locret_kit.runtime.session import prefill
+
+TOKENIZER = tiny_tokenizer()
+
+
+def tokens(length, seed=0):
+    return torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def interrupted_at(model, layer, error=KeyboardInterrupt):
+    """A hook that raises in the middle of a forward; returns what removes it."""
+
+    def stop(*_):
+        raise error
+
+    return model.model.layers[layer].mlp.register_forward_pre_hook(stop)
+
+
+@torch.no_grad()
+def test_an_interrupt_leaves_nothing_behind():
+    """The cache is freed, and the guard of a model that is not attached still works."""
+    model, ids = tiny_model("llama"), tokens(20)
+    cache = BoundedCache(8, "streaming", chunk=4)
+    with attach(model):
+        hook = interrupted_at(model, 1)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+        hook.remove()
+    assert active_handler() is None
+    alive = weakref.ref(cache)
+    cache.reset()
+    with pytest.raises(RuntimeError, match="not attached"):
+        model(input_ids=ids, past_key_values=cache)
+    del cache
+    gc.collect()
+    assert alive() is None
+
+
+@torch.no_grad()
+def test_real_signals_leave_nothing_behind():
+    """SIGINT at moments all over a prefill."""
+    model, ids = tiny_model("llama"), tokens(400)[0].tolist()
+    caught = 0
+    for n in range(12):
+        timer = threading.Timer(0.002 * (n + 1), os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            while True:
+                session.generate(model, TOKENIZER, ids, BoundedCache(16, "h2o", chunk=8), max_new_tokens=8)
+        except KeyboardInterrupt:
+            caught += 1
+        timer.join()
+        assert active_handler() is None and not is_attached(model)
+    assert caught == 12
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is BoundedCache]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@torch.no_grad()
+def test_an_interrupted_cache_is_refused(layer):
+    """Its layers have seen different numbers of tokens, or the last one has not evicted yet."""
+    model, ids = tiny_model("llama"), tokens(20)[0].tolist()
+    cache, fresh = (BoundedCache(8, "streaming", chunk=4, prompt_length=20) for _ in range(2))
+    with attach(model):
+        prefill(model, ids[:8], cache)
+        real = cache.bounded[layer].keep
+        cache.bounded[layer].keep = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prefill(model, ids, cache)
+        cache.bounded[layer].keep = real
+        for use in (lambda: prefill(model, ids, cache), cache.fork):
+            with pytest.raises(ValueError, match=r"interrupted.* reset\(\) it"):
+                use()
+        cache.reset()
+        assert torch.equal(prefill(model, ids, cache), prefill(model, ids, fresh))
+    assert torch.equal(cache.kept_positions(1), fresh.kept_positions(1))
+
+
+@torch.no_grad()
+def test_logits_of_threads_do_not_mix():
+    """A policy that reads logits cuts a forward into blocks, whose hidden states are this forward's alone."""
+    model, ids = tiny_model("llama"), tokens(60)
+    wanted = (1, 60, model.config.vocab_size)
+
+    def read(_):
+        with torch.no_grad():
+            return model(input_ids=ids, past_key_values=BoundedCache(16, "sirllm", chunk=8)).logits
+
+    with attach(model), ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(read, range(9)))
+    assert all(logits.shape == wanted and torch.equal(logits, found[0]) for logits in found)
+
+
+@torch.no_grad()
+def test_attaching_does_not_disturb_a_thread_without_a_cache():
+    model, ids = tiny_model("llama"), tokens(60)
+    wanted = model(input_ids=ids).logits
+    stop = threading.Event()
+
+    def others():
+        while not stop.is_set():
+            with torch.no_grad(), attach(model):
+                model(input_ids=ids[:, :8], past_key_values=BoundedCache(16, "streaming", chunk=8))
+
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(others)
+        found = [model(input_ids=ids).logits for _ in range(60)]
+        stop.set()
+        busy.result()
+    assert all(torch.equal(logits, wanted) for logits in found)
+
+
+@torch.no_grad()
+def test_detaching_under_a_running_forward_is_said():
+    model, ids = tiny_model("llama"), tokens(8)
+    attachment = attach(model)
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: attachment.detach())
+    with pytest.raises(RuntimeError, match="detached while this forward ran"):
+        model(input_ids=ids, past_key_values=BoundedCache(16, "streaming"))
+
+
+@torch.no_grad()
+def test_a_model_that_is_attached_once_answers_many_threads():
+    model, ids = tiny_model("llama"), tokens(50)[0].tolist()
+
+    def answer(policy):
+        cache = BoundedCache(16, policy, chunk=8, prompt_length=50)
+        return session.generate(model, TOKENIZER, ids, cache, max_new_tokens=6)[0]
+
+    policies = ["streaming", "h2o", "sirllm"] * 2
+    wanted = [answer(policy) for policy in policies]
+    with attach(model), ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(answer, policies)) == wanted
+
+
+@torch.no_grad()
+def test_a_streamer_that_raises_leaves_the_model_clean():
+    model, ids = tiny_model("llama"), tokens(20)
+    once = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False)
+
+    class Broken:
+        def put(self, value):
+            if value.numel() == 1:
+                raise ArithmeticError("closed")
+
+        def end(self):
+            pass
+
+    with attach(model):
+        wanted = model.generate(ids, past_key_values=BoundedCache(64, "streaming", chunk=8), **once)
+        cache = BoundedCache(64, "streaming", chunk=8)
+        with pytest.raises(ArithmeticError, match="closed"):
+            model.generate(ids, past_key_values=cache, streamer=Broken(), **once)
+        assert active_handler() is None
+        for chunked, words in (
+            ({}, "position_ids=0 to 19"),
+            ({"prefill_chunk_size": 7}, "no new tokens: this cache has seen 20"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                model.generate(ids, past_key_values=cache, **once, **chunked)
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, **once), wanted)
