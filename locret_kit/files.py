@@ -1,17 +1,21 @@
-"""Files: atomic writes, folders of weights, JSON.
+"""Files: atomic writes, folders of weights, JSON, locks.
 
 Every write goes beside its target and is renamed, so a full disk or a kill leaves the previous file whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-import tempfile
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .naming import first_line
 
@@ -19,24 +23,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+HASH = "weights_sha256"
+"""Field of ``config.json`` that says which weights it belongs to."""
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file in the target's folder, then rename it over the target; a device or a pipe, which a
-    rename would take away, is refused."""
+    """Let ``write`` fill a temporary file in the target's folder, then rename it over the target.
+
+    The file's mode follows the umask. Temporary files that killed processes of this machine left in the folder are removed.
+
+    Raises:
+        OSError: one line that names the target; also where it is a device or a pipe, which a rename would take away.
+    """
     if target.exists() and not target.is_file():
         raise OSError(f"cannot write {target}: it is no regular file")
     from safetensors import SafetensorError
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
+    host = re.sub(r"\W", "-", socket.gethostname())
+    for left in target.parent.glob(f".*.{host}-*.partial"):
+        if not _running(int(left.name.split("-")[-1].split(".")[0])):
+            left.unlink(missing_ok=True)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.{host}-{os.getpid()}.partial")
     try:
-        write(Path(name))
-        with open(name, "rb+") as file:
+        beside.touch(exist_ok=False)
+        mode = beside.stat().st_mode
+        write(beside)
+        beside.chmod(mode)  # safetensors makes a file of its own, for its owner alone
+        with open(beside, "rb+") as file:
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, target)
+        os.replace(beside, target)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk: torch.save and safetensors have their own
         if str(error).startswith("cannot write"):
             raise
@@ -44,28 +60,124 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OSError(f"cannot write {target} ({free / 2**20:.0f} MiB free): {reason}") from error
     finally:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
 
 
-def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors``: the new configuration is on the disk before the weights that it
-    describes are renamed, and renamed after them."""
-    from safetensors.torch import save_file
+def _running(pid: int) -> bool:
+    if os.name != "posix":  # signal 0 would end the process elsewhere
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
-    def both(path: Path) -> None:
-        path.write_text(json.dumps(config, indent=2) + "\n")
-        write_beside(folder / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
 
-    write_beside(folder / CONFIG, both)
+def write_text(target: Path, text: str) -> None:
+    """Write UTF-8 text as ``write_beside`` does."""
+    write_beside(target, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def read_json(path: Path) -> Any:
-    """What a configuration's file holds.
+def write_json(target: Path, value: object) -> None:
+    """Write indented JSON as ``write_beside`` does."""
+    write_text(target, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> object:
+    """The value in a JSON file.
 
     Raises:
         ValueError: no JSON; names the file.
     """
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: str | bytes, where: str) -> object:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: no JSON, or too deeply nested; one line that begins with ``where``.
+    """
     try:
-        return json.loads(path.read_text())
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error.reason}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deeply") from error
+
+
+def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors``.
+
+    The configuration holds the hash of its weights. It is on the disk before they are renamed, and is renamed after them:
+    a full disk leaves the previous pair, and a kill between the two renames leaves a pair that ``read_folder`` refuses.
+    """
+    from safetensors.torch import save_file
+
+    def both(settings: Path) -> None:
+        def weights(path: Path) -> None:
+            save_file(state, path, metadata={"format": "pt"})
+            settings.write_text(json.dumps({**config, HASH: _digest(path)}, indent=2) + "\n", encoding="utf-8")
+
+        write_beside(folder / WEIGHTS, weights)
+
+    write_beside(folder / CONFIG, both)
+
+
+def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Configuration and weights that ``write_folder`` wrote; of ``what`` (such as 'heads') messages speak.
+
+    Raises:
+        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two belong to different saves.
+    """
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / CONFIG} is not a configuration of {what}")
+    state = read_weights(folder / WEIGHTS)
+    if config.pop(HASH, None) not in (None, _digest(folder / WEIGHTS)):
+        raise ValueError(f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short")
+    return config, state
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        ValueError: it is damaged; names the file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def locked(path: Path, busy: str, wait: float = 0.0) -> Iterator[None]:
+    """Hold a lock file for this process alone.
+
+    Args:
+        busy: the error's words. wait: seconds to wait for another process; -1 waits without end.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(path, timeout=wait):
+            yield
+    except Timeout as error:
+        raise OSError(busy) from error

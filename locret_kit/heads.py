@@ -1,88 +1,85 @@
-"""Retaining heads: one small MLP a layer from a token's q, k, v (before RoPE) to its predicted importance.
+"""Retaining heads: one small MLP per layer from a token's q, k, v (before RoPE) to its predicted importance.
 
 Source: Locret, section 3.2. A head depends on one token alone, so a score is computed once, when the token enters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Literal, cast
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .backbones.families import BackboneSpec
-from .cis import TARGETS
+from .backbones.families import BackboneSpec, spec_of
+from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
+from .files import CONFIG, HASH, read_json
+from .settings import RunSettings
+from .validation import Says, annotations_of, check, checked, made
 
-WORDS = ("positions", "policy")
-"""The settings for inference that are words; the others are integers."""
+DIMENSIONS = ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim")
+"""What must be the same in retaining heads and their backbone."""
+LARGEST = 1e12
+"""Largest weight: the product of two such, of a head's width and of large inputs stays finite in float32."""
+Size = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """What a checkpoint says of its heads, its backbone and the settings it was made for."""
+    """What a checkpoint says of its heads, its backbone and the settings it was made for.
+
+    Raises:
+        ValueError: a field of another type or out of its bound; it is named.
+    """
 
     backbone: str
     """Hub id (or path) of the backbone the heads were trained on."""
     model_type: str
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
+    n_layers: Size
+    n_heads: Size
+    n_kv_heads: Size
+    head_dim: Size
     activation: str
-    d_hidden: int
+    d_hidden: Size
     """Width of the hidden layer (d_R in the paper)."""
-    target: str = "logit"
+    target: Literal["logit", "log_prob"] = "logit"
     """The unit of the scores: 'logit' (raw, pre-softmax) or 'log_prob'."""
     adapter: str | None = None
     """PEFT adapter on the backbone while the heads were trained."""
-    inference: dict[str, Any] = field(default_factory=dict)
-    """Settings used when the caller gives none: budget, chunk, stabilizers, local_len, positions, policy."""
+    inference: Annotated[dict[str, object], Says("settings by name")] = field(default_factory=dict)
+    """Settings used when the caller gives none: fields of ``RunSettings``, and ``policy``."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        known = {**annotations_of(RunSettings), "policy": str | None}
+        for name, value in self.inference.items():
+            if name not in known:
+                raise ValueError(f"inference.{name} is unknown; there are: {', '.join(known)}")
+            if value is not None:
+                checked(f"inference.{name}", known[name], value)
 
     @classmethod
-    def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: Any) -> HeadsConfig:
+    def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: object) -> HeadsConfig:
         """The configuration of heads of width ``d_hidden`` for a backbone."""
-        dims = {
-            k: getattr(spec, k) for k in ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim", "activation")
-        }
-        return cls(backbone=backbone, d_hidden=d_hidden, **dims, **rest)
+        dimensions = {name: getattr(spec, name) for name in (*DIMENSIONS, "activation")}
+        return made(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, **rest})
 
     @property
     def policy(self) -> str:
         """The policy that they were published with."""
-        return self.inference.get("policy") or "locret"
-
-    def check(self) -> None:
-        """Raise ValueError naming the first field of another type, or out of its bound."""
-        for name, kind in (("backbone", str), ("model_type", str), ("activation", str), ("inference", dict)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")
-        integers = {name: getattr(self, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "d_hidden")}
-        integers |= {
-            f"inference.{name}": value
-            for name, value in self.inference.items()
-            if name not in WORDS and value is not None
-        }
-        for name, value in integers.items():
-            low = 0 if name in ("inference.stabilizers", "inference.local_len") else 1
-            if type(value) is not int or value < low:
-                raise ValueError(f"{name}={value!r} must be an integer, at least {low}")
-        words = {"adapter": self.adapter} | {f"inference.{name}": self.inference.get(name) for name in WORDS}
-        for name, value in words.items():
-            if not isinstance(value, (str, type(None))):
-                raise ValueError(f"{name}={value!r} must be a name")
-        if self.target not in TARGETS:
-            raise ValueError(f"target={self.target!r} must be one of: {', '.join(TARGETS)}")
+        return str(self.inference.get("policy") or "locret")
 
     def mismatches(self, spec: BackboneSpec) -> list[str]:
         """One line for each dimension in which a backbone is not the one the heads were made for."""
-        names = ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim")
-        pairs = [(n, getattr(self, n), getattr(spec, n)) for n in names]
+        pairs = [(n, getattr(self, n), getattr(spec, n)) for n in DIMENSIONS]
         return [f"{n}: heads have {mine}, the backbone has {theirs}" for n, mine, theirs in pairs if mine != theirs]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Every field by name, as ``config.json`` has them."""
         return asdict(self)
 
@@ -103,7 +100,7 @@ class RetainingHead(nn.Module):
 
 
 class RetainingHeads(nn.Module):
-    """The heads of every layer of one backbone, with their configuration. ``heads[i]`` scores layer ``i``."""
+    """The retaining heads of every layer of one backbone, with their configuration. ``heads[i]`` scores layer ``i``."""
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -111,17 +108,25 @@ class RetainingHeads(nn.Module):
         self.layers = nn.ModuleList(RetainingHead(config) for _ in range(config.n_layers))
 
     def __getitem__(self, layer: int) -> RetainingHead:
-        return self.layers[layer]  # type: ignore[return-value]
+        return cast(RetainingHead, self.layers[layer])
 
     def check_backbone(self, spec: BackboneSpec) -> None:
         """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""
         if wrong := self.config.mismatches(spec):
             raise ValueError(f"these heads are for {self.config.backbone}: " + "; ".join(wrong))
 
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Weights by their published names."""
+        return {
+            f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight
+            for i, head in enumerate(self.layers)
+            for name in ("fc1", "fc2")
+        }
+
     @classmethod
     def from_pretrained(
         cls,
-        source: str,
+        source: str | Path,
         *,
         revision: str | None = None,
         backbone: str | None = None,
@@ -129,30 +134,92 @@ class RetainingHeads(nn.Module):
         cache_dir: str | None = None,
         local_files_only: bool = False,
     ) -> RetainingHeads:
-        """Load from a folder, a ``.pt`` or published ``.bin`` file, or a Hub repository. See ``checkpoint.load_heads``."""
-        from .checkpoint import load_heads
+        """Load from a folder, a ``.pt`` file, a published ``.bin`` or a Hub repository.
 
-        return load_heads(
-            source, revision=revision, backbone=backbone,
-            token=token, cache_dir=cache_dir, local_files_only=local_files_only,
-        )  # fmt: skip
+        Args:
+            backbone: folder or Hub id. Its configuration gives the sizes where a file says nothing of its backbone, as a
+                ``.bin``; those of the paper's authors are known by name (``checkpoint.PUBLISHED``).
 
-    def save_pretrained(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write ``model.safetensors`` and ``config.json`` into ``folder``, atomically; by default nothing is rounded."""
-        from .checkpoint import save_heads
+        Raises:
+            FileNotFoundError: nothing there. ValueError: no heads, or names and shapes do not fit; each is named.
+        """
+        stored = read_checkpoint(
+            source, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        return _build(_config_of(stored, backbone), stored)
 
-        save_heads(self, folder, dtype)
+    def save_pretrained(self, target: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write ``model.safetensors`` and ``config.json`` into a folder, or one file where ``target`` ends in ``.pt``.
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool = False,
-        commit_message: str = "Upload retaining heads",
-        token: str | None = None,
-        **facts: Any,
-    ) -> str:
-        """Publish as one commit with a model card, and return its address. ``facts``: see ``card.write_release``."""
-        from .card import publish
+        By default nothing is rounded: bfloat16 where that loses nothing, else float32.
+        """
+        exact = all(torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight) for weight in self.parameters())
+        dtype = dtype or (torch.bfloat16 if exact else torch.float32)
+        write_checkpoint(Path(target), self.config.to_dict(), state_of(self, dtype))
 
-        return publish(self, repo_id, private=private, message=commit_message, token=token, **facts)
+
+def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights by their published names, contiguous, in ``dtype``, on the CPU."""
+    return {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in heads.named_weights().items()}
+
+
+def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
+    raw, named = stored.config, backbone or stored.backbone
+    path = stored.path / CONFIG if stored.path.is_dir() else stored.path
+    if raw is None and named is not None:
+        from .backbones.load import load_config
+
+        spec = spec_of(load_config(named))
+        width = next((weight.shape[0] for name, weight in stored.state.items() if name.endswith("fc1.weight")), 1)
+        return HeadsConfig.for_backbone(spec, stored.backbone or named, width, inference=stored.inference)
+    if raw is None:
+        path = path.with_name(CONFIG)
+        if not path.exists():
+            raise ValueError(f"{stored.path} says nothing of its backbone: name it (--model, or backbone=)")
+        raw = read_json(path)
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{path} is not a configuration of heads")
+    try:
+        if raw.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
+        return made(HeadsConfig, {name: value for name, value in raw.items() if name not in ("format", HASH)}, "field")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
+    """Strict: every head there, none extra, every shape and type right."""
+    state, path = stored.state, stored.path
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds something else than tensors by name")
+    if config.n_layers > len(state):  # before anything of the size that a file names is built
+        raise ValueError(f"{path} holds {len(state)} tensors: most of its n_layers={config.n_layers} heads are missing")
+    try:
+        with torch.device("meta"):
+            heads = RetainingHeads(config)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path}: its configuration builds no heads: {error}") from error
+    wanted = heads.named_weights()
+    wrong = [f"{name} is not expected" for name in state if name not in wanted]
+    for name, weight in wanted.items():
+        found = state.get(name)
+        if found is None:
+            wrong.append(f"{name} is missing")
+        elif found.shape != weight.shape:
+            wrong.append(f"{name} is {tuple(found.shape)}, expected {tuple(weight.shape)}")
+        elif not found.is_floating_point():
+            wrong.append(f"{name} is {found.dtype}, expected floating point")
+        elif not found.isfinite().all():
+            wrong.append(f"{name} is not finite")
+        elif float(found.float().abs().max()) > LARGEST:
+            wrong.append(
+                f"{name} holds {float(found.float().abs().max()):.0e}, above {LARGEST:.0e}: scores would overflow"
+            )
+    if wrong:
+        more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
+        raise ValueError(f"{path} does not fit {config.backbone}: " + "; ".join(wrong[:4]) + more)
+    heads.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in heads.named_weights().items():
+            parameter.copy_(state[name])
+    return heads

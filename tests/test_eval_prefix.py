@@ -25,7 +25,6 @@ from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.fork import CannotFork
-from locret_kit.checkpoint import save_heads
 from locret_kit.cli.eval import main, plan_of
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.evals.engine import prefix, runner
@@ -152,7 +151,9 @@ def heads(tmp_path_factory) -> Path:
     spec = spec_of(AutoConfig.from_pretrained(backbone))
     inference = {"budget": 48, "chunk": CHUNK, "stabilizers": 8, "local_len": 8, "positions": "compact"}
     torch.manual_seed(1)
-    save_heads(RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)), folder / "heads")
+    RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)).save_pretrained(
+        folder / "heads"
+    )
     return folder / "heads"
 
 

@@ -20,7 +20,6 @@ import torch
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.backbones.families import spec_of
-from locret_kit.checkpoint import save_heads
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_engine import load_parts
 from locret_kit.config.evaluate import load_eval_config, split_list
@@ -54,7 +53,9 @@ def heads(tmp_path_factory) -> Path:
     spec = spec_of(AutoConfig.from_pretrained(backbone))
     inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
     torch.manual_seed(1)
-    save_heads(RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)), folder / "heads")
+    RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)).save_pretrained(
+        folder / "heads"
+    )
     return folder / "heads"
 
 
@@ -407,11 +408,11 @@ def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
     """Another checkpoint may come in; one that has changed may not."""
     out, mine, other = tmp_path / "run", tmp_path / "mine", tmp_path / "other"
     few = {"tasks": "[perplexity_prefill]", "policies": "[full,locret]", "budgets": "[32]", "samples": 1}
-    save_heads(RetainingHeads.from_pretrained(heads), mine)
+    RetainingHeads.from_pretrained(heads).save_pretrained(mine)
     assert main(words(mine, out, **few)) == 0
     changed = RetainingHeads.from_pretrained(heads)
     changed.layers[0].fc1.weight.data[0, 0] += 1
-    save_heads(changed, other)
+    changed.save_pretrained(other)
     assert main(words(f"[{mine},{other}]", out, **few)) == 0
     rows = {row.heads: row for row in read_rows(out)}
     assert rows.keys() == {"-", "mine", "other"}
@@ -423,7 +424,7 @@ def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
     assert main(words(mine, out, **few)) == 0 and set(json.loads((out / "config.json").read_text())["heads"]) == {
         "mine", "other",
     }  # fmt: skip
-    save_heads(changed, mine)
+    changed.save_pretrained(mine)
     capsys.readouterr()
     assert main(words(mine, out, **few)) == 1
     said = f"holds rows of heads mine with weights={hashes['mine']}, not weights={hashes['other']}: choose another out"
@@ -449,7 +450,7 @@ def test_settings_are_those_of_each_heads(heads, tmp_path, capsys):
     one, other, out = heads, tmp_path / "other", tmp_path / "run"
     config = RetainingHeads.from_pretrained(heads).config
     inference = {"budget": 64, "chunk": 16, "stabilizers": 16, "local_len": 4, "positions": "compact"}
-    save_heads(RetainingHeads(replace(config, inference=inference)), other)
+    RetainingHeads(replace(config, inference=inference)).save_pretrained(other)
     few = {"ckpt": f"[{one},{other}]", "tasks": "[passkey]", "budgets": "[32]", "samples": 1}
     assert main(words(heads, out, policies="[full,locret]", **few)) == 0
     assert {row.heads: (row.chunk, row.stabilizers, row.local_len) for row in read_rows(out) if row.budget} == {
@@ -462,7 +463,7 @@ def test_settings_are_those_of_each_heads(heads, tmp_path, capsys):
 
 def test_the_adapter_is_that_of_the_heads(heads, tmp_path, capsys):
     plain, tuned = RetainingHeads.from_pretrained(heads), tmp_path / "tuned"
-    save_heads(RetainingHeads(replace(plain.config, adapter="lab/lora")), tuned)
+    RetainingHeads(replace(plain.config, adapter="lab/lora")).save_pretrained(tuned)
 
     def adapter(ckpt: str, **more: object) -> tuple[str | None, str]:
         found = load_parts(load_eval_config(words(heads, tmp_path / "run", ckpt=ckpt, **more))).adapter

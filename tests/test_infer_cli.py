@@ -66,7 +66,7 @@ def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):
 
 
 def test_a_published_bin_takes_its_sizes_from_the_model(place, monkeypatch, capsys):
-    from locret_kit.checkpoint import state_of
+    from locret_kit.heads import state_of
 
     torch.save(state_of(RetainingHeads.from_pretrained(str(place / "heads")), torch.float32), place / "published.bin")
     run = [
@@ -187,9 +187,7 @@ BAD = [
 def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
     whole = place / "whole.pt"
     if not whole.exists():
-        from locret_kit.checkpoint import save_heads
-
-        save_heads(RetainingHeads.from_pretrained(str(place / "heads")), whole)
+        RetainingHeads.from_pretrained(str(place / "heads")).save_pretrained(whole)
         (place / "truncated.pt").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
         shutil.copytree(place / "backbone", place / "cut")
         weights = place / "cut" / "model.safetensors"

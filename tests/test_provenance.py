@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.checkpoint import save_heads
 from locret_kit.runtime import provenance
 from locret_kit.runtime.provenance import commit, weights_hash
 
@@ -25,8 +24,8 @@ def make(seed: int = 0, config: HeadsConfig = CONFIG) -> RetainingHeads:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_hash_is_that_of_the_weights_wherever_they_come_from(tmp_path, dtype):
     heads = make().to(dtype).float()
-    save_heads(heads, tmp_path / "folder", dtype)
-    save_heads(heads, tmp_path / "heads.pt", torch.float32)
+    heads.save_pretrained(tmp_path / "folder", dtype)
+    heads.save_pretrained(tmp_path / "heads.pt", torch.float32)
     found = {weights_hash(RetainingHeads.from_pretrained(str(tmp_path / name))) for name in ("folder", "heads.pt")}
     assert found == {weights_hash(heads)} and len(found.pop()) == 16
 

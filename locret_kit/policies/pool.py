@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..backbones.families import BackboneSpec
-from ..files import CONFIG, WEIGHTS, read_json, write_folder
+from ..files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
 
 FORMAT = "locret_kit.lococo.v1"
 DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")
@@ -127,8 +127,9 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
         raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
     raw = read_json(folder / CONFIG)
     found = raw.pop("format", None) if isinstance(raw, dict) else None
-    if found != FORMAT:
+    if not isinstance(raw, dict) or found != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={found!r}, a pool says {FORMAT!r}")
+    raw.pop(HASH, None)
     if unknown := sorted(set(raw) - {item.name for item in fields(PoolConfig)}):
         raise ValueError(f"{folder / CONFIG}: unknown fields {', '.join(unknown)}")
     try:
@@ -143,14 +144,8 @@ def load_pool(folder: str | Path) -> ConvPool:
     Raises:
         FileNotFoundError: nothing there. ValueError: not a pool, or a weight is missing, not expected or of another shape.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     config, path = read_pool_config(folder), Path(folder) / WEIGHTS
-    try:
-        state = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+    state = read_folder(Path(folder), "pool")[1]
     pool = ConvPool(config)
     try:
         pool.load_state_dict(state)

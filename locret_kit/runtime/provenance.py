@@ -38,7 +38,7 @@ def weights_hash(heads: RetainingHeads) -> str:
 
     Heads that were cast to a coarser dtype have another hash: take it as they are loaded.
     """
-    from ..checkpoint import state_of
+    from ..heads import state_of
 
     digest = hashlib.sha256()
     for name, weight in state_of(heads, torch.float32).items():

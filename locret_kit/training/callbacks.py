@@ -15,8 +15,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
-from ..checkpoint import save_heads
-
 
 def gather(trainer: L.Trainer) -> Any:
     """What is trained as one process has it, on the CPU; None in every process but the first. All processes must call it."""
@@ -167,7 +165,7 @@ class KeepBest(Callback):
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)
             if heads is not None:
-                save_heads(heads, self.folder / f"recall={mine[0]}-step={mine[1]}", self.dtype)
+                heads.save_pretrained(self.folder / f"recall={mine[0]}-step={mine[1]}", self.dtype)
         if trainer.is_global_zero:
             for entry in set(self._kept()) - set(best):
                 shutil.rmtree(self.folder / f"recall={entry[0]}-step={entry[1]}")

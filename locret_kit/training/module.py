@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
-from ..checkpoint import save_heads
 from ..heads import HeadsConfig, RetainingHeads
 from ..samples.chat import Sample
 from .base import FrozenTraining, inference_settings
@@ -79,7 +78,7 @@ class HeadTraining(FrozenTraining):
     def export(self, trained: Any, out: Path) -> Path:
         """``out/heads``, as ``locret-publish`` takes it, and ``out/heads.pt``."""
         for target in (out / "heads", out / "heads.pt"):
-            save_heads(trained, target, self.saved_dtype)
+            trained.save_pretrained(target, self.saved_dtype)
         return out / "heads"
 
     def used(self) -> nn.Module:
