@@ -10,12 +10,14 @@ _EXPORTS = {
     "HeadsConfig": ".heads",
     "RetainingHeads": ".heads",
     "attach": ".backbones.intercept",
+    "publish": ".card",
 }
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from .backbones.intercept import attach as attach
     from .cache.bounded import BoundedCache as BoundedCache
+    from .card import publish as publish
     from .heads import HeadsConfig as HeadsConfig
     from .heads import RetainingHeads as RetainingHeads
 

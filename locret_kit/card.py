@@ -5,21 +5,27 @@ Pure functions from a checkpoint's facts to text, and ``write_release``, which l
 
 from __future__ import annotations
 
+import html
 import json
+import math
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import FORMAT, save_heads
+from .backbones.load import resolve_model
+from .checkpoint import FORMAT
 from .evals.engine.rows import Row, check_cells
 from .evals.report.summary import Cell, show, summarize
-from .files import CONFIG
+from .files import CONFIG, parse_json, read_json, write_json
 from .heads import HeadsConfig, RetainingHeads
 from .hub import REPO, push
+from .naming import first_line
 
+_FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
 EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", TRAINING)
 """What is published beside the heads where their folder has it: curves, evaluation rows and tables, the run's configuration."""
@@ -33,14 +39,16 @@ def publish(
     private: bool = False,
     message: str = "Upload retaining heads",
     token: str | None = None,
-    **facts: Any,
+    base_model: str | None = None,
+    adapter: str | None = None,
+    license: str | None = None,
 ) -> str:
     """Upload the heads, with what ``source`` (their folder or file) has beside them; the commit's address.
 
-    ``facts``: of ``write_release``. Raises ValueError or OSError with one line.
+    The other arguments are those of ``write_release`` and ``hub.push``. Raises ValueError or OSError with one line.
     """
     with tempfile.TemporaryDirectory() as work:
-        write_release(heads, repo, Path(work), source, **facts)
+        write_release(heads, repo, Path(work), source, base_model=base_model, adapter=adapter, license=license)
         return push(Path(work), repo, private=private, message=message, marker=(CONFIG, FORMAT), token=token)
 
 
@@ -56,18 +64,20 @@ def write_release(
 ) -> list[str]:
     """Fill ``target`` with everything that is published, and return the names of its files.
 
+    Local paths are cut to their last part in the configuration, in ``training.json`` and in evaluation rows; other files of
+    the folder go as they are.
+
     Raises:
         ValueError: ``repo``, ``base_model`` or ``adapter`` is no ``user/name``, the backbone or adapter is known by a local
-            folder only, the heads have no adapter, or results that one figure would hold were taken with different settings.
+            folder only, the heads have no adapter, a file beside them is damaged (it is named), or results that one figure
+            would hold were taken with different settings.
     """
     if not REPO.match(repo):
         raise ValueError(f"repo={repo!r} must be user/name")
     if adapter and not heads.config.adapter:
         raise ValueError(f"adapter={adapter!r} has no effect: the heads were trained without one")
     beside = _beside(source)
-    own = beside / CARD if beside else None
-    text = own.read_text(encoding="utf-8") if own and own.is_file() else ""
-    given, prose = split_card(text)
+    given, prose = read_card(beside / CARD) if beside else ({}, "")
     config = replace(
         heads.config,
         backbone=_hub_name("base_model", base_model or given.get("base_model"), heads.config.backbone),
@@ -75,19 +85,31 @@ def write_release(
     )
     released = RetainingHeads(config)
     released.load_state_dict(heads.state_dict())
-    save_heads(released, target)
-    for pattern in EXTRAS if beside else ():
-        for file in sorted(beside.glob(pattern)):  # type: ignore[union-attr]
-            if file.name not in (CARD, TRAINING):
-                shutil.copy(file, target / file.name)
-    training = _training_of(beside)
-    if training:
-        (target / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
-    rows = [row for file in sorted(target.glob("*.jsonl")) for row in read_results(file)]
+    released.save_pretrained(target)
+    rows: list[Row] = []
+    training = None
+    for file in sorted({file for pattern in EXTRAS for file in beside.glob(pattern)}) if beside else ():
+        if file.suffix == ".jsonl":
+            content, found = public_rows(file, heads.config.backbone, config.backbone)
+            (target / file.name).write_bytes(content)
+            rows += found
+        elif file.name == TRAINING:
+            training = public(read_json(file))
+            write_json(target / TRAINING, training)
+        elif file.name != CARD:
+            shutil.copy(file, target / file.name)
     mine = [row for row in rows if beside is not None and row.heads == beside.name]
     check_cells(mine)
-    body = prose or describe(config, sum(p.numel() for p in heads.parameters()), training)
-    card = make_card(config, repo, body, mine, {**given, **({"license": license} if license else {})}, training)
+    try:
+        body = prose or describe(config, sum(p.numel() for p in heads.parameters()), training)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{source}: {TRAINING} is no training's configuration: {type(error).__name__} {error}"
+        ) from error
+    try:
+        card = make_card(config, repo, body, mine, {**given, **({"license": license} if license else {})}, training)
+    except Exception as error:  # the client's checks of metadata raise errors of many kinds
+        raise ValueError(f"{source}: {CARD} has metadata that the Hub does not know: {first_line(error)}") from error
     (target / CARD).write_text(card, encoding="utf-8")
     return sorted(file.name for file in target.iterdir())
 
@@ -97,14 +119,14 @@ def make_card(
     repo: str,
     prose: str,
     rows: Sequence[Row],
-    given: dict[str, Any] | None = None,
-    training: dict[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
+    training: Any = None,
 ) -> str:
     """The whole card; metadata that its author wrote by hand (``given``) comes first, results come from ``rows``."""
     from huggingface_hub import EvalResult, ModelCardData
 
     given = {k: v for k, v in (given or {}).items() if k != "model-index"}
-    sources = (training or {}).get("data", {}).get("sources", [])
+    sources = training["data"]["sources"] if training else []
     facts: dict[str, Any] = {
         "license": "apache-2.0",
         "library_name": "locret_kit",
@@ -158,7 +180,7 @@ print(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
 """
 
 
-def describe(config: HeadsConfig, parameters: int, training: dict[str, Any] | None) -> str:
+def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
     """A card's prose for heads that come with none: their shape, and how they were trained where that is known."""
     width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     unit = {"logit": "attention logit", "log_prob": "log-probability"}[config.target]
@@ -189,15 +211,46 @@ def describe(config: HeadsConfig, parameters: int, training: dict[str, Any] | No
     return "\n".join(lines)
 
 
-def read_results(file: Path) -> Iterable[Row]:
-    """The evaluation rows with a score of a JSONL file; other objects and a half last line are left aside."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[Row]]:
+    """The content of a JSONL file without local paths, and its evaluation rows that have a score.
+
+    Objects that are no rows stay as they are; a half last line goes.
+
+    Args:
+        recorded: the backbone as the heads name it. published: its name on the Hub, which rows get.
+
+    Raises:
+        ValueError: another line that is no JSON, or a score that is no number; names file and line.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in an answer
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error.reason}") from error
+    kept, rows = [], []
+    for number, line in enumerate(lines, 1):
+        where = f"{file}, line {number}"
         try:
-            row = Row.from_dict(json.loads(line))
-        except (ValueError, TypeError):
+            value = parse_json(line, where) if line.strip() else None
+        except ValueError:
+            if number == len(lines):
+                break
+            raise
+        if value is None:
             continue
-        if row.score is not None:
-            yield row
+        try:
+            row = Row.from_dict(value) if isinstance(value, dict) else None
+        except (ValueError, TypeError):
+            row = None
+        if isinstance(value, dict) and row is not None:
+            value |= {name: public(value[name]) for name in ("model", "adapter", "error") if name in value}
+            if Path(str(row.model)).name == Path(recorded).name:
+                value["model"] = published
+            line = json.dumps(value, ensure_ascii=False)
+            if row.score is not None and not (isinstance(row.score, int | float) and math.isfinite(row.score)):
+                raise ValueError(f"{where}: score={row.score!r} must be a number")
+            rows += [row] if row.score is not None else []
+        kept.append(line + "\n")
+    return "".join(kept).encode("utf-8", "backslashreplace"), rows  # half a surrogate pair as JSON's own escape
 
 
 def own_cells(rows: Sequence[Row]) -> list[Cell]:
@@ -208,17 +261,32 @@ def own_cells(rows: Sequence[Row]) -> list[Cell]:
 def results_table(cells: Sequence[Cell]) -> str:
     """The same as a Markdown table."""
     lines = ["| task | haystack | tokens | budget | metric | mean ± standard error |", "|---|---|---|---|---|---|"]
-    lines += [f"| {c.task} | {c.haystack} | {c.length} | {c.budget} | {c.metric} | {show(c)} |" for c in cells]
+    lines += [
+        f"| {' | '.join(map(_escaped, (c.task, c.haystack, c.length, c.budget, c.metric)))} | {show(c)} |"
+        for c in cells
+    ]
     return "\n".join(lines)
 
 
-def split_card(text: str) -> tuple[dict[str, Any], str]:
-    """``(metadata, prose)`` of a card; no metadata where it has none."""
+def _escaped(value: object) -> str:
+    """A table's cell that shows the value's own characters."""
+    return html.escape(str(value), quote=False).replace("|", "\\|")
+
+
+def read_card(file: Path) -> tuple[dict[str, Any], str]:
+    """``(metadata, prose)`` of a card; nothing where there is no file.
+
+    Raises:
+        ValueError: metadata that cannot be read; names the file.
+    """
     from huggingface_hub import ModelCard
 
-    if not text:
+    if not file.is_file():
         return {}, ""
-    card = ModelCard(text, ignore_metadata_errors=True)
+    try:
+        card = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    except Exception as error:  # YAML's and the client's own
+        raise ValueError(f"{file}: its metadata cannot be read: {first_line(error)}") from error
     return {k: v for k, v in card.data.to_dict().items() if v is not None}, card.text
 
 
@@ -230,27 +298,23 @@ def _beside(source: Path | None) -> Path | None:
     return folder.resolve() if folder.is_dir() else None
 
 
-def _training_of(folder: Path | None) -> dict[str, Any] | None:
-    """The run's configuration, with local paths cut to their last part."""
-    if folder is None or not (folder / TRAINING).is_file():
-        return None
-    return _without_paths(json.loads((folder / TRAINING).read_text()))
-
-
-def _without_paths(value: Any) -> Any:
+def public(value: Any) -> Any:
+    """A configuration's value with every local path in its texts cut to its last part, and so where ``out`` lies."""
     if isinstance(value, dict):
-        return {k: _without_paths(v) for k, v in value.items()}
+        return {k: Path(v).name if k == "out" and isinstance(v, str) else public(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_without_paths(v) for v in value]
-    if isinstance(value, str) and (value.startswith(("/", "~", ".")) or "\\" in value):
-        return Path(value.replace("\\", "/")).name
-    return value
+        return [public(v) for v in value]
+    return re.sub(r"[^\s()=,:'\"\[\]]+", _public_word, value) if isinstance(value, str) else value
 
 
-def _hub_name(field: str, given: str | None, recorded: str) -> str:
+def _public_word(found: re.Match[str]) -> str:
+    word = found[0].replace("\\", "/")
+    on_hub = REPO.match(word) and not _FILE.search(word) and not word.startswith(("checkpoints/", "data/", "runs/"))
+    return found[0] if "/" not in word or (on_hub and not Path(resolve_model(word)).exists()) else Path(word).name
+
+
+def _hub_name(field: str, given: object, recorded: str) -> str:
     """The Hub id that others load: as given, or as recorded, or as the recorded folder's ``backbone.json`` says."""
-    from .backbones.load import resolve_model
-
     if given:
         if not isinstance(given, str) or not REPO.match(given):
             raise ValueError(f"{field}={given!r}, which others are to load, must be user/name")

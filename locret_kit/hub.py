@@ -6,16 +6,19 @@ This module knows nothing of heads.
 
 from __future__ import annotations
 
-import json
 import re
+import time
 from collections.abc import Callable
-from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 
+from .files import read_json
 from .naming import first_line
 
-REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 """``user/name``, as the Hub writes it."""
+ATTEMPTS = 3
+"""Times that a commit is sent where the Hub is busy or the connection is lost."""
 
 
 def pull(
@@ -37,25 +40,33 @@ def pull(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    get = partial(snapshot_download, repo, revision=revision, token=token, cache_dir=cache_dir)
+    def get(wanted: list[str], local: bool) -> Path:
+        folder = snapshot_download(
+            repo, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=wanted, local_files_only=local
+        )
+        return Path(folder)
+
+    wanted = None
     try:
-        try:
-            if local_files_only:
-                raise OfflineModeIsEnabled("local_files_only")
-            wanted = choose(_names(repo, revision, token))
-            folder = Path(get(allow_patterns=wanted))
-        except (HfHubHTTPError, ValueError):
-            raise
-        except Exception as error:  # no answer: the transport's own errors, or offline mode
-            try:  # no pattern: the folder as it is, whatever was fetched of it
-                folder = Path(get(local_files_only=True, allow_patterns=[]))
-            except OSError:
-                raise error from None
-            wanted = choose([str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()])
-    except ValueError:
-        raise
+        if local_files_only:
+            raise OfflineModeIsEnabled("local_files_only")
+        names = _state(repo, revision, token)[1]
+        wanted = choose(names)
+        folder = get(wanted, local=False)
     except Exception as error:
-        raise FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {explain(error, repo)}") from error
+        if wanted is None and isinstance(error, ValueError) and not isinstance(error, JSONDecodeError | HfHubHTTPError):
+            raise  # choose's own words
+        reason = FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {explain(error, repo)}")
+        if isinstance(error, HfHubHTTPError | ValueError):
+            raise reason from error
+        try:  # no answer: the transport's own errors, or offline mode. What is in the cache may be a part of the files.
+            folder = get([], local=True)
+            cached = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+            wanted = wanted or choose(cached)
+        except (OSError, ValueError):
+            raise reason from error
+        if not set(wanted) <= set(cached):
+            raise reason from error
     return [folder / name for name in wanted]
 
 
@@ -65,51 +76,90 @@ def push(
     """Upload every file of ``folder`` as one commit, and return its address: other readers see all of it or nothing.
 
     A repository that is missing is made. One that has files is written to only if it is ours: ``marker`` names a JSON
-    file and the value its ``format`` must have.
+    file and the value its ``format`` must have. Where the Hub is busy or the connection is lost, the commit is sent again
+    unless the repository has it already.
 
     Raises:
-        OSError: one line that says why nothing was published.
+        OSError: one line that says why, and whether something was published.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
     if token is None and get_token() is None:
         raise OSError(f"repo={repo!r}: no Hub token: set HF_TOKEN or run `hf auth login`")
-    api = HfApi(token=token)
-    operations = [
-        CommitOperationAdd(str(file.relative_to(folder)), file) for file in sorted(folder.rglob("*")) if file.is_file()
-    ]
+    api, said, operations = (
+        HfApi(token=token),
+        "nothing was published",
+        [
+            CommitOperationAdd(str(file.relative_to(folder)), file)
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        ],
+    )
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        _check_ours(repo, *marker, token)
-        return str(api.create_commit(repo, operations, commit_message=message).commit_url)
+        before, names = _state(repo, None, token)
+        if not names:
+            said += f", but the repository {repo} is there, and empty"
+        _check_ours(repo, names, *marker, token)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return str(api.create_commit(repo, operations, commit_message=message).commit_url)
+            except Exception as error:
+                if not _passing(error):
+                    raise
+                lost, said = said, f"it is not known whether the files are in {repo} now"
+                time.sleep(2.0 ** (attempt - 1))
+                now, _ = _state(repo, None, token)
+                if now != before:  # it arrived, and its answer was lost
+                    return f"{api.endpoint}/{repo}/commit/{now}"
+                said = lost
+                if attempt == ATTEMPTS:
+                    raise
     except Exception as error:
-        raise OSError(f"repo={repo!r}: nothing was published: {explain(error, repo)}") from error
+        raise OSError(f"repo={repo!r}: {said}: {explain(error, repo, 'write to')}") from error
+    raise AssertionError("the loop returns or raises")
 
 
-def _names(repo: str, revision: str | None = None, token: str | bool | None = None) -> list[str]:
+def _passing(error: Exception) -> bool:
+    """Whether the same call may succeed later: the Hub is busy, or the connection was lost."""
+    error = _cause(error)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status == 429 or status >= 500
+    return not isinstance(error, ValueError) and not getattr(error, "errno", None)
+
+
+def _cause(error: Exception) -> Exception:
+    """The error below the client's wrapper of an upload."""
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        return error.__cause__
+    return error
+
+
+def _state(repo: str, revision: str | None, token: str | bool | None) -> tuple[str | None, list[str]]:
+    """A repository's commit, and the names of its files."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repo, revision=revision, timeout=10, token=token)
-    return [file.rfilename for file in info.siblings or ()]
+    return info.sha, [file.rfilename for file in info.siblings or ()]
 
 
-def _check_ours(repo: str, name: str, wanted: str, token: str | None) -> None:
+def _check_ours(repo: str, names: list[str], name: str, wanted: str, token: str | None) -> None:
     from huggingface_hub import hf_hub_download
 
-    names = [n for n in _names(repo, token=token) if n not in (".gitattributes", "README.md")]
+    names = [n for n in names if n not in (".gitattributes", "README.md")]
     if not names:
         return
-    found = json.loads(Path(hf_hub_download(repo, name, token=token)).read_text()) if name in names else {}
-    if found.get("format") != wanted:
+    found = read_json(Path(hf_hub_download(repo, name, token=token))) if name in names else None
+    if not isinstance(found, dict) or found.get("format") != wanted:
         raise ValueError(f"it exists and holds something else ({', '.join(names[:3])}); give another name")
 
 
-def explain(error: Exception, repo: str) -> str:
-    """What a failed call means for the user, in one line."""
+def explain(error: Exception, repo: str, doing: str = "read") -> str:
+    """One line for the user from a failed call that was ``doing`` something with a repository."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # the client's wrapper of an upload
-        error = error.__cause__
+    error = _cause(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "offline mode is on (HF_HUB_OFFLINE or local_files_only), and it is not in the cache"
@@ -119,10 +169,13 @@ def explain(error: Exception, repo: str) -> str:
         return f"{repo} has no such revision"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"there is no {repo}, or it is private and the token (HF_TOKEN) does not open it"
+    if isinstance(error, JSONDecodeError):
+        return f"{constants.ENDPOINT} answered with something else than JSON"
     if status == 401:
         return "the token is not valid: set HF_TOKEN or run `hf auth login`"
     if status == 403:
-        return f"the token may not write to {repo}: it belongs to someone else, or the token is read-only"
+        owner = "" if doing == "read" else ": it belongs to someone else, or the token is read-only"
+        return f"the token may not {doing} {repo}{owner}"
     said = first_line(error)
     if status is not None or isinstance(error, ValueError):
         return said

@@ -17,9 +17,9 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import HeadsConfig, RetainingHeads
 from locret_kit.backbones.families import BackboneSpec
-from locret_kit.card import make_card, own_cells, read_results, split_card, write_release
-from locret_kit.checkpoint import save_heads, state_of
+from locret_kit.card import make_card, own_cells, public_rows, read_card, write_release
 from locret_kit.evals.engine.rows import Row
+from locret_kit.heads import state_of
 
 SPEC = BackboneSpec("llama", 3, 4, 2, 8, "silu", (None,) * 3)
 INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
@@ -42,8 +42,8 @@ def make(config: HeadsConfig = CONFIG, seed: int = 0) -> RetainingHeads:
 
 
 def save(folder: Path, config: HeadsConfig = CONFIG) -> Path:
-    save_heads(make(config), folder, torch.bfloat16)
-    save_heads(make(config), folder.with_suffix(".pt"), torch.bfloat16)
+    make(config).save_pretrained(folder, torch.bfloat16)
+    make(config).save_pretrained(folder.with_suffix(".pt"), torch.bfloat16)
     (folder / "curves.csv").write_text("step,loss\n1,2.0\n")
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"half')
     training = {
@@ -105,13 +105,13 @@ def test_a_hand_written_card_keeps_its_words_and_gets_what_it_lacks(tmp_path):
         "---\nlicense: mit\ntags: [mine]\nbase_model: lab/other\nlanguage: en\n---\n# My heads\n\nAs I say.\n"
     )
     write_release(make(), "me/heads", tmp_path / "r", source)
-    given, prose = split_card((tmp_path / "r" / "README.md").read_text())
+    given, prose = read_card(tmp_path / "r" / "README.md")
     assert (given["license"], given["tags"], given["language"]) == ("mit", ["mine"], "en")
     assert given["base_model"] == "lab/other" == RetainingHeads.from_pretrained(str(tmp_path / "r")).config.backbone
     assert prose.strip().startswith("# My heads\n\nAs I say.")
     assert 'RetainingHeads.from_pretrained("me/heads")' in prose
     write_release(make(), "me/heads", tmp_path / "r2", source, license="apache-2.0", base_model="lab/tiny")
-    given, _ = split_card((tmp_path / "r2" / "README.md").read_text())
+    given, _ = read_card(tmp_path / "r2" / "README.md")
     assert (given["license"], given["base_model"]) == ("apache-2.0", "lab/tiny")
 
 
@@ -162,9 +162,79 @@ def test_results_are_means_of_what_was_scored(tmp_path):
     rows = [{**ROWS[0], "task": "t", "sample": i, "score": score} for i, score in enumerate((None, 1, 0.5))]
     lines = [*map(json.dumps, rows), "[1]", "", '{"task": "t", "score": 1}', '{"ta']
     file.write_text("\n".join(lines))
-    assert [(cell.task, cell.mean, cell.stderr, cell.n) for cell in own_cells(list(read_results(file)))] == [
+    assert [(cell.task, cell.mean, cell.stderr, cell.n) for cell in own_cells(public_rows(file, "a/b", "a/b")[1])] == [
         ("t", 0.75, 0.25, 2)
     ]
+
+
+ODD = "one\u2028two\u0085three"
+
+
+def test_rows_whose_text_holds_line_separators_count(tmp_path):
+    """`str.splitlines` would cut them in pieces, which are no JSON."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{**ROWS[0], "sample": i, "score": score, "output": ODD} for i, score in enumerate((1, 1, 0, 0))]
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    content, found = public_rows(file, "a/b", "a/b")
+    assert [(cell.mean, cell.n) for cell in own_cells(found)] == [(0.5, 4)]
+    assert content.decode().count(ODD) == 4
+
+
+def test_a_broken_line_that_is_not_the_last_is_an_error(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROWS[0]) + '\n{"ta\n' + json.dumps(ROWS[1]) + "\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2 is not JSON"):
+        public_rows(file, "a/b", "a/b")
+
+
+def test_no_local_path_is_published(tmp_path):
+    source = save(tmp_path / "heads")
+    training = json.loads((source / "training.json").read_text())
+    training["data"]["sources"] += ["priv/acme/d.jsonl", "acme/e.jsonl"]
+    training |= {"out": "acme/run", "pool": {"policy": "h2o merge=lococo(/home/acme/pool)"}}
+    (source / "training.json").write_text(json.dumps(training))
+    row = {
+        **ROWS[0],
+        "model": "/home/acme/tiny",
+        "adapter": "/home/acme/lora",
+        "error": "OSError: '/home/acme/x' is gone",
+    }
+    (source / "results.jsonl").write_text(json.dumps(row) + "\n")
+    write_release(
+        make(replace(CONFIG, backbone="/home/acme/tiny")), "me/heads", tmp_path / "r", source, base_model="lab/tiny"
+    )
+    for file in (tmp_path / "r").iterdir():
+        assert b"acme" not in file.read_bytes(), file.name
+    published = json.loads((tmp_path / "r" / "results.jsonl").read_text())
+    assert (published["model"], published["adapter"]) == ("lab/tiny", "lora")
+    assert "from synthetic, Some/Set, x.jsonl, d.jsonl, e.jsonl;" in (tmp_path / "r" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("README.md", b"---\ntags: [a\n---\ntext"),
+        ("README.md", b"---\ntags: !!python/object/apply:os.system [ls]\n---\ntext"),
+        ("README.md", b"---\ntags: 3\n---\ntext"),
+        ("README.md", b"\xff\xfe"),
+        ("training.json", b'{"optim": {}}'),
+        ("training.json", b"[1]"),
+        ("training.json", b"[" * 200_000),
+        ("results.jsonl", json.dumps({**ROWS[0], "score": "high"}).encode() + b"\n"),
+        ("results.jsonl", b"\xff\xfe\n"),
+    ],
+)
+def test_a_damaged_file_beside_the_heads_is_named_in_one_line(tmp_path, name, content):
+    source = save(tmp_path / "heads")
+    (source / name).write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        write_release(make(), "me/heads", tmp_path / "r", source)
+    assert name in str(caught.value) and str(source) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_cards_table_shows_signs_as_they_are(tmp_path):
+    rows = [Row.from_dict({**ROWS[0], "haystack": "<script>a|b"})]
+    assert "| &lt;script&gt;a\\|b |" in make_card(CONFIG, "me/heads", "# Heads", rows)
 
 
 # ---- the real client against a local server -----------------------------------------------------------------------
@@ -285,7 +355,7 @@ def test_every_refusal_is_one_clear_line(tmp_path):
             "theirs": "the token may not write to you/heads: it belongs to someone else",
             "not_mine": "the token may not write to you/new",
             "other": "it exists and holds something else (config.json, tokenizer.json); give another name",
-            "lost": f"nothing was published: {hub.url} cannot be reached",
+            "lost": f"nothing was published, but the repository me/lost is there, and empty: {hub.url} cannot be reached",
             "bad_name": "repo='me' must be user/name",
             "no_file": "no such file or folder",
             "empty": "message='' must not be empty",

@@ -47,11 +47,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"would go to {args.repo} ({'private' if args.private else 'public'} if it is new), as one commit:")
         for name in names:
             print(f"{(folder / name).stat().st_size:>12,}  {name}")
+        print(f"Beside the card, all of it is as {source} has it, but for local paths in JSON files.")
         print(f"\n{CARD}:\n\n{(folder / CARD).read_text(encoding='utf-8')}", end="")
     return 0
 
 
-@command("locret-publish", stopped="stopped; nothing was published")
+@command("locret-publish", stopped="stopped; whether the files have arrived, the repository says")
 def main(argv: list[str] | None = None) -> int:
     """Publish, or with ``--dry-run`` show what would be."""
     return run(parser().parse_args(argv))
