@@ -1,38 +1,48 @@
 """Settings of a bounded run: every choice beside the backbone, the heads and the policy. No torch.
 
 This is the only list of their names: the cache, the schedule, plans, reports, evaluation rows and all commands take a
-``RunSettings`` or flatten one.
+``RunSettings``, extend one or flatten one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Interval, Predicate
 
 from .validation import Says, check, made
 
 BUDGET, CHUNK = 1024, 512
 """Slots and tokens where neither the user nor the heads say."""
+INT32_MAX = 2**31 - 1
+PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
+"""Settings that heads are published with."""
 
 Slots = Annotated[int, Ge(1)]
 Share = Annotated[float, Interval(gt=0, le=1)]
+Budget = Annotated[
+    Slots | Share, Says("at least 1 slot, or with a point a share of the prompt, above 0 and at most 1.0")
+]
 
 
-@dataclass(frozen=True)
+def is_positions(text: str) -> bool:
+    """Whether a position scheme is known. Raises ValueError with those that are."""
+    from .cache.geometry.positions import Positions
+
+    return bool(Positions.parse(text, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run is given. None leaves a setting to what the heads were published with, then to the default.
+    """How the cache works. None leaves a setting to what the heads were published with, then to the default.
 
     Raises:
         ValueError: a wrong type or a value out of bounds; names the setting, its value and the bound.
     """
 
-    budget: Annotated[
-        Slots | Share | None,
-        Says("slots (an integer, at least 1), or a share of the prompt (with a point, above 0 and at most 1)"),
-    ] = None
+    budget: Budget | None = None
     """Slots that a key/value head keeps in one layer, everything counted: an integer; or with a point, such as 0.1, a
     share of the prompt. Default: the heads', or 1024."""
     chunk: Annotated[int, Ge(1)] | None = None
@@ -42,7 +52,7 @@ class RunSettings:
     eighth of it."""
     local_len: Annotated[int, Ge(0)] | None = None
     """Last prompt tokens that are never evicted before decoding. Default: the heads', or 64; less for small budgets."""
-    positions: str | None = None
+    positions: Annotated[str, Predicate(is_positions)] | None = None
     """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between). Default:
     the heads', or compact where the architecture allows it."""
     kv_bits: Literal[4, 2] | None = None
@@ -60,25 +70,21 @@ class RunSettings:
         check(self)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> RunSettings:
+    def of(cls, given: Mapping[str, object]) -> RunSettings:
         """Settings from names and values.
 
         Raises:
             ValueError: as the class; an unknown name, with the nearest one.
         """
-        return made(cls, dict(given))
-
-    def given(self) -> dict[str, Any]:
-        """The settings that are not at their defaults."""
-        return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+        return made(RunSettings, given)
 
     @property
-    def share(self) -> float | None:
-        """The budget as a share of the prompt, where it was given so."""
-        return self.budget if isinstance(self.budget, float) else None
+    def run(self) -> RunSettings:
+        """These settings alone, where a class extends them."""
+        return RunSettings(**{item.name: getattr(self, item.name) for item in fields(RunSettings)})
 
-    def resolved(self, published: Mapping[str, Any], prompt_length: int | None) -> RunSettings:
-        """Settings whose budget, chunk, stabilizers and local_len are integers.
+    def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:
+        """Settings of one prompt.
 
         Published stabilizers keep their share of the budget; the published tail gets shorter with it, never longer. The
         one-shot form has the prompt as its one chunk and holds nothing back.
@@ -90,25 +96,38 @@ class RunSettings:
         Raises:
             ValueError: a share of the prompt, or one_shot, without ``prompt_length``.
         """
-        if prompt_length is None and self.share is not None:
-            raise ValueError(f"budget={self.budget} is a share of the prompt: pass prompt_length=")
+        theirs = RunSettings.of({name: published.get(name) for name in PUBLISHED})
+        asked = self.budget or theirs.budget or BUDGET
+        if prompt_length is None and isinstance(asked, float):
+            raise ValueError(f"budget={asked} is a share of the prompt: pass prompt_length=")
         if prompt_length is None and self.one_shot:
             raise ValueError("one_shot=True needs prompt_length: the prompt is its one chunk")
-        asked = self.budget if self.budget is not None else published.get("budget") or BUDGET
         budget = max(1, int(asked * (prompt_length or 0))) if isinstance(asked, float) else asked
-        factor = budget / published["budget"] if published.get("budget") else 1.0
-
-        def scaled(name: str, scale: float, default: int) -> int:
-            value = getattr(self, name)
-            if value is None and published.get(name) is not None:
-                value = int(published[name] * scale)
-            return default if value is None else value
-
-        return replace(
-            self,
-            budget=budget,
-            chunk=prompt_length if self.one_shot else self.chunk or published.get("chunk") or CHUNK,
-            stabilizers=0 if self.one_shot else scaled("stabilizers", factor, budget // 8),
-            local_len=0 if self.one_shot else scaled("local_len", min(1.0, factor), min(64, budget // 4)),
-            positions=self.positions or published.get("positions"),
+        factor = budget / theirs.budget if theirs.budget else 1.0
+        chunk = self.chunk or theirs.chunk or CHUNK
+        stabilizers, local_len = self.stabilizers, self.local_len
+        if stabilizers is None:
+            stabilizers = budget // 8 if theirs.stabilizers is None else int(theirs.stabilizers * factor)
+        if local_len is None:
+            local_len = min(64, budget // 4) if theirs.local_len is None else int(theirs.local_len * min(1.0, factor))
+        if self.one_shot:
+            chunk, stabilizers, local_len = prompt_length or 1, 0, 0
+        return Resolved(
+            **vars(self.run)
+            | {"budget": budget, "chunk": chunk, "stabilizers": stabilizers, "local_len": local_len}
+            | {"positions": self.positions or theirs.positions}
+            | {"share": asked if isinstance(asked, float) else getattr(self, "share", None)}
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(RunSettings):
+    """Settings of one prompt: nothing that counts slots or tokens is left open."""
+
+    budget: Slots = BUDGET
+    """Slots of a key/value head in one layer."""
+    chunk: Annotated[int, Ge(1)] = CHUNK
+    stabilizers: Annotated[int, Ge(0)] = 0
+    local_len: Annotated[int, Ge(0)] = 0
+    share: Share | None = None
+    """The budget as a share of the prompt, where it was given so."""

@@ -1,76 +1,103 @@
 """Types and bounds of settings, written once as annotations: ``chunk: Annotated[int, Ge(1)]``. No torch.
 
-pydantic checks and converts; it is imported with the first check, so that reading a schema (``--help``) stays fast.
+pydantic checks; it is imported with the first check, so that reading a schema (``--help``) stays fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin
+from typing import get_type_hints as hints_of
 
 from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 
 from .naming import nearest
 
+if TYPE_CHECKING:
+    from dataclasses import Field
+
+    from pydantic import TypeAdapter
+
 _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_BEYOND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "too_short")
 
 
+class Schema(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
+
+S = TypeVar("S", bound=Schema)
+
+
+@dataclass(frozen=True)
 class Says:
     """Metadata of an annotation: the words for what it allows, in place of those made from its type and bounds."""
 
-    def __init__(self, words: str) -> None:
-        self.words = words
+    words: str
 
 
 @cache
-def annotations_of(schema: type) -> dict[str, Any]:
+def annotations_of(schema: type[Schema]) -> dict[str, object]:
     """``{field: annotation}`` of a dataclass, bounds included."""
-    hints = get_type_hints(schema, include_extras=True)
+    hints = hints_of(schema, include_extras=True)
     return {item.name: hints[item.name] for item in fields(schema)}
 
 
-def checked(name: str, annotation: Any, value: Any) -> Any:
-    """The value, converted from text where that is unambiguous.
+def checked(name: str, annotation: object, value: object) -> object:
+    """The value; an integer as a float where the annotation asks for one.
 
     Raises:
         ValueError: wrong type or out of bounds; says name, value and what is allowed, and suggests the nearest choice.
     """
     from pydantic import ValidationError
 
-    if isinstance(value, bool) and bool not in _flat(annotation):  # pydantic would take true for the number 1
-        raise ValueError(f"{name}={value} must be {allowed(annotation)}")
     try:
         return _adapter(annotation).validate_python(value)
-    except ValidationError as error:
-        reason = error.errors()[0]
-        if reason["type"] == "value_error":  # a validator's own words
-            raise ValueError(str(reason["ctx"]["error"])) from None
-        near = nearest(str(value), [str(one) for one in choices(annotation)])
-        raise ValueError(f"{name}={value} must be {allowed(annotation)}.{near}".removesuffix(".")) from None
+    except ValueError as error:  # another one than pydantic's at an integer of more digits than Python converts
+        reasons = error.errors() if isinstance(error, ValidationError) else []
+    if reasons and reasons[-1]["type"] == "value_error":  # a validator's own words
+        raise ValueError(str(reasons[-1]["ctx"]["error"]))
+    near = nearest(str(value), map(str, choices(annotation))) if isinstance(value, str) else ""
+    beyond = any(reason["type"] in _BEYOND for reason in reasons)
+    raise ValueError(
+        f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}" + (near and f".{near}")
+    )
+
+
+def shown(value: object) -> str:
+    """A value as a message names it: in one line, and not longer than that."""
+    try:
+        text = " ".join(str(value).split())
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = "(an integer of thousands of digits)"
+    return text if len(text) <= 100 else f"{text[:60]}..."
 
 
 @cache
-def _adapter(annotation: Any) -> Any:
+def _adapter(annotation: object) -> TypeAdapter[object]:
     from pydantic import ConfigDict, TypeAdapter
 
-    return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
+    made: type[object] = annotation  # type: ignore[assignment]
+    return TypeAdapter(made, config=ConfigDict(allow_inf_nan=False, strict=True))
 
 
-def check(settings: Any) -> None:
-    """Check and convert every field of a frozen dataclass, for its ``__post_init__``.
+def check(settings: Schema) -> None:
+    """Check every field of a frozen dataclass, for its ``__post_init__``.
 
     Raises:
         ValueError: as ``checked``.
     """
-    for name, annotation in annotations_of(settings.__class__).items():
+    for name, annotation in annotations_of(type(settings)).items():
         object.__setattr__(settings, name, checked(name, annotation, getattr(settings, name)))
 
 
-def made(schema: type, given: dict[str, Any], what: str = "setting") -> Any:
+def made(schema: type[S], given: Mapping[str, object], what: str = "setting") -> S:
     """An instance of a dataclass from ``given`` values.
 
     Raises:
@@ -86,60 +113,49 @@ def made(schema: type, given: dict[str, Any], what: str = "setting") -> Any:
     return schema(**given)
 
 
-def allowed(annotation: Any) -> str:
-    """Words for the values that an annotation allows: ``an integer, at least 1``."""
-    args, bounds = _flat(annotation), []
-    for item in _metadata(annotation):
+def allowed(annotation: object, *, bounds_alone: bool = False) -> str:
+    """Words for the values that an annotation allows: ``an integer, at least 1``; or without the type: ``at least 1``."""
+    metadata, bounds = list(_metadata(annotation)), []
+    for item in metadata:
         if isinstance(item, Says):
             return item.words
         if isinstance(item, MinLen):
-            bounds.append(f"of at least {item.min_length}")
-        for name, words in _BOUNDS.items():
-            limit = getattr(item, name, None) if isinstance(item, Ge | Gt | Le | Lt | Interval) else None
-            if limit is not None:
-                bounds.append(f"{words} {limit}")
+            bounds.append("not empty")
+        if isinstance(item, Ge | Gt | Le | Lt | Interval):
+            limits = {name: getattr(item, name, None) for name in _BOUNDS}
+            bounds += [f"{_BOUNDS[name]} {limit}" for name, limit in limits.items() if limit is not None]
     names = choices(annotation)
-    if names:
-        kinds = ["one of: " + ", ".join(map(str, names))]
-    else:
-        kinds = [_kind(kind) for kind in args if kind is not type(None)]
-    if bounds and kinds == ["an integer"]:
-        kinds = []  # "must be at least 1" says it all
-    return " or ".join(kinds) + (", " if kinds and bounds else "") + " and ".join(bounds)
+    kinds = [] if names else [_kind(kind) for kind in parts(annotation) if kind is not type(None)]
+    words = ["one of: " + ", ".join(map(str, names))] if names else [" or ".join(kinds)]
+    if bounds_alone and bounds:
+        words = []
+    return ", ".join([*words, *([" and ".join(bounds)] if bounds else [])])
 
 
-def _kind(kind: Any) -> str:
-    if get_origin(kind) in (list, tuple):
-        inner = {int: "integers", float: "numbers"}.get(_flat(get_args(kind)[0])[0], "names")
-        return f"a list of {inner}, such as [{'1,2' if inner != 'names' else 'a,b'}]"
-    return _WORDS.get(kind, str(kind))
+def _kind(kind: object) -> str:
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return f"a list of {'names, such as [a,b]' if str in parts(item) else 'numbers, such as [1,2]'}"
+    return _WORDS.get(kind, str(kind)) if isinstance(kind, type) else str(kind)
 
 
-def choices(annotation: Any) -> list[Any]:
+def choices(annotation: object) -> list[object]:
     """The values of a ``Literal`` within an annotation."""
-    return [value for kind in _parts(annotation) if get_origin(kind) is Literal for value in get_args(kind)]
+    return [value for kind in parts(annotation) if get_origin(kind) is Literal for value in get_args(kind)]
 
 
-def _flat(annotation: Any) -> list[Any]:
-    """The types of an annotation without metadata; those of its choices' values where it has choices."""
-    return [
-        kind
-        for part in _parts(annotation)
-        for kind in ({type(value) for value in get_args(part)} if get_origin(part) is Literal else {part})
-    ]
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
+def parts(annotation: object) -> Iterator[object]:
+    """The alternatives of an annotation, without metadata."""
     if get_origin(annotation) is Annotated:
-        yield from _parts(get_args(annotation)[0])
+        yield from parts(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
         for part in get_args(annotation):
-            yield from _parts(part)
+            yield from parts(part)
     else:
         yield annotation
 
 
-def _metadata(annotation: Any) -> Iterator[Any]:
+def _metadata(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
         yield from _metadata(get_args(annotation)[0])

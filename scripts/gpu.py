@@ -32,6 +32,7 @@ from locret_kit.cli.plan import resolve
 from locret_kit.naming import first_line
 from locret_kit.planning.memory import cap_gpu_memory
 from locret_kit.planning.plan import Setting
+from locret_kit.settings import RunSettings
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -122,13 +123,14 @@ def steps(parts: Sequence[str]) -> list[Step]:
 def subject(name: str, tokens: int, dtype: str) -> tuple[Any, Setting]:
     """Configuration and setting of a model, by its recipe. Raises ValueError for a prompt that does not fill the cache."""
     if name == "tiny":
-        config, setting = AutoConfig.for_model("llama", **TINY), Setting(tokens, 256, 128, dtype, d_hidden=32)
+        run = RunSettings(budget=256, chunk=128)
+        config, setting = AutoConfig.for_model("llama", **TINY), Setting(tokens, run, dtype, d_hidden=32)
     else:
         config, recipe = resolve(name)
-        rest: dict[str, Any] = {key: recipe.get(f"infer.{key}") for key in ("stabilizers", "local_len")}
-        setting = Setting(
-            tokens, recipe["infer.budget"], recipe["infer.chunk"], dtype, recipe["heads.d_hidden"], **rest
+        run = RunSettings.of(
+            {name: recipe.get(f"infer.{name}") for name in ("budget", "chunk", "stabilizers", "local_len")}
         )
+        setting = Setting(tokens, run, dtype, recipe["heads.d_hidden"])
     if tokens < (least := e2e.short(setting)):
         raise ValueError(f"tokens={tokens} must be at least {least} for {name}: {setting}")
     return config, setting

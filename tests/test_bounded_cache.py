@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.cache.geometry.schedule import Schedule, run_settings
+from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.policies.base import Policy, ScorePart, Slots
 from locret_kit.policies.registry import parse_policy
 from locret_kit.policies.scopes import Sinks, Stabilizers
@@ -511,9 +511,3 @@ def test_settings_out_of_range_are_named():
         BoundedCache(8, "locret")
     with pytest.raises(ValueError, match="Did you mean 'streaming'"):
         parse_policy("streamin")
-
-
-def test_settings_published_as_null_are_none():
-    empty = dict.fromkeys(("budget", "chunk", "stabilizers", "local_len", "positions", "policy"))
-    assert run_settings(empty) == run_settings({}) and run_settings({})["budget"] == 1024
-    assert run_settings(empty, budget=64, chunk=7) == run_settings({}, budget=64, chunk=7)

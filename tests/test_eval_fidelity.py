@@ -18,6 +18,7 @@ from locret_kit.evals.engine.fidelity import follow, kept_heads, nll_of, nll_rea
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
 from locret_kit.evals.engine.settings import Engine, Variant
 from locret_kit.runtime.session import Sampling
+from locret_kit.settings import RunSettings
 
 IDS = torch.randint(5, 97, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -135,8 +136,8 @@ def lm():
     model.resize_token_embeddings(400)
     model.generation_config.eos_token_id = None
 
-    def settings_for(variant):
-        return {"budget": variant.budget or 64, "chunk": 32}
+    def settings_for(variant, tokens):
+        return RunSettings(budget=variant.budget or 64, chunk=32).resolved({}, tokens)
 
     def build(policy: str, budget: int) -> LocretLM:
         return LocretLM(Engine(model, tiny_tokenizer(), "tiny", settings_for), Variant(policy, "-", budget))

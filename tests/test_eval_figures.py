@@ -21,6 +21,7 @@ from locret_kit.evals.figures import FIGURES, PAPERS, curves, draw, find_figure,
 from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.registry import parse_policy
+from locret_kit.settings import RunSettings
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "paper_figures"
 sys.path.append(str(EXAMPLES))
@@ -33,7 +34,8 @@ import sweeps  # noqa: E402
 
 SWEEPS = [name for name, kind in papers.FIGURES.items() if kind.function.__module__ == "sweeps"]
 ROW = Row(
-    "R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0, depth=0.25, tokens=4090, new_tokens=8, prefill_s=2.0,
+    task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0,
+        score=1.0, depth=0.25, tokens=4090, new_tokens=8, prefill_s=2.0,
     decode_s=0.5, peak_bytes=2**30, cache_bytes=2**20, device="cpu", dtype="float32",
 )  # fmt: skip
 
@@ -56,8 +58,9 @@ def look() -> study.Study:
     model = tiny_model("llama")
     config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)
 
-    def settings_for(variant):
-        return {"budget": variant.budget or 64, "chunk": 16, "stabilizers": 4, "local_len": 4, "positions": "compact"}
+    def settings_for(variant, tokens):
+        given = RunSettings(budget=variant.budget or 64, chunk=16, stabilizers=4, local_len=4, positions="compact")
+        return given.resolved({}, tokens)
 
     engine = Engine(model, None, "tiny", settings_for, {"h": RetainingHeads(config).requires_grad_(False)})
     task = Task("words", lambda request: Example("", ""), "match", 2)
@@ -304,7 +307,16 @@ def test_a_sweep_is_answered_once(name, look, ids, tmp_path, monkeypatch):
         asked.append(plan)
         plan.out.mkdir(parents=True, exist_ok=True)
         made = [
-            Row("words", "-", 150, v.budget, v.policy, v.heads, 0, score=0.1 * (i % 9))
+            Row(
+                task="words",
+                haystack="-",
+                length=150,
+                budget=v.budget,
+                policy=v.policy,
+                heads=v.heads,
+                sample=0,
+                score=0.1 * (i % 9),
+            )
             for i, v in enumerate(plan.variants)
         ]
         (plan.out / "rows.0.jsonl").write_text("".join(row.to_json() + "\n" for row in made))
@@ -314,7 +326,7 @@ def test_a_sweep_is_answered_once(name, look, ids, tmp_path, monkeypatch):
     figure = papers.FIGURES[name].function(one)
     assert asked and figure.get_suptitle() and len(figure.axes[0].containers) == (2 if name == "scope-size" else 1)
     if name == "stabilizers":
-        assert [plan.engine.settings_for(plan.variants[0])["stabilizers"] for plan in asked] == [0, 8]
+        assert [plan.engine.settings_for(plan.variants[0], 9).stabilizers for plan in asked] == [0, 8]
     with pytest.raises(ValueError, match=r"sweep"):
         papers.FIGURES[name].function(replace(one, sweep=[99.5]))
 

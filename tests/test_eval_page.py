@@ -35,7 +35,8 @@ def run(tmp_path_factory) -> Path:
     TOKENIZER.save_pretrained(out / "backbone")
     ids = TOKENIZER(TEXT).input_ids
     base = Row(
-        "R.PassKey", "pydoc", 4096, 512, "locret", "h", 0, score=1.0, scores={"match": 1.0}, output=EVIL, answer="12345",
+        task="R.PassKey", haystack="pydoc", length=4096, budget=512, policy="locret", heads="h", sample=0,
+        score=1.0, scores={"match": 1.0}, output=EVIL, answer="12345",
         depth=0.5, tokens=len(ids), prefill_s=2.0, prompt_hash="p0", model=str(out / "backbone"), date="2026-11-21",
         versions={"torch": "2"},
     )  # fmt: skip

@@ -14,7 +14,16 @@ from locret_kit.evals.engine.rows import Row, Shard
 from locret_kit.evals.report.paired import differences, to_markdown
 
 ONE = Row(
-    "R.PassKey", "jargon", 2048, 256, "locret", "ours", 0, score=1.0, metric="match", scores={"match": 1.0, "nll": 2.0}
+    task="R.PassKey",
+    haystack="jargon",
+    length=2048,
+    budget=256,
+    policy="locret",
+    heads="ours",
+    sample=0,
+    score=1.0,
+    metric="match",
+    scores={"match": 1.0, "nll": 2.0},
 )
 OURS, THEIRS, FULL = [1.0, 0.5, 0.25, 1.0], [0.5, 0.5, 0.0, 0.25], [1.0, 1.0, 1.0, 0.0]
 

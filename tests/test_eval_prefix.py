@@ -129,7 +129,7 @@ def test_a_shared_beginning_ends_before_the_tail():
 
     schedule = Schedule(48, 32, stabilizers=4, local_len=8, prompt_length=200)
     assert [limit(schedule, n) for n in (5, 40, 41, 72, 73, 200)] == [0, 0, 32, 32, 64, 160]
-    assert limit(Schedule.scaled(48, 32, 200, None, None, one_shot=True), 200) == 0
+    assert limit(Schedule(48, 200, prompt_length=200, one_shot=True), 200) == 0
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------------

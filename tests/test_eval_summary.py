@@ -31,7 +31,7 @@ from locret_kit.evals.report.summary import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = Row("R.PassKey", "jargon", 4096, 512, "locret", "h", 0, score=1.0)
+ROW = Row(task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0)
 
 
 RESULTS = load_script("scripts/results.py")

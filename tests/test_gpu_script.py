@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from planned import setting_of
 from scripts_loaded import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,8 +194,8 @@ def test_work_of_attention():
     """Pairs of a query and a row it sees, one by one, in a model whose budget holds everything and in one that evicts."""
     config = gpu.AutoConfig.for_model("llama", **gpu.TINY)
     for budget, chunk in ((300, 64), (100, 64)):
-        setting = gpu.Setting(300, budget, chunk, "float32", d_hidden=32)
-        none = gpu.Setting(300, budget, chunk, "float32", d_hidden=0)
+        setting = setting_of(300, budget, chunk, "float32", d_hidden=32)
+        none = setting_of(300, budget, chunk, "float32", d_hidden=0)
         pairs = sum(min(t // chunk * chunk, budget) + t % chunk + 1 for t in range(300))
         heads = 2 * 32 * ((2 + 2) * 64 + 1)
         dense = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 192 + 2 * 128) + 128

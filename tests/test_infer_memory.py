@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planned import setting_of
 from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from torch._utils import _get_device_index
@@ -21,7 +22,7 @@ from locret_kit.cli import plan as plan_cli
 from locret_kit.cli.infer import main
 from locret_kit.planning import fit, memory
 from locret_kit.planning.memory import OutOfMemory, allocator_figures, cap_gpu_memory, explain_oom, fit_plan
-from locret_kit.planning.plan import Backbone, Setting, plan_inference
+from locret_kit.planning.plan import Backbone, plan_inference
 from locret_kit.policies.registry import parse_policy
 from locret_kit.runtime.session import generate
 
@@ -99,11 +100,11 @@ def test_the_cap_is_set_on_the_device_and_the_reserve_is_kept_free(card):
 @pytest.mark.parametrize("cap", [15.4, 15.6, 16.5, 17.5])
 def test_the_chunk_is_the_largest_that_fits_up_to_the_one_asked_for(cap):
     config = plan_cli.resolve("llama3.1-8b")[0]
-    setting, room = Setting(131072, 2048, 4096, policy=parse_policy("h2o")), int(cap * GIB)
+    setting, room = setting_of(131072, 2048, 4096, policy=parse_policy("h2o")), int(cap * GIB)
     chosen, plan = fit_plan(config, setting, room, chunk_is_fixed=False)
     assert plan.peak <= room and chosen.chunk <= 4096 and chosen.budget == 2048
     if chosen.chunk < 4096:
-        larger = Setting(131072, 2048, chosen.chunk + fit.STEP, policy=setting.policy)
+        larger = setting_of(131072, 2048, chosen.chunk + fit.STEP, policy=setting.policy)
         assert plan_inference(Backbone.of(config), larger).peak > room
         with pytest.raises(fit.DoesNotFit, match="These fit: "):
             fit_plan(config, setting, room, chunk_is_fixed=True)
@@ -112,12 +113,14 @@ def test_the_chunk_is_the_largest_that_fits_up_to_the_one_asked_for(cap):
 def test_three_kinds_of_setting_are_offered():
     """Smaller chunk, smaller budget, fewer bits: one of each where each helps."""
     one = Backbone.of(plan_cli.resolve("phi3-mini")[0])
-    setting = Setting(131072, 6000, 3072)
+    setting = setting_of(131072, 6000, 3072)
     near = fit.nearest_fitting(one, setting, int(10.5 * GIB))
-    changed = [(s.chunk != 3072, s.budget != 6000, s.kv_bits is not None) for s in near]
+    changed = [(s.chunk != 3072, s.budget != 6000, s.run.kv_bits is not None) for s in near]
     assert changed == [(True, False, False), (False, True, False), (False, False, True)]
-    assert [s.dtype for s in fit.nearest_fitting(one, Setting(131072, 6000, 3072, "float32"), 12 * GIB)] == ["bfloat16"]
-    whole = fit.nearest_fitting(one, Setting(8192, 6000, 3072, one_shot=True), int(11.3 * GIB))
+    assert [s.dtype for s in fit.nearest_fitting(one, setting_of(131072, 6000, 3072, "float32"), 12 * GIB)] == [
+        "bfloat16"
+    ]
+    whole = fit.nearest_fitting(one, setting_of(8192, 6000, 3072, one_shot=True), int(11.3 * GIB))
     assert whole and all(plan_inference(one, s).peak <= 11.3 * GIB for s in whole)
 
 
@@ -199,7 +202,7 @@ def test_a_plan_that_was_too_low_is_lowered_by_what_was_asked():
     """Memory ran out although the plan fits what there was: what is offered needs less than planned by what was asked."""
     model = tiny_model("llama")
     cache = BoundedCache(600, "h2o", chunk=300, prompt_length=2000)
-    peak = plan_inference(Backbone.of(model.config), Setting(2000, 600, 300, "float32", policy=cache.policy)).peak
+    peak = plan_inference(Backbone.of(model.config), setting_of(2000, 600, 300, "float32", policy=cache.policy)).peak
     with pytest.raises(OutOfMemory) as caught, explain_oom(model, cache, 2000):
         raise torch.OutOfMemoryError(small(f"{peak / 2**20 + 1:.2f} MiB"))
     assert "These fit: " in str(caught.value)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_bytes import FusedAttention, LiveBytes
+from planned import setting_of
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,7 +97,7 @@ def test_published_sizes():
     phi = backbone("phi3-mini")
     assert p.full_cache_bytes(phi.spec, 131072) == 48 * GIB == 51_539_607_552
     assert p.full_cache_bytes(backbone("llama3.1-8b").spec, 131072) == 16 * GIB
-    plan = p.plan_inference(phi, p.Setting(131072, 6000, 3072))
+    plan = p.plan_inference(phi, setting_of(131072, 6000, 3072))
     assert 14 <= 48 * GIB / plan.cache < 15
     assert round(plan.heads / 1e6) == 606
 
@@ -104,7 +105,7 @@ def test_published_sizes():
 @pytest.mark.parametrize("name", NAMES)
 def test_heads_are_those_of_the_model(name):
     heads = heads_on_meta(configuration(name), 96, torch.bfloat16)
-    assert p.plan_inference(backbone(name), p.Setting(999, 64, 32, d_hidden=96)).heads == nbytes(heads)
+    assert p.plan_inference(backbone(name), setting_of(999, 64, 32, d_hidden=96)).heads == nbytes(heads)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa", "qwen3", "phi3", "mistral-window", "gemma3"])
@@ -113,7 +114,7 @@ def test_cache_bytes_are_those_of_the_cache(family):
     kept = BoundedCache(40, "streaming", chunk=24, prompt_length=150, stabilizers=8, local_len=8)
     with attach(model):
         prefill(model, range(1, 97), kept)
-    setting = p.Setting(150, 40, 24, dtype="float32")
+    setting = setting_of(150, 40, 24, dtype="float32")
     assert p.cache_bytes(spec_of(model.config), setting) == kept.nbytes
 
 
@@ -141,7 +142,7 @@ def test_cache_and_heads_of_a_whole_prompt_at_once(policy):
     kept = BoundedCache(64, policy, heads, prompt_length=150, one_shot=True)
     with attach(model):
         prefill(model, [1 + i % 90 for i in range(150)], kept)
-    setting = p.Setting(150, 64, 9, "float32", 24, parse_policy(policy), one_shot=True)
+    setting = setting_of(150, 64, 9, "float32", 24, parse_policy(policy), one_shot=True)
     plan = p.plan_inference(p.Backbone.of(model.config), setting)
     assert plan.cache == kept.nbytes
     assert plan.weights == nbytes(model) and plan.heads == (0 if policy == "snapkv" else nbytes(heads))
@@ -160,7 +161,7 @@ def allocated(policy: str, family: str, bits: int | None) -> int:
 
 
 def fit_plan(policy: str, family: str, bits: int | None) -> int:
-    setting = p.Setting(
+    setting = setting_of(
         150, 64, 48, "float32", policy=parse_policy(policy), kv_bits=bits, stabilizers=8, local_len=8
     )  # fmt: skip
     return p.cache_bytes(spec_of(tiny_model(family).config), setting)
@@ -193,7 +194,7 @@ def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
         kept = BoundedCache(budget, "locret", heads, chunk=chunk, prompt_length=context, kv_bits=bits)
         with attach(model):
             prefill(model, range(context), kept)
-    plan = p.plan_inference(p.Backbone.of(config), p.Setting(context, budget, chunk, kv_bits=bits))
+    plan = p.plan_inference(p.Backbone.of(config), setting_of(context, budget, chunk, kv_bits=bits))
     assert plan.weights == nbytes(model) and plan.heads == nbytes(heads) and plan.cache == kept.nbytes
     assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
 
@@ -207,7 +208,7 @@ def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
         kept = BoundedCache(6000, policy, chunk=1024, prompt_length=9000)
         with attach(model):
             prefill(model, range(9000), kept)
-    plan = p.plan_inference(p.Backbone.of(config), p.Setting(9000, 6000, 1024, policy=policy))
+    plan = p.plan_inference(p.Backbone.of(config), setting_of(9000, 6000, 1024, policy=policy))
     assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import changed, setting_of
 
 from locret_kit.cli import plan as cli
 from locret_kit.config.recipes import known_recipes
@@ -39,21 +39,21 @@ SIZES = st.integers(1, 40_000)
 @given(budget=SIZES, chunk=SIZES, more=SIZES, name=st.sampled_from(NAMES))
 def test_more_never_takes_less(budget, chunk, more, name):
     one = backbone(name)
-    setting = p.Setting(131072, budget, chunk, policy=parse_policy("streaming"))
+    setting = setting_of(131072, budget, chunk, policy=parse_policy("streaming"))
     least = p.plan_inference(one, setting).peak
-    assert p.plan_inference(one, replace(setting, budget=budget + more)).peak >= least
-    assert p.plan_inference(one, replace(setting, chunk=chunk + more)).peak >= least
-    assert p.plan_inference(one, replace(setting, policy=H2O)).peak > least
-    assert p.plan_inference(one, replace(setting, dtype="float32")).peak > least
+    assert p.plan_inference(one, changed(setting, budget=budget + more)).peak >= least
+    assert p.plan_inference(one, changed(setting, chunk=chunk + more)).peak >= least
+    assert p.plan_inference(one, changed(setting, policy=H2O)).peak > least
+    assert p.plan_inference(one, changed(setting, dtype="float32")).peak > least
 
 
 @settings(max_examples=25)
 @given(budget=st.integers(64, 60_000), chunk=st.integers(64, 20_000), cap=st.integers(10 * GIB, 24 * GIB))
 def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
-    one, setting = backbone("phi3-mini"), p.Setting(131072, budget, chunk)
+    one, setting = backbone("phi3-mini"), setting_of(131072, budget, chunk)
 
     def fits(**change: int) -> bool:
-        return p.plan_inference(one, replace(setting, **change)).peak <= cap
+        return p.plan_inference(one, changed(setting, **change)).peak <= cap
 
     most = fit.largest_budget(one, setting, cap)
     assert most % fit.STEP == 0 and (not most or fits(budget=most))
@@ -67,7 +67,7 @@ def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
 
 
 def test_a_refused_plan_names_three_that_fit():
-    one, setting = backbone("llama3.1-8b"), p.Setting(131072, 16384, 1024)
+    one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
     cap = 16 * GIB
     with pytest.raises(fit.DoesNotFit) as caught:
         fit.require_fit(one, setting, cap)
@@ -80,12 +80,12 @@ def test_a_refused_plan_names_three_that_fit():
 
 
 def test_a_cap_below_the_weights_asks_for_fewer_bits_of_them():
-    one, setting = backbone("llama3.1-8b"), p.Setting(131072, 16384, 1024)
+    one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
     for cap, bits, alone in ((15, [8, 4], True), (9, [4], True), (7, [4, 4, 4], False)):
         near = fit.nearest_fitting(one, setting, cap * GIB)
         assert [s.weight_bits for s in near] == bits
         assert all(p.plan_inference(one, s).peak <= cap * GIB for s in near)
-        assert alone == (replace(near[0], weight_bits=None) == setting)
+        assert alone == (changed(near[0], weight_bits=None) == setting)
     with pytest.raises(
         fit.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.18 GiB"
     ):
@@ -94,13 +94,13 @@ def test_a_cap_below_the_weights_asks_for_fewer_bits_of_them():
     with pytest.raises(fit.DoesNotFit, match=least):
         fit.require_fit(one, setting, 5 * GIB)
     with pytest.raises(fit.DoesNotFit, match=r"No setting fits: weights and heads alone take 5\.69 GiB$"):
-        fit.require_fit(one, replace(setting, weight_bits=4), 5 * GIB)
+        fit.require_fit(one, changed(setting, weight_bits=4), 5 * GIB)
 
 
 def test_the_promise_of_24_gib():
     """The paper's two settings at 128K, beside one GiB for everything that is not PyTorch's."""
     for name, budget, chunk in (("phi3-mini", 6000, 3072), ("llama3.1-8b", 16384, 1024)):
-        assert fit.require_fit(backbone(name), p.Setting(131072, budget, chunk), 23 * GIB).peak < 18 * GIB
+        assert fit.require_fit(backbone(name), setting_of(131072, budget, chunk), 23 * GIB).peak < 18 * GIB
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_promise_of_24_gib():
         ({"context": 0}, "context=0 must be from 1 to 2147483647 (32-bit positions)"),
         ({"dtype": "int8"}, "dtype='int8' must be one of: bfloat16, float16, float32"),
         ({"d_hidden": -1}, "d_hidden=-1 must be at least 0"),
-        ({"kv_bits": 3}, "kv_bits=3 must be 4 or 2"),
+        ({"kv_bits": 3}, "kv_bits=3 must be one of: 4, 2"),
         ({"weight_bits": 2}, "weight_bits=2 must be 8 or 4"),
         (
             {"kv_bits": 4, "policy": parse_policy("merge-locret")},
@@ -122,7 +122,7 @@ def test_the_promise_of_24_gib():
 )
 def test_settings_out_of_bounds(change, message):
     with pytest.raises(ValueError) as caught:
-        replace(p.Setting(131072, 6000, 3072), **change)
+        changed(setting_of(131072, 6000, 3072), **change)
     assert message in str(caught.value)
 
 

@@ -380,7 +380,7 @@ def test_the_report_counts_bits_and_every_buffer():
     report = Report.of(
         model, cache, prompt_tokens=150, new_tokens=0, prefill_s=1.0, decode_s=0.0, kept_rows=cache.kept_rows
     )
-    assert report.kv_bits == 4 and report.cache_bytes == cache.nbytes
+    assert report.settings.kv_bits == 4 and report.cache_bytes == cache.nbytes
     assert "MiB of buffers (4 bits)" in report.lines()[1]
 
 

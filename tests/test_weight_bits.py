@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import setting_of
 from test_plan import NAMES, backbone, configuration, on_meta
 from test_plan_train import LARGER, measured
 from tiny_models import FAMILIES, tiny_model
@@ -77,7 +78,7 @@ def test_the_bytes_of_a_backbone(family, bits, tmp_path):
     tiny_model(family).save_pretrained(tmp_path)
     model = quantised(tmp_path, bits, torch.bfloat16)
     held = stored(tensor for weight in model.parameters() for tensor in tensors_of(weight))
-    setting = p.Setting(99, 16, 8, weight_bits=bits)
+    setting = setting_of(99, 16, 8, weight_bits=bits)
     assert held == p.plan_inference(p.Backbone.of(model.config), setting).weights
     assert held == p.plan_training(p.Backbone.of(model.config), p.TrainSetting(99, weight_bits=bits)).weights
 
@@ -92,7 +93,7 @@ def test_the_matrices_are_those_of_a_layer(name):
 def test_what_fits_a_smaller_card():
     """Llama-3.1-8B at 128K: weights of 8 bits in 16 GB, of 4 bits in 12 GB, each less one GiB for all that is not ours."""
     for bits, size in ((8, 16), (4, 12)):
-        setting = p.Setting(131072, 16384, 1024, weight_bits=bits)
+        setting = setting_of(131072, 16384, 1024, weight_bits=bits)
         assert p.plan_inference(backbone("llama3.1-8b"), setting).peak < size * 10**9 - 2**30
         assert str(setting) == f"budget 16384, chunk 1024, bfloat16, {bits}-bit weights"
 
@@ -102,7 +103,7 @@ def test_scratch_is_planned():
     activations and an int32 and a float16 product (8 bits); else activation, up and their product are the widest."""
     one, rows, hidden, wide = backbone("llama3.1-8b"), 256, 4096, 14336
     plain, eight, four = (
-        p.plan_inference(one, p.Setting(131072, 16384, rows, weight_bits=bits)).phases for bits in (None, 8, 4)
+        p.plan_inference(one, setting_of(131072, 16384, rows, weight_bits=bits)).phases for bits in (None, 8, 4)
     )
     assert four["mlp"] - plain["mlp"] == hidden * wide * (2 + 2 * 4 / 64) - rows * wide * 2
     assert eight["mlp"] - plain["mlp"] == rows * (hidden + wide * (4 + 2)) - rows * wide * 2

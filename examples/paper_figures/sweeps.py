@@ -117,7 +117,9 @@ def stabilizers(study: Study) -> Figure:
 def _with(engine: Engine, stabilizers: int) -> Engine:
     """The engine whose caches have so many stabilizers."""
     settings_for = engine.settings_for
-    return replace(engine, settings_for=lambda variant: {**settings_for(variant), "stabilizers": stabilizers})
+    return replace(
+        engine, settings_for=lambda variant, tokens: replace(settings_for(variant, tokens), stabilizers=stabilizers)
+    )
 
 
 def hidden_and_score_errors(

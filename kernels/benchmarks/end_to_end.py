@@ -91,11 +91,8 @@ class Run:
 
     def cache(self, policy: str = "locret", **changed: Any) -> BoundedCache:
         """An empty cache of the setting, or of one that is ``changed``."""
-        s = replace(self.setting, **changed)
-        given: dict[str, Any] = dict(
-            chunk=s.chunk, prompt_length=s.context, stabilizers=s.stabilizers, local_len=s.local_len
-        )
-        return BoundedCache(s.budget, policy, self.heads, **given)
+        context = changed.pop("context", self.setting.context)
+        return BoundedCache(replace(self.setting.run, **changed), policy, self.heads, prompt_length=context)
 
     def read(self, cache: BoundedCache, tokens: int, progress: Any = None) -> tuple[float, torch.Tensor]:
         """Seconds of a prefill, and its logits. Peaks of memory begin anew before it."""

@@ -25,12 +25,13 @@ from ..backbones.rope import Rope
 from ..policies.base import Entry, Policy
 from ..policies.entropy import token_entropy
 from ..policies.registry import parse_policy
+from ..settings import RunSettings
 from .block import read_block
 from .eviction import evict_if_due, make_room
 from .fork import fork
 from .geometry.positions import Positions
 from .geometry.rotation import RotationTables
-from .geometry.schedule import Schedule, run_settings
+from .geometry.schedule import Schedule
 from .reread import check_answering, in_prompt, source, start_reread
 from .storage.groups import SPARE
 from .storage.quantised import QuantisedLayer, Scratch, check_storage
@@ -61,30 +62,16 @@ class BoundedCache(Cache):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
     Args:
-        budget: slots that a key/value head of a full-attention layer keeps after an eviction, everything counted; the mean
-            over layers and heads where the policy's allocation tells them apart. What ``heads`` were published with
-            stands in for budget, chunk, stabilizers, local_len and positions that are not given (see `run_settings`).
+        settings: a ``RunSettings``, or its budget: slots that a key/value head of a full-attention layer keeps after an
+            eviction, everything counted; the mean over layers and heads where the policy's allocation tells them apart.
         policy: a name or an expression of the policy grammar, or a ``Policy``; by default what ``heads`` were published
             with, or locret.
         heads: retaining heads, for policies that score by predicted importance; the first forward moves them to the
-            model's device and dtype.
-        chunk: tokens between evictions; the buffers hold ``budget + chunk`` rows.
+            model's device and dtype. What they were published with stands in for settings that are not given.
         prompt_length: tokens of the prompt. When given, the last ``local_len`` of them are never evicted before
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). When not, every
             boundary is treated as one in the middle of the prompt.
-        stabilizers: newest slots that a prefill eviction may not take.
-        local_len: last tokens of the prompt that are held back, where its length is known.
-        positions: "compact" rotates keys by their row, so no position exceeds ``budget + chunk``; "original" keeps the
-            true positions; "clipped(4096)" those of the newest 4,096 tokens, and rows below (see ``positions``).
-            Default: compact where the architecture has an adapter.
-        seed: for policies that draw.
-        decode_every: decoded tokens between evictions; by default decoding evicts only when the buffers are full.
-        one_shot: evict once, when the whole prompt has been read (the form of SnapKV, PyramidKV and NaCl): the prompt is
-            the chunk, and nothing is held back. The buffers then hold ``budget + prompt_length`` rows.
-        kv_bits: 4 or 2 bits for a number of keys and values, but for the newest rows (see ``quantised``); by default the
-            model's dtype. Layers with a window keep theirs as they come.
-        backend: of ``locret_kernels``, for the statistics of attention and for moving rows: "reference" or "triton"; by
-            default triton on CUDA in half precision and the reference otherwise.
+        **given: fields of ``RunSettings`` by name, where ``settings`` is none.
 
     Raises:
         ValueError: a setting out of range; names the setting, its value and the bound.
@@ -92,49 +79,37 @@ class BoundedCache(Cache):
 
     def __init__(
         self,
-        budget: int | None = None,
+        settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
         heads: RetainingHeads | None = None,
         *,
-        chunk: int | None = None,
         prompt_length: int | None = None,
-        stabilizers: int | None = None,
-        local_len: int | None = None,
-        positions: str | None = None,
-        seed: int = 0,
-        decode_every: int | None = None,
-        one_shot: bool = False,
-        kv_bits: int | None = None,
-        backend: str | None = None,
+        **given: Any,
     ) -> None:
         super().__init__(layers=[])
         if policy is None:
             policy = heads.config.policy if heads is not None else "locret"
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy
-        settings = run_settings(
-            heads.config.inference if heads is not None else {},
-            budget=budget, chunk=chunk, stabilizers=stabilizers, local_len=local_len, positions=positions,
-        )  # fmt: skip
-        positions = settings.pop("positions")
-        if positions is not None:
-            Positions.parse(positions, 1)
+        if not isinstance(settings, RunSettings):
+            settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
+        elif given:
+            raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
         if self.policy.prefill_mask is not None and prompt_length is None:
             raise ValueError(
                 f"policy={self.policy.name!r} reads the prompt otherwise than what follows: pass prompt_length="
             )
-        check_storage(kv_bits, self.policy)
-        self.schedule = Schedule.scaled(
-            **settings, prompt_length=prompt_length, decode_every=decode_every, one_shot=one_shot
-        )
+        check_storage(settings.kv_bits, self.policy)
+        self.settings = settings.resolved(heads.config.inference if heads is not None else {}, prompt_length)
+        self.schedule = Schedule.of(self.settings, prompt_length)
         check_answering(self.policy, self.schedule)
         self.heads = heads if self.policy.needs_heads else None
-        self.positions = positions
+        self.positions = self.settings.positions
         self.places = Positions(None)
-        self.seed = seed
-        self.kv_bits = kv_bits
-        self.backend = backend
+        self.seed = settings.seed
+        self.kv_bits = settings.kv_bits
+        self.backend: str | None = settings.backend
         self.scratch = Scratch()
         self.counters = CacheCounters()
         self.spec: BackboneSpec | None = None

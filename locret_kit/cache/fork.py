@@ -23,21 +23,10 @@ def fork(cache: BoundedCache, prompt_length: int | None) -> BoundedCache:
         raise CannotFork(
             f"prompt_length={prompt_length}: a one-shot cache has the room and the schedule of its own {s.prompt_length} tokens"
         )
-    new = type(cache)(
-        s.budget,
-        cache.policy,
-        cache.heads,
-        chunk=s.chunk,
-        prompt_length=prompt_length,
-        stabilizers=s.stabilizers,
-        local_len=s.local_len,
-        positions=cache.positions,
-        seed=cache.seed,
-        decode_every=s.decode_every if prompt_length is not None else None,
-        one_shot=s.one_shot,
-        kv_bits=cache.kv_bits,
-        backend=cache.backend,
-    )
+    settings = replace(cache.settings.run, budget=cache.settings.share or s.budget)
+    if prompt_length is None:
+        settings = replace(settings, decode_every=None)
+    new = type(cache)(settings, cache.policy, cache.heads, prompt_length=prompt_length)
     if cache.spec is None:
         return new
     if new.schedule.body is not None and seen > new.schedule.body:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..settings import PUBLISHED
 
 if TYPE_CHECKING:
     from ..config.evaluate import EvalConfig
     from ..evals.engine.settings import Engine, Variant
     from ..heads import RetainingHeads
-
-FROM_HEADS = ("chunk", "stabilizers", "local_len", "positions")
-"""Settings that heads bring along, where none are given."""
+    from ..settings import Resolved
 
 
 @dataclass(frozen=True)
@@ -119,33 +119,29 @@ def load_engine(config: EvalConfig, parts: Parts) -> Engine:
         one.to(model.device, model.dtype)
     published = {name: one.config.inference for name, one in parts.heads.items()}
     return Engine(
-        model, tokenizer, parts.model, lambda variant: settings_of(config, published, variant), parts.heads, parts.hashes,
-        parts.adapter, chat=config.chat, ending=config.ending, seed=config.seed, max_new_tokens=config.max_new_tokens,
+        model, tokenizer, parts.model, lambda variant, tokens: settings_of(config, published, variant, tokens), 
+        parts.heads, parts.hashes, parts.adapter, chat=config.chat, ending=config.ending, seed=config.seed,
+        max_new_tokens=config.max_new_tokens,
     )  # fmt: skip
 
 
-def settings_of(config: EvalConfig, published: Mapping[str, Mapping[str, Any]], variant: Variant) -> dict[str, Any]:
+def settings_of(
+    config: EvalConfig, published: Mapping[str, Mapping[str, object]], variant: Variant, prompt_length: int | None
+) -> Resolved:
     """A variant's settings as `locret-infer` scales them, from those that its heads are ``published`` with; policies without
     heads take what all checkpoints agree on.
 
     Raises:
         ValueError: checkpoints differ in a setting that a policy without heads takes from them; names it.
     """
-    from ..cache.geometry.schedule import run_settings
-
-    given = {name: getattr(config, name) for name in FROM_HEADS}
-    scaled = {
-        name: run_settings(one, budget=variant.budget or None, **given)
-        for name, one in (published or {"-": {}}).items()
-    }
+    given = replace(config.run, budget=variant.budget or None)
+    scaled = {name: given.resolved(one, prompt_length) for name, one in (published or {"-": {}}).items()}
     settings = scaled.get(variant.heads, next(iter(scaled.values())))
-    for name in FROM_HEADS if variant.budget and variant.heads not in scaled else ():
-        if len(found := {one[name] for one in scaled.values()}) > 1:
+    for name in PUBLISHED[1:] if variant.budget and variant.heads not in scaled else ():
+        if len(found := {getattr(one, name) for one in scaled.values()}) > 1:
             values = " and ".join(sorted(map(str, found)))
             raise ValueError(f"policy={variant.policy}: the checkpoints have {name}={values}: give {name}=...")
-    return {
-        **settings, "one_shot": config.prefill == "one-shot", "decode_every": config.decode_every, "kv_bits": config.kv_bits,
-    }  # fmt: skip
+    return settings
 
 
 def _device(device: str | None) -> str | None:

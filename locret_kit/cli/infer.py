@@ -7,11 +7,16 @@ import json
 import os
 import sys
 import time
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..settings import RunSettings
 from .command import Flags, command
+
+if TYPE_CHECKING:
+    from ..heads import HeadsConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,7 +83,6 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
-    from ..cache.geometry.schedule import run_settings
     from ..cache.storage.quantised import check_storage
     from ..policies.registry import parse_policy
     from ..policies.scopes import Stabilizers
@@ -118,17 +122,14 @@ def run(args: argparse.Namespace) -> int:
     policy = named or parse_policy(config.policy if config else "streaming")
     check_storage(args.kv_bits, policy)
     heads_hash = weights_hash(heads) if heads is not None and args.report else ""  # before they are cast
-    settings = run_settings(
-        config.inference if config else {}, budget=args.budget, chunk=args.chunk, stabilizers=args.stabilizers,
-        local_len=args.local_len, positions=args.positions,
-    )  # fmt: skip
-    check_settings(args, settings)
+    given = RunSettings(**{item.name: getattr(args, item.name) for item in fields(RunSettings)})
+    check_settings(args, given, config)
     name = args.model or (config.backbone if config else "")
     say(f"backbone: {name}")
     ids = read_prompt(args, load_tokenizer(name))
     say(f"prompt: {len(ids)} tokens")
     if cap is not None:
-        settings["chunk"] = plan_chunk(args, name, policy, config, settings, len(ids), cap, say)
+        given = replace(given, chunk=plan_chunk(args, name, policy, config, given, len(ids), cap, say))
     adapter, warning = choose_adapter(config.adapter if config else None, args.adapter)
     protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
     idle = None if protects or args.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
@@ -139,10 +140,7 @@ def run(args: argparse.Namespace) -> int:
         from ..backbones.families import spec_of, text_config
 
         heads.check_backbone(spec_of(text_config(model)))
-    cache = BoundedCache(
-        policy=policy, heads=heads, prompt_length=len(ids), seed=args.seed, decode_every=args.decode_every,
-        one_shot=args.one_shot, kv_bits=args.kv_bits, backend=args.backend, **settings,
-    )  # fmt: skip
+    cache = BoundedCache(given, policy, heads, prompt_length=len(ids))
     cache.bind(model)
     other = other_backbone(config.backbone, name) if config else None
     for line in (warning, idle, other, beyond_window(model, cache)):
@@ -158,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         from ..files import write_beside
 
-        origin = provenance(name, args.ckpt, heads_hash, adapter, report.backend)
+        origin = provenance(name, args.ckpt, heads_hash, adapter, report.settings.backend or "")
         body = json.dumps({**origin, **report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
         write_beside(args.report.resolve(), lambda path: path.write_text(body))
     return 0
@@ -173,9 +171,8 @@ def check_report(path: Path) -> None:
         raise ValueError(f"{said}: its folder is missing or cannot be written")
 
 
-def check_settings(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+def check_settings(args: argparse.Namespace, given: RunSettings, config: HeadsConfig | None) -> None:
     """Raise ValueError for what is out of bounds, and for flags that could not act, before anything big is loaded."""
-    from ..cache.geometry.positions import Positions
     from ..cache.geometry.schedule import Schedule
 
     def useless(flags: tuple[str, ...], why: str, idle: Any = None) -> None:
@@ -189,10 +186,9 @@ def check_settings(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     if args.temperature == 0:
         useless(("top_k",), "at temperature 0, which is greedy", idle=0)
         useless(("top_p",), "at temperature 0, which is greedy", idle=1.0)
-    if settings["positions"] is not None:
-        Positions.parse(settings["positions"], 1)
-    integers = {name: settings[name] for name in ("budget", "chunk", "stabilizers", "local_len")}
-    Schedule.scaled(**integers, prompt_length=None if args.decode_every is None else 1, decode_every=args.decode_every)
+    if not given.one_shot and not isinstance(given.budget, float):
+        length = None if given.decode_every is None else 1
+        Schedule.of(given.resolved(config.inference if config else {}, length), length)
 
 
 def beyond_window(model: Any, cache: Any) -> str | None:
@@ -211,8 +207,8 @@ def plan_chunk(
     args: argparse.Namespace,
     name: str,
     policy: Any,
-    heads: Any,
-    settings: dict[str, Any],
+    heads: HeadsConfig | None,
+    given: RunSettings,
     tokens: int,
     cap: int,
     say: Any,
@@ -224,13 +220,13 @@ def plan_chunk(
     from ..planning.plan import Setting
     from ..planning.sizes import show
 
-    named = args.chunk is not None or "chunk" in (heads.inference if heads else {})
+    published = heads.inference if heads else {}
+    run = replace(replace(given, one_shot=False).resolved(published, tokens), one_shot=given.one_shot)
+    if given.chunk is None and "chunk" not in published:
+        run = replace(run, chunk=PLANNED_CHUNK)
     setting = Setting(
-        tokens, settings["budget"], settings["chunk"] if named else PLANNED_CHUNK,
-        dtype=str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."),
-        d_hidden=heads.d_hidden if heads else 0, policy=policy, kv_bits=args.kv_bits,
-        stabilizers=settings["stabilizers"], local_len=settings["local_len"], one_shot=args.one_shot,
-        weight_bits=args.weight_bits,
+        tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."),
+        d_hidden=heads.d_hidden if heads else 0, policy=policy, weight_bits=args.weight_bits,
     )  # fmt: skip
     setting, plan = fit_plan(load_config(name), setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")

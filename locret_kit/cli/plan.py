@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..settings import RunSettings
 from .command import Flags, command
 
 CONTEXT, RESERVE = 131072, "1GiB"
@@ -114,20 +115,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
+    published = {"budget": BUDGET, "chunk": CHUNK} | {
+        key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")
+    }
+    given = RunSettings(budget=args.budget, chunk=args.chunk, kv_bits=args.kv_bits)
     setting = p.Setting(
-        args.context,
-        recipe.get("infer.budget", BUDGET if args.budget is None else args.budget),
-        _given(args.chunk, recipe, "infer.chunk", CHUNK),
-        dtype=args.dtype,
-        d_hidden=d_hidden,
-        policy=parse_policy(args.policy),
-        kv_bits=args.kv_bits,
-        stabilizers=recipe.get("infer.stabilizers"),
-        local_len=recipe.get("infer.local_len"),
-        weight_bits=bits,
-    )
-    if args.budget is not None:
-        setting = fit.resized(setting, args.budget)
+        args.context, given.resolved(published, args.context), dtype=args.dtype, d_hidden=d_hidden,
+        policy=parse_policy(args.policy), weight_bits=bits,
+    )  # fmt: skip
     plan = fit.require_fit(backbone, setting, cap)
     full = p.full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [

@@ -9,6 +9,7 @@ from ..cli.command import pairs_of
 from ..evals.tasks.base import CHAT
 from ..naming import nearest
 from ..samples.needles import ENDINGS
+from ..settings import RunSettings
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER
@@ -95,6 +96,12 @@ class EvalConfig:
     """'auto', 'float32', 'bfloat16' or 'float16'."""
     weight_bits: int | None = None
     """8 or 4: bits of the layers' weights, quantised by bitsandbytes as they are loaded; null leaves them in ``dtype``."""
+
+    @property
+    def run(self) -> RunSettings:
+        """The settings of every cache, but for the budget."""
+        names = ("chunk", "stabilizers", "local_len", "positions", "kv_bits", "decode_every", "seed")
+        return RunSettings(**{name: getattr(self, name) for name in names}, one_shot=self.prefill == "one-shot")
 
     def validate(self) -> None:
         """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""

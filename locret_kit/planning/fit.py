@@ -26,7 +26,8 @@ def resized(setting: Setting, budget: int) -> Setting:
     def scaled(length: int | None) -> int | None:
         return None if length is None else min(length, length * budget // setting.budget)
 
-    return replace(setting, budget=budget, stabilizers=scaled(setting.stabilizers), local_len=scaled(setting.local_len))
+    run = setting.run
+    return setting.with_run(budget=budget, stabilizers=scaled(run.stabilizers), local_len=scaled(run.local_len))
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -46,7 +47,7 @@ def largest_budget(backbone: Backbone, setting: Setting, cap: int) -> int:
 
 def largest_chunk(backbone: Backbone, setting: Setting, cap: int) -> int:
     """The largest chunk (likewise) that fits ``cap`` bytes at the setting's budget; 0 if none does."""
-    return _largest_setting(backbone, cap, setting.context, lambda n: replace(setting, chunk=n))
+    return _largest_setting(backbone, cap, setting.context, lambda n: setting.with_run(chunk=n))
 
 
 def _largest_setting(backbone: Backbone, cap: int, most: int, at: Callable[[int], Setting]) -> int:
@@ -64,7 +65,7 @@ def with_chunk_that_fits(backbone: Backbone, setting: Setting, cap: int) -> Sett
     """The setting, or with the largest smaller chunk that fits ``cap`` bytes; as it is where none does."""
     if plan_inference(backbone, setting).peak <= cap:
         return setting
-    return replace(setting, chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or setting.chunk)
+    return setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or setting.chunk)
 
 
 def nearest_fitting(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
@@ -85,17 +86,17 @@ def _nearest(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
 
     def scaled(n: int) -> Setting:
         budget, chunk = (max(1, x * n // whole) for x in (setting.budget, setting.chunk))
-        return replace(resized(setting, budget), chunk=chunk)
+        return resized(setting, budget).with_run(chunk=chunk)
 
     whole = setting.budget + setting.chunk
-    halves = [replace(setting, chunk=setting.chunk >> n) for n in range(setting.chunk.bit_length())]
-    if setting.one_shot:  # the prompt is the chunk; reading in chunks needs less
-        chunks, halves = [], [setting, replace(setting, one_shot=False)]
+    halves = [setting.with_run(chunk=setting.chunk >> n) for n in range(setting.chunk.bit_length())]
+    if setting.run.one_shot:  # the prompt is the chunk; reading in chunks needs less
+        chunks, halves = [], [setting, setting.with_run(one_shot=False)]
     else:
-        chunks = [replace(setting, chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or 1)]
+        chunks = [setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or 1)]
     smaller = [resized(s, min(largest_budget(backbone, s, cap), s.budget) or 1) for s in halves]
     found = [*chunks, *smaller[:1], *bits, *smaller[1:]]
-    if not setting.one_shot and (rows := _largest_setting(backbone, cap, whole, scaled)):
+    if not setting.run.one_shot and (rows := _largest_setting(backbone, cap, whole, scaled)):
         found.insert(len(found) - len(smaller) + 1, scaled(rows))
     return [s for s in dict.fromkeys(found) if plan_inference(backbone, s).peak <= cap][:3]
 
@@ -108,8 +109,8 @@ def listed(backbone: Backbone, found: list[Setting]) -> str:
 def fewer_bits(setting: Setting) -> list[Setting]:
     """The same lengths in half precision, then with keys and values in 4 and in 2 bits."""
     half = replace(setting, dtype="bfloat16") if setting.dtype == "float32" else setting
-    packed = [b for b in BITS if setting.policy.merge is None and b < (setting.kv_bits or 16)]
-    return [half] * (half is not setting) + [replace(half, kv_bits=b) for b in packed]
+    packed = [b for b in BITS if setting.policy.merge is None and b < (setting.run.kv_bits or 16)]
+    return [half] * (half is not setting) + [half.with_run(kv_bits=b) for b in packed]
 
 
 def require_fit(backbone: Backbone, setting: Setting, cap: int) -> Plan:

@@ -80,12 +80,10 @@ def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
     if figures is None or not has_adapter(config):
         return said.splitlines()[0]
     asked, free, held = figures
-    s = cache.schedule
     setting = Setting(
-        tokens, s.budget, s.chunk, dtype=str(model.dtype).removeprefix("torch."),
+        tokens, cache.settings, dtype=str(model.dtype).removeprefix("torch."),
         d_hidden=cache.heads.config.d_hidden if cache.heads is not None else 0, policy=cache.policy,
-        kv_bits=cache.kv_bits, stabilizers=None if s.one_shot else s.stabilizers,
-        local_len=None if s.one_shot else s.local_len, one_shot=s.one_shot, weight_bits=weight_bits_of(model),
+        weight_bits=weight_bits_of(model),
     )  # fmt: skip
     backbone = Backbone.of(config)
     room, expected = held + free, plan_inference(backbone, setting).peak

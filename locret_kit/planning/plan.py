@@ -10,17 +10,19 @@ tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..backbones.families import BackboneSpec, require_adapter, spec_of
 from ..backbones.slices import SLICE
 from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
-from ..cache.geometry.schedule import INT32_MAX, PIECE, Schedule
+from ..cache.geometry.schedule import PIECE, Schedule
 from ..cache.storage.groups import GROUP, SPARE, table_size
 from ..cache.storage.quantised import RESIDUAL, check_head_size, check_storage, value_group
 from ..policies.base import Policy
 from ..policies.registry import parse_policy
+from ..settings import INT32_MAX, Resolved, RunSettings
 from .sizes import show
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -89,22 +91,17 @@ def parameters_of(config: Any) -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run inference, batch 1: what ``BoundedCache`` is given, and the types."""
+    """One way to run inference, batch 1."""
 
     context: int
     """Prompt tokens."""
-    budget: int
-    chunk: int
+    run: RunSettings
+    """Settings of the cache; ``chunk`` is that of reading in chunks, also where ``one_shot`` leaves it aside."""
     dtype: str = "bfloat16"
     """Of weights, heads, keys and values."""
     d_hidden: int = 1024
     """Width of the retaining heads, for a policy that needs them."""
     policy: Policy = LOCRET
-    kv_bits: int | None = None
-    """Bits of a stored key or value; None is ``dtype``."""
-    stabilizers: int | None = None
-    local_len: int | None = None
-    one_shot: bool = False
     weight_bits: int | None = None
     """Bits of a weight in the backbone's layers; None is ``dtype``."""
 
@@ -112,19 +109,34 @@ class Setting:
         if not 1 <= self.context <= INT32_MAX:
             raise ValueError(f"context={self.context} must be from 1 to {INT32_MAX} (32-bit positions)")
         _ = self.schedule  # names the field that is out of bounds
-        check_storage(self.kv_bits, self.policy)
+        check_storage(self.run.kv_bits, self.policy)
         check_weight_bits(self.weight_bits)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
         if self.d_hidden < 0:
             raise ValueError(f"d_hidden={self.d_hidden} must be at least 0")
 
-    @property
+    def with_run(self, **changes: Any) -> Setting:
+        """The setting with other settings of the cache."""
+        return replace(self, run=replace(self.run, **changes))
+
+    @cached_property
+    def chunked(self) -> Resolved:
+        """The settings of the cache where it reads in chunks."""
+        return replace(self.run, one_shot=False).resolved({}, self.context)
+
+    @cached_property
     def schedule(self) -> Schedule:
         """The integers of the prefill."""
-        return Schedule.scaled(
-            self.budget, self.chunk, self.context, self.stabilizers, self.local_len, one_shot=self.one_shot
-        )
+        return Schedule.of(self.run.resolved({}, self.context), self.context)
+
+    @property
+    def budget(self) -> int:
+        return self.chunked.budget
+
+    @property
+    def chunk(self) -> int:
+        return self.chunked.chunk
 
     @property
     def width(self) -> int:
@@ -140,7 +152,7 @@ class Setting:
         return [share + s.chunk for share in shares]
 
     def __str__(self) -> str:
-        bits = f", {self.kv_bits}-bit keys and values" if self.kv_bits else ""
+        bits = f", {self.run.kv_bits}-bit keys and values" if self.run.kv_bits else ""
         return f"budget {self.budget}, chunk {self.schedule.chunk}, {self.dtype}{suffix(self.weight_bits)}{bits}"
 
 
@@ -184,11 +196,13 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     statistics = 0 if policy.keeps_everything else 4 * len(policy.statistics - {"count"})
     recent = 0 if policy.keeps_everything else policy.recent(setting.schedule.chunk)
     queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
-    if setting.kv_bits is None:
+    if setting.run.kv_bits is None:
         stored, scratch = H * row * sum(capacities), 0
     else:
         spare, ragged = 0.0 if policy.keeps_everything else SPARE, policy.ragged
-        stored = sum(quantised_bytes(spec, item, rows, setting.kv_bits, spare, ragged=ragged) for rows in capacities)
+        stored = sum(
+            quantised_bytes(spec, item, rows, setting.run.kv_bits, spare, ragged=ragged) for rows in capacities
+        )
         scratch = H * row * max(capacities, default=0)
     absorbed = 4 if policy.merge is not None and policy.merge.remembers else 0
     full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
@@ -222,7 +236,7 @@ def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
 def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     """Memory of reading ``setting.context`` tokens chunk by chunk (compact positions), and decoding after it."""
     spec, item, policy = backbone.spec, ITEM_BYTES[setting.dtype], setting.policy
-    T = min(PIECE if setting.one_shot else setting.chunk, setting.context)
+    T = min(PIECE if setting.run.one_shot else setting.chunk, setting.context)
     S = min(max(setting.capacities(sum(window is None for window in spec.windows)), default=0), setting.context)
     q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
     rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
@@ -246,7 +260,7 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     transient["mlp"] = always * item + _mlp(backbone, T, item, setting.weight_bits)
     if setting.weight_bits is not None:
         transient["project"] = _project(backbone, T, item, setting.weight_bits, always, held + q)
-    if setting.kv_bits is not None:
+    if setting.run.kv_bits is not None:
         kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
         transient["unpack"] = held * item + UNPACK_BYTES * kept
         transient["quantise"] = (held + q) * item + QUANTISE_BYTES * kept

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backbones.weight_bits import precision_of
 from ..peak import peak_memory
+from ..settings import Resolved
 from .provenance import versions
 
 if TYPE_CHECKING:
@@ -19,15 +20,7 @@ class Report:
     selecting and compacting are host time within them."""
 
     policy: str
-    budget: int
-    chunk: int
-    stabilizers: int
-    local_len: int
-    one_shot: bool
-    decode_every: int | None
-    positions: str
-    kv_bits: int | None
-    """Bits of a stored key or value; None is the model's dtype."""
+    settings: Resolved
     prompt_tokens: int
     new_tokens: int
     prefill_s: float
@@ -43,8 +36,6 @@ class Report:
     peak_bytes: int
     device: str
     dtype: str
-    backend: str
-    """Of the kernels."""
     decoding: str
     """'graph', or 'dynamic' and why."""
     versions: dict[str, str]
@@ -52,15 +43,13 @@ class Report:
     @classmethod
     def of(cls, model: Any, cache: BoundedCache, **measured: Any) -> Report:
         """Gather the figures of a finished run."""
-        s, c = cache.schedule, cache.counters
+        c, chosen = cache.counters, {"positions": cache.positions or "original", "backend": cache.backend}
         return cls(
-            policy=cache.policy.name, budget=s.budget, chunk=s.chunk, stabilizers=s.stabilizers, local_len=s.local_len,
-            one_shot=s.one_shot, decode_every=s.decode_every,
-            positions=cache.positions or "original", kv_bits=cache.kv_bits,
+            policy=cache.policy.name, settings=Resolved(**vars(cache.settings) | chosen),
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
-            backend=cache.backend or "", decoding=c.decoding, versions=versions(), **measured,
+            decoding=c.decoding, versions=versions(), **measured,
         )  # fmt: skip
 
     @property
@@ -75,19 +64,26 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--report FILE.json``."""
-        return {**asdict(self), "prefill_tok_s": self.prefill_rate, "decode_tok_s": self.decode_rate}
+        figures = asdict(self)
+        return {
+            **figures.pop("settings"),
+            **figures,
+            "prefill_tok_s": self.prefill_rate,
+            "decode_tok_s": self.decode_rate,
+        }
 
     def lines(self) -> list[str]:
         """What a person reads on stderr."""
         low, high = min(self.kept_rows), max(self.kept_rows)
         rows = f"{high}" if low == high else f"{low} to {high}"
-        bits = f" ({self.kv_bits} bits)" if self.kv_bits else ""
+        s = self.settings
+        bits, share = f" ({s.kv_bits} bits)" if s.kv_bits else "", f" ({s.share} of the prompt)" if s.share else ""
         return [
             f"prefill: {self.prompt_tokens} tokens in {self.prefill_s:.1f} s ({self.prefill_rate:.0f} tok/s); "
             f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s)",
             f"cache: {rows} rows a head and layer after prefill, {self.evictions} evictions, "
             f"{self.cache_bytes / 2**20:.1f} MiB of buffers{bits}; peak memory {self.peak_bytes / 2**20:.0f} MiB",
-            f"policy {self.policy}: budget {self.budget}, chunk {self.chunk}, stabilizers {self.stabilizers}, "
-            f"local {self.local_len}, {self.positions} positions; scoring {self.score_s:.1f} s, "
+            f"policy {self.policy}: budget {s.budget}{share}, chunk {s.chunk}, stabilizers {s.stabilizers}, "
+            f"local {s.local_len}, {s.positions} positions; scoring {self.score_s:.1f} s, "
             f"selecting {self.select_s:.1f} s, compacting {self.compact_s:.1f} s",
         ]

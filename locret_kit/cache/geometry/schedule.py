@@ -7,14 +7,13 @@ prompt is one chunk without a tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from ...settings import INT32_MAX, Resolved
 
 PIECE = 512
 """Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,6 @@ class Schedule:
     """One eviction, when the whole prompt has been read."""
 
     def __post_init__(self) -> None:
-        for name, low in (("budget", 1), ("chunk", 1), ("stabilizers", 0), ("local_len", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
         if self.capacity > INT32_MAX:
             raise ValueError(f"budget+chunk={self.capacity} must be at most {INT32_MAX} (32-bit positions)")
         for name in ("stabilizers", "local_len"):
@@ -48,31 +44,10 @@ class Schedule:
             raise ValueError(f"decode_every={self.decode_every} needs prompt_length: it counts from the prompt's end")
 
     @classmethod
-    def scaled(
-        cls,
-        budget: int,
-        chunk: int,
-        prompt_length: int | None,
-        stabilizers: int | None,
-        local_len: int | None,
-        decode_every: int | None = None,
-        one_shot: bool = False,
-    ) -> Schedule:
-        """Fill what was not given: an eighth of the budget as stabilizers, at most 64 held-back tokens. The one-shot form
-        has its own chunk, stabilizers and tail."""
-        if one_shot:
-            if prompt_length is None:
-                raise ValueError("one_shot=True needs prompt_length: the prompt is its one chunk")
-            chunk, stabilizers, local_len = prompt_length, 0, 0
-        return cls(
-            budget=budget,
-            chunk=chunk,
-            stabilizers=budget // 8 if stabilizers is None else stabilizers,
-            local_len=min(64, budget // 4) if local_len is None else local_len,
-            prompt_length=prompt_length,
-            decode_every=decode_every,
-            one_shot=one_shot,
-        )
+    def of(cls, settings: Resolved, prompt_length: int | None) -> Schedule:
+        """The schedule of a prompt of so many tokens, or of one whose length is not known (None)."""
+        names = ("budget", "chunk", "stabilizers", "local_len", "decode_every", "one_shot")
+        return cls(prompt_length=prompt_length, **{name: getattr(settings, name) for name in names})
 
     @property
     def capacity(self) -> int:
@@ -159,30 +134,3 @@ class Schedule:
                 rows = keep
                 events.append((done, keep, self.is_last(done)))
         return events
-
-
-def run_settings(
-    published: Mapping[str, Any],
-    *,
-    budget: int | None = None,
-    chunk: int | None = None,
-    stabilizers: int | None = None,
-    local_len: int | None = None,
-    positions: str | None = None,
-) -> dict[str, Any]:
-    """A run's settings: what is given, then what the heads were ``published`` with, then 1,024 slots and chunks of 512
-    tokens; the rest stays None, for `Schedule.scaled` and the backbone. Published stabilizers keep their share of the
-    budget; the tail that is held back gets shorter with it, never longer."""
-    chosen = budget if budget is not None else published.get("budget") or 1024
-    factor = chosen / published["budget"] if published.get("budget") else 1.0
-
-    def scaled(name: str, given: int | None, scale: float) -> int | None:
-        return given if given is not None or published.get(name) is None else int(published[name] * scale)
-
-    return {
-        "budget": chosen,
-        "chunk": chunk if chunk is not None else published.get("chunk") or 512,
-        "stabilizers": scaled("stabilizers", stabilizers, factor),
-        "local_len": scaled("local_len", local_len, min(1.0, factor)),
-        "positions": positions or published.get("positions"),
-    }

@@ -41,11 +41,10 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
     """
     if is_oracle(variant.policy):
         raise ValueError(f"policy={variant.policy} reads a prompt before it chooses: it answers tasks of a run alone")
-    settings = engine.settings_for(variant)
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
-    heads = engine.heads.get(variant.heads)
     try:
-        return BoundedCache(policy=policy, heads=heads, prompt_length=prompt_length, seed=engine.seed, **settings)
+        settings = engine.settings_for(variant, prompt_length)
+        return BoundedCache(settings, policy, engine.heads.get(variant.heads), prompt_length=prompt_length)
     except ValueError as error:
         raise ValueError(f"policy={variant.policy}, budget={variant.budget}: {error}") from error
 
@@ -143,11 +142,9 @@ def _cost(report: Report, start: Start) -> dict[str, Any]:
     return {
         "new_tokens": report.new_tokens, "prefix_shared": start.shared, "prefill_s": start.seconds + report.prefill_s,
         "decode_s": report.decode_s, "peak_bytes": report.peak_bytes,
-        "cache_bytes": report.cache_bytes, "chunk": report.chunk, "stabilizers": report.stabilizers,
-        "local_len": report.local_len, "one_shot": report.one_shot,
-        "decode_every": report.decode_every, "positions": report.positions,
-        "kv_bits": report.kv_bits, "device": report.device, "dtype": report.dtype,
-        "backend": report.backend, "versions": report.versions,
+        "cache_bytes": report.cache_bytes, "device": report.device, "dtype": report.dtype, "versions": report.versions,
+        "slots": 0 if start.cache.policy.keeps_everything else report.settings.budget,
+        **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
     }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...cache.geometry.schedule import Schedule
 from ...samples.chat import render_prompt
 from .kvzip import CHUNK, SINKS, read_context
 from .prefix import Start
@@ -25,19 +24,19 @@ def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
     Args:
         kinds: of the run's tasks.
     """
-    settings, budget = engine.settings_for(variant), variant.budget
+    settings = engine.settings_for(variant, 10**6)  # any length: what is asked here does not depend on it
     if "nll_prefill" in kinds:
         raise ValueError(
             f"policy={variant.policy} chooses when all is read, so it has no likelihood while reading: "
             "take tasks=[perplexity] instead of perplexity_prefill"
         )
     for name in ("kv_bits", "one_shot"):
-        if settings.get(name):
+        if getattr(settings, name):
             raise ValueError(f"policy={variant.policy} stores what it keeps as it is, in one form: leave {name} out")
-    tail = _schedule(settings, None).local_len
-    if budget <= tail + SINKS:
+    tail = settings.local_len
+    if settings.budget <= tail + SINKS:
         raise ValueError(
-            f"policy={variant.policy}, budget={budget}: must be above {tail + SINKS}: local_len={tail} and {SINKS} sinks"
+            f"policy={variant.policy}, budget={variant.budget}: must be above {tail + SINKS}: local_len={tail} and {SINKS} sinks"
         )
 
 
@@ -50,23 +49,18 @@ def start(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -
     Raises:
         ValueError: a prompt without context; see also `read_context`.
     """
-    settings = engine.settings_for(variant)
-    tail = _schedule(settings, len(ids)).local_len
+    settings = engine.settings_for(variant, len(ids))
+    tail = settings.local_len
     if tail >= len(ids):
         raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
     began = time.perf_counter()
     cache = read_context(
-        engine.model, engine.tokenizer, ids[: len(ids) - tail], budget=variant.budget, prompt_length=len(ids),
-        joint=ORACLES[variant.policy], positions=settings.get("positions"), suffix=_suffix(engine.tokenizer, chat),
+        engine.model, engine.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
+        joint=ORACLES[variant.policy], positions=settings.positions, suffix=_suffix(engine.tokenizer, chat),
     )  # fmt: skip
-    cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)  # what rows then say
+    cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
+    cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
     return Start(cache, seconds=time.perf_counter() - began)
-
-
-def _schedule(settings: dict[str, Any], tokens: int | None) -> Schedule:
-    names = ("budget", "chunk", "stabilizers", "local_len")
-    budget, chunk, stabilizers, local_len = (settings.get(name) for name in names)
-    return Schedule.scaled(budget or 0, chunk or CHUNK, tokens, stabilizers, local_len)
 
 
 def _suffix(tokenizer: Any, chat: bool) -> str:

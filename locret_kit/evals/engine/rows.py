@@ -20,26 +20,28 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ...settings import RunSettings
 from .settings import ORACLES, UNTRAINED
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """What tells examples apart; no two rows of a run have the same."""
-SETTINGS = (
-    "model", "heads_hash", "adapter", "dtype", "chunk", "stabilizers", "local_len", "positions", "one_shot", "decode_every",
-    "kv_bits", "ending", "seed", "metric",
-)  # fmt: skip
+RUN = tuple(item.name for item in fields(RunSettings))
+"""The settings of the run in a row."""
+SETTINGS = ("model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), "ending", "metric")
 """What must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
-"""Of these, what says nothing of full attention and of a one-shot cache, whose chunk is its prompt."""
+"""Of these, what says nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
+share of the prompt, which differs from one prompt to the next."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
 """What an older row may not tell: ''."""
 COLUMN = KEY[:3]
 """What the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One example under one policy. Rows of older files lack the later fields, which then have these defaults."""
+@dataclass(frozen=True, kw_only=True)
+class Row(RunSettings):
+    """One example under one policy, with the settings of its run (see ``RunSettings``; ``chunk``, ``stabilizers`` and
+    ``local_len`` in tokens and slots). Rows of older files lack the later fields, which then have these defaults."""
 
     task: str
     """Name in the registry, such as 'R.PassKey', 'ruler.vt' or 'leval.coursera'."""
@@ -47,8 +49,8 @@ class Row:
     """What the text is made of: 'repeated', 'jargon', a file's name; '-' for tasks that bring their own documents."""
     length: int
     """Prompt tokens asked for: synthetic prompts are made this long, documents are cut in the middle to it."""
-    budget: int
-    """Slots kept per key/value head and layer; 0 for `full`."""
+    budget: int | float
+    """Slots kept per key/value head and layer, or the share of the prompt (a fraction) that was asked for; 0 for `full`."""
     policy: str
     """As given on the command line, such as 'locret' or 'streaming(sinks=8)'; 'random-heads' is untrained locret."""
     heads: str
@@ -86,22 +88,10 @@ class Row:
     far."""
     cache_bytes: int = 0
     """Bytes of the cache's buffers; those of `full` have room for the longest prompt that shares a beginning."""
-    chunk: int = 0
-    """Tokens between evictions."""
-    stabilizers: int = 0
-    """Newest slots that no prefill eviction takes."""
-    local_len: int = 0
-    """Last prompt tokens that are never evicted before decoding."""
-    positions: str = ""
-    """'compact', 'original' or 'clipped(SPAN)'."""
-    one_shot: bool = False
-    """One eviction, when the whole prompt has been read."""
-    decode_every: int | None = None
-    """Decoded tokens between evictions; None: only when the buffers are full."""
+    slots: int = 0
+    """Slots that the budget came to; 0 for `full`, and in older rows, whose ``budget`` says it."""
     ending: str = ""
     """How a hidden-digits prompt ends, see `samples.needles.ENDINGS`; '' for other tasks, and 'line' in the oldest rows."""
-    kv_bits: int | None = None
-    """Bits of a stored key or value; None is the precision of `dtype`."""
     prompt_hash: str = ""
     """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
     text_hash: str = ""
@@ -109,16 +99,12 @@ class Row:
     for tasks that make or bring their own text, and in older rows."""
     kept: str | None = None
     """Stem of the file in ``kept/`` (see `read_kept`), for the first examples of a task."""
-    seed: int = 0
-    """Seed of prompts, policies that draw, and sampling."""
     model: str = ""
     """The backbone, as it was named; '' in older rows."""
     adapter: str | None = None
     """PEFT adapter on the backbone."""
     heads_hash: str = ""
     """See `provenance.weights_hash`; '' for policies without heads, and in older rows."""
-    backend: str = ""
-    """Of the kernels: 'reference' or 'triton'."""
     device: str = ""
     """'cpu', 'cuda:0', ..."""
     dtype: str = ""
@@ -131,6 +117,9 @@ class Row:
     """UTC, ISO 8601 to the second (older rows: the day)."""
     error: str | None = None
     """Kind and message of the exception that this example ended with; None for a whole one."""
+
+    def __post_init__(self) -> None:
+        """Rows are read as they were written."""
 
     @property
     def key(self) -> tuple:
@@ -217,7 +206,7 @@ def check_cells(rows: Iterable[Row]) -> None:
     for row in rows:
         for name in (*SETTINGS, "text_hash") if row.error is None else ():
             value = getattr(row, name)
-            unset = (name in RECORDED and not value) or (name in SCHEDULED and (row.one_shot or not row.budget))
+            unset = (name in RECORDED and not value) or (name in SCHEDULED and (row.one_shot or row.budget < 1))
             if unset:
                 continue
             shared = row.key[: len(COLUMN)] if name == "text_hash" else row.key[:-1]

@@ -191,7 +191,8 @@ def _answers(
 
 def _turns(engine: Engine, variant: Variant, prompts: list[Prompt]) -> Iterable[Turn]:
     """The order of the prompts, each by itself where the policy or the kind of task reads it otherwise."""
-    if len(prompts) < 2 or is_oracle(variant.policy) or prompts[0].group.task.kind == "nll_prefill":
+    alone = is_oracle(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
+    if len(prompts) < 2 or alone or prompts[0].group.task.kind == "nll_prefill":
         return [Turn(i) for i in range(len(prompts))]
     schedule = cache_for(engine, variant, max(len(prompt.ids) for prompt in prompts)).schedule
     limits = [limit(schedule, len(prompt.ids)) for prompt in prompts]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...settings import Resolved
 from ..tasks.base import Task
 
 RANDOM_HEADS = "random-heads"
@@ -26,8 +27,9 @@ class Engine:
     tokenizer: Any
     name: str
     """The backbone, as it was named."""
-    settings_for: Callable[[Variant], dict[str, Any]]
-    """Settings of a `BoundedCache` for a variant: those of its heads scaled to its budget, of `full` at their own budget."""
+    settings_for: Callable[[Variant, int | None], Resolved]
+    """Settings of a variant's cache for a prompt of so many tokens (None: not known): those of its heads scaled to its
+    budget, of `full` at their own budget."""
     heads: dict[str, Any] = field(default_factory=dict)
     """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
     hashes: dict[str, str] = field(default_factory=dict)
@@ -47,8 +49,8 @@ class Variant:
 
     policy: str
     heads: str
-    budget: int
-    """0 for `full`."""
+    budget: int | float
+    """Slots, or a share of the prompt; 0 for `full`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def check_policies(policies: list[str], kv_bits: int | None) -> None:
             check_storage(kv_bits, parse_policy(policy))
 
 
-def variants(policies: list[str], budgets: list[int], heads: list[str]) -> list[Variant]:
+def variants(policies: list[str], budgets: Sequence[int | float], heads: list[str]) -> list[Variant]:
     """Policies by budgets, in the order given; policies that need heads once for each checkpoint.
 
     Raises:

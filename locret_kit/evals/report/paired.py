@@ -12,6 +12,8 @@ from ..engine.rows import Row
 from .summary import LIKELIHOOD, mean_and_stderr, size
 from .tables import Table
 
+Key = tuple[str, str, int, int | float, str, str]
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -20,7 +22,7 @@ class Difference:
     task: str
     haystack: str
     length: int
-    budget: int
+    budget: int | float
     """Slots of the policy; those of the other are the same, or it has none (`full`)."""
     label: str
     figure: str
@@ -48,7 +50,7 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
     if figure is not None:
         _require("figure", figure, "figure", {name for row in rows for name in _figures(row)}, "Figures")
     base = {_example(row, row.budget): row for row in rows if row.label == against}
-    pairs: dict[tuple[str, str, int, int, str, str], list[tuple[float, float]]] = defaultdict(list)
+    pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         other = base.get(_example(row, row.budget)) or base.get(_example(row, 0))
         name = figure or row.metric
@@ -77,7 +79,7 @@ def _figures(row: Row) -> dict[str, float]:
     return {row.metric: row.score or 0.0, **row.scores}
 
 
-def _example(row: Row, budget: int) -> tuple[str, str, int, int, int]:
+def _example(row: Row, budget: int | float) -> tuple[str, str, int, int, int | float]:
     return row.task, row.haystack, row.length, row.sample, budget
 
 
