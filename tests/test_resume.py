@@ -17,6 +17,7 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
+from locret_kit.files import locked
 from locret_kit.training import fit, observer
 from locret_kit.training.curves import read_curves
 from locret_kit.training.fit import newest_state
@@ -146,6 +147,32 @@ def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tm
     assert status_of(start(lambda: main(again[1:]), log)) == 0
     assert "6/8" in log.read_text(), "the bar of a run that goes on says how far it is"
     same_run(whole, part)
+
+
+def test_a_signal_during_a_validation_lets_it_finish(backbone, tmp_path, monkeypatch):
+    """It is neither lost nor made twice, and out/best has its heads."""
+    more = ["optim.steps=4", "trainer.save_every=2", "trainer.val_every=2"]
+    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "part.log"
+    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
+    validate = HeadTraining.validation_step
+
+    def interrupt(self, sample, index):
+        if self.global_step == 2 and index == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return validate(self, sample, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTraining, "validation_step", interrupt)
+        assert status_of(start(lambda: main(arguments(backbone, part, *more)), log)) == 130
+    assert "stopped at step 2; state saved" in log.read_text()
+    assert status_of(start(lambda: main(arguments(backbone, part, *more, "resume=auto")), log)) == 0
+    same_run(whole, part)
+
+
+def test_a_second_training_in_the_same_folder_is_refused(run, capsys):
+    with locked(run / ".lock", "busy"):
+        said = refused(capsys, *arguments(Path("checkpoints/nothing"), run, "resume=auto"))
+    assert said == f"locret-train: out={run}: another locret-train is writing there"
 
 
 def test_a_second_signal_stops_at_once_and_leaves_the_checkpoint(backbone, tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopWhole(Callback):
-    """Ctrl-C and SIGTERM let the step that runs finish, save the state and print the command that goes on from there.
+    """Ctrl-C and SIGTERM let the step that runs and its validation finish, save the state and print the command that goes on.
 
     A second signal stops at once, with the last checkpoint as it is.
     """
@@ -126,13 +126,8 @@ class StopWhole(Callback):
         self.asked = True
         print(f"\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr, flush=True)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
-        self._stop_if_asked(trainer)
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
-        self._stop_if_asked(trainer)
-
-    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        """Between steps, when the last one's validation is done: a run that goes on does not make it again."""
         if trainer.strategy.reduce_boolean_decision(self.asked, all=False):
             raise KeyboardInterrupt
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -15,13 +16,16 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..backbones.load import load_backbone, pick_device, pick_dtype
-from ..files import write_beside
+from ..config.train import TrainConfig
+from ..files import locked, write_beside, write_json
+from ..naming import first_line
 from .base import FrozenTraining
 from .callbacks import Bar, Last, SaveEvery, SeedSteps, Stopped, StopWhole, gather
 from .curves import write_curves
@@ -116,7 +120,7 @@ def require_shapes(path: Path, module: FrozenTraining) -> None:
             )
 
 
-def fit(cfg: Any, argv: list[str]) -> Path | None:
+def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     """Train, and return the folder of what was exported (``out/heads`` or ``out/pool``); None in every process but the first.
 
     Raises:
@@ -126,21 +130,29 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
-    resume, state = begin_from(cfg.resume, out), out / "state"
     require_folder(out)
+    with ExitStack() as held:
+        if getattr(rank_zero_only, "rank", 0) == 0:  # the other processes of a run share its folder
+            held.enter_context(locked(out / ".lock", f"out={out}: another locret-train is writing there"))
+        return _fit(cfg, argv, out, strategy)
+
+
+def _fit(cfg: TrainConfig, argv: list[str], out: Path, strategy: Strategy | str) -> Path | None:
+    resume, state = begin_from(cfg.resume, out), out / "state"
     again = shlex.join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
     stop, last = StopWhole(state / "interrupted.ckpt", again), Last()
     trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
     backbone, tokenizer = _backbone(cfg, device=None if strategy == "auto" else "cpu")
-    module = TRAININGS[cfg.trains](backbone, cfg)
+    with _memory_for(
+        f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
+    ):
+        module = TRAININGS[cfg.trains](backbone, cfg)
     if resume is not None:
         require_shapes(resume, module)
     data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
-    if trainer.is_global_zero:
-        for left in state.glob(".*.ckpt.*"):  # half written when a run was killed
-            left.unlink()
     try:
-        trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
+        with _memory_for(f"data.max_tokens={cfg.data.max_tokens} with data.batch={cfg.data.batch}"):
+            trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
     except SystemExit as ended:  # Lightning turns Ctrl-C into exit(1) after its callbacks
         if trainer.interrupted:
             raise (Stopped if stop.saved else KeyboardInterrupt) from ended
@@ -149,13 +161,23 @@ def fit(cfg: Any, argv: list[str]) -> Path | None:
     if trained is None:
         return None
     folder = module.export(trained, out)
-    settings = json.dumps(asdict(cfg), indent=2) + "\n"
-    write_beside(folder / "training.json", lambda path: path.write_text(settings))
+    write_json(folder / "training.json", asdict(cfg))
     write_curves(out, folder / "curves.csv")
     return folder
 
 
-def _trainer(cfg: Any, strategy: Strategy | str, callbacks: list[Callback]) -> L.Trainer:
+@contextmanager
+def _memory_for(settings: str) -> Iterator[None]:
+    """Raise ValueError that names the settings where the CPU's memory does not suffice."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise ValueError(f"{settings} does not fit into memory: {first_line(error)}") from error
+
+
+def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callback]) -> L.Trainer:
     where = cfg.trainer
     try:
         return L.Trainer(
@@ -184,7 +206,7 @@ def _trainer(cfg: Any, strategy: Strategy | str, callbacks: list[Callback]) -> L
         ) from error
 
 
-def _backbone(cfg: Any, device: str | None) -> tuple[Any, Any]:
+def _backbone(cfg: TrainConfig, device: str | None) -> tuple[Any, Any]:
     """On ``device``, or where training runs; in the precision that suits where training runs."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
     precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where))).removeprefix("torch.")

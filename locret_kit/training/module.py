@@ -51,7 +51,11 @@ class HeadTraining(FrozenTraining):
             )
         )
         if cfg.heads.init is not None:
-            self._begin_with(RetainingHeads.from_pretrained(cfg.heads.init, backbone=cfg.backbone.model))
+            try:
+                given = RetainingHeads.from_pretrained(cfg.heads.init, backbone=cfg.backbone.model)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"heads.init={cfg.heads.init}: {error}") from error
+            self._begin_with(given)
 
     def _begin_with(self, heads: RetainingHeads) -> None:
         """Copy the weights of other heads of the same backbone, width and unit."""
