@@ -220,14 +220,17 @@ def test_half_a_character_is_a_question_mark_and_a_mark_at_the_beginning_is_none
 def test_read_errors(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"a": 1}\n\n{"a": \n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: not JSON"):
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3 is not JSON"):
         list(read_records(bad))
     bad.write_text('{"a": 1}\n[2]\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: a record must be a JSON object, not list"):
         list(read_records(bad))
     (tmp_path / "bad.json").write_text('{"a": 1,\n "b": }')
-    with pytest.raises(ValueError, match=r"bad\.json, line 2: not JSON"):
+    with pytest.raises(ValueError, match=r"bad\.json is not JSON: .*line 2"):
         list(read_records(tmp_path / "bad.json"))
+    bad.write_text('{"a": 1}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2 is n"):
+        list(read_records(bad))
     (tmp_path / "latin.jsonl").write_bytes('{"a": "\xe9"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
         list(read_records(tmp_path / "latin.jsonl"))

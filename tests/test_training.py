@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from locret_kit.cli.train import main
 from locret_kit.config.train import DataConfig
 from locret_kit.samples.chat import encode_chat
 from locret_kit.samples.records import to_messages
+from locret_kit.samples.synthetic import synthetic_sample
+from locret_kit.samples.text import load_text
 from locret_kit.training.board import cis_image, marked_text, most_kept, ranks
 from locret_kit.training.curves import read_curves
 from locret_kit.training.data import Samples
@@ -184,6 +188,70 @@ def test_a_run_trains_past_a_bad_record(backbone, tmp_path, capsys):
     assert train(backbone, tmp_path / "run", f"data.sources=[{source}]", "optim.accumulate=4") == 0
     assert "record 0 is left out: no assistant turn" in capsys.readouterr().err
     assert len(curve(tmp_path / "run")) == 4
+
+
+def test_lines_that_are_no_json_are_counted_and_left_out(backbone, tmp_path, capsys):
+    source = jsonl(tmp_path / "mixed.jsonl", GOOD)
+    with source.open("a") as file:
+        file.write('{"half\n[1]\n' + "[" * 200_000 + "\n")
+    assert len(samples_of(source).records[str(source)]) == len(GOOD)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"data.sources: {str(source)!r}: 3 lines are left out, the first since {source}, line ")
+    (tmp_path / "none.jsonl").write_text("no\nno\n")
+    with pytest.raises(ValueError, match=r"none\.jsonl' holds no records"):
+        samples_of(tmp_path / "none.jsonl")
+
+
+def test_a_huge_record_costs_no_more_than_a_long_one(tmp_path):
+    """20 MB of answer are refused before they are tokenised, and a question is cut first: minutes before, seconds now."""
+    text = "The harbour was quiet when the boats came in. "
+    long = {"instruction": text * 4000, "output": "It is quiet."}
+    huge = {"instruction": text * 400_000, "output": "It is quiet."}
+    refused = {"instruction": "What?", "output": text * 400_000}
+    began = time.monotonic()
+    samples = samples_of(jsonl(tmp_path / "huge.jsonl", [huge, refused, *GOOD]))
+    drawn = [samples[i] for i in range(30)]
+    assert time.monotonic() - began < 30
+    assert encode_chat(tiny_tokenizer(), to_messages(long), max_tokens=200) in drawn
+
+
+def test_what_was_refused_is_not_tokenised_again(tmp_path, monkeypatch):
+    tried = []
+
+    def encode(tokenizer, messages, **more):
+        tried.append(messages[-1]["content"])
+        return encode_chat(tokenizer, messages, **more)
+
+    monkeypatch.setattr("locret_kit.training.data.encode_chat", encode)
+    samples = samples_of(jsonl(tmp_path / "mixed.jsonl", [BAD[3][0], *GOOD]))
+    assert all(samples[i] for i in range(40)) and sum(content == BAD[3][0]["output"] for content in tried) == 1
+
+
+def test_synthetic_samples_that_are_too_long_are_drawn_again(capsys):
+    """Between the least and the largest length that a sample needs a run ended in its middle."""
+    tokenizer, made = tiny_tokenizer(), {}
+    texts = [load_text("pydoc")]
+    for index in range(40):
+        with suppress(ValueError):
+            made[index] = synthetic_sample(tokenizer, texts, 256, 0, index, 0.3)
+    samples = Samples(DataConfig(max_tokens=256, val_samples=0), tokenizer, seed=0)
+    drawn = [samples[i] for i in range(40)]
+    assert 0 < len(made) < 40 and all(drawn[i] == sample for i, sample in made.items())
+    assert all(0.9 * 256 <= len(sample.ids) <= 256 for sample in drawn)
+    assert capsys.readouterr().err.count("is left out: n_tokens=256 is too small") == 40 - len(made)
+    with pytest.raises(ValueError, match="data.max_tokens=20 is too small for synthetic samples"):
+        Samples(DataConfig(max_tokens=20), tokenizer, seed=0)
+
+
+def test_sizes_that_nothing_can_hold_are_one_line(backbone, tmp_path, capsys):
+    for setting, words in (
+        ("heads.d_hidden=99999999999999", "heads.d_hidden=99999999999999 does not fit into memory"),
+        ("data.num_workers=1000000", "data.num_workers=1000000 must be at most"),
+        ("heads.init=nope", "heads.init=nope: ckpt='nope': no such file or folder"),
+    ):
+        assert train(backbone, tmp_path / "run", setting) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
+        assert words in line
 
 
 # ---- pictures and texts -------------------------------------------------------------------------------------------

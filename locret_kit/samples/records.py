@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..files import parse_json
 from ..naming import first_line
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
@@ -31,28 +32,32 @@ ROLES = {
 }
 
 
-def read_records(source: str | Path, *, split: str = "train") -> Iterator[dict]:
+def read_records(
+    source: str | Path, *, split: str = "train", broken: Callable[[str], object] | None = None
+) -> Iterator[dict]:
     """Records of a local .json, .jsonl or .parquet file, of a folder of them (by name, recursively), or of a data set
     of the Hub, which is streamed.
 
     Args:
         source: a path, or a Hub id such as "Yukang/LongAlpaca-12k".
         split: the split of a Hub data set; files have none.
+        broken: called with the reason for each line that is no JSON object, which is then left out.
 
     Raises:
         FileNotFoundError: nothing is there (at once), or the Hub cannot deliver it.
-        ValueError: an unknown kind of file (at once), or a line that is no JSON object: file and line are named.
+        ValueError: an unknown kind of file (at once), or, without ``broken``, a line that is no JSON object: file and
+            line are named.
     """
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
             raise FileNotFoundError(f"source={source} has no {', '.join(SUFFIXES)} file")
-        return (record for file in files for record in _read_file(file))
+        return (record for file in files for record in _read_file(file, broken))
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise ValueError(f"source={source} must end in one of {', '.join(SUFFIXES)}")
-        return _read_file(path)
+        return _read_file(path, broken)
     if path.suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) or str(source).startswith("."):
         raise FileNotFoundError(f"source={source} does not exist, and is no id of a Hub data set (owner/name)")
     return _read_hub(str(source), split)
@@ -99,9 +104,9 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
     raise ValueError(f"no known schema has the keys {sorted(map(str, record))}\nKnown are\n{known}")
 
 
-def _read_file(path: Path) -> Iterator[dict]:
+def _read_file(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
     try:
-        yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json(path)
+        yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json(path, broken)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
 
@@ -116,42 +121,39 @@ def _read_parquet(path: Path) -> Iterator[dict]:
         raise ValueError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _read_json(path: Path) -> Iterator[dict]:
+def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
     if path.suffix == ".json":
-        whole = _parse(path.read_text(encoding="utf-8-sig"), path)
-        if whole is not None:
+        text = path.read_text(encoding="utf-8-sig")
+        try:
+            whole = _loads(text, str(path))
+        except ValueError as error:
+            if "Extra data" not in str(error) or not text.lstrip().startswith("{"):
+                raise
+        else:
             for i, record in enumerate(whole if isinstance(whole, list) else [whole]):
                 yield _object(record, f"{path}, record {i}")
             return
-    with path.open(encoding="utf-8-sig") as lines:
+    with path.open(encoding="utf-8-sig") as lines:  # JSON lines, which some data sets name .json
         for number, line in enumerate(lines, 1):
             if line.strip():
+                where = f"{path}, line {number}"
                 try:
-                    record = _loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number}: not JSON: {error.msg} (column {error.colno})") from error
-                yield _object(record, f"{path}, line {number}")
+                    yield _object(_loads(line, where), where)
+                except ValueError as error:
+                    if broken is None or isinstance(error, UnicodeDecodeError):
+                        raise
+                    broken(str(error))
 
 
-def _parse(text: str, path: Path):
-    """The value of a .json file; None if it looks like JSON lines, which some data sets name .json."""
-    try:
-        return _loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            return None
-        raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
-
-
-def _loads(text: str):
+def _loads(text: str, where: str) -> object:
     """The value of a JSON text. Half a character (a cut emoji), which no tokenizer takes, becomes a question mark."""
-    value = json.loads(text)
+    value = parse_json(text, where)
     if _HALF.search(text):
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value
 
 
-def _object(record, where: str) -> dict:
+def _object(record: object, where: str) -> dict:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a record must be a JSON object, not {type(record).__name__}")
     return record

@@ -28,7 +28,7 @@ _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
 
 
 def synthetic_sample(
-    tokenizer, texts: Sequence[str], n_tokens: int, seed: int, index: int, repetitive: float = 0.3
+    tokenizer, texts: Sequence[str], n_tokens: int, seed: int | str, index: int, repetitive: float = 0.3
 ) -> Sample:
     """Sample number `index`: one answer, of 0.9 to 1.0 times `n_tokens` tokens in all.
 

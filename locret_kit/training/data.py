@@ -2,72 +2,104 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from ..config.train import DataConfig
 from ..naming import first_line
 from ..samples.chat import Sample, encode_chat
 from ..samples.records import read_records, to_messages
 from ..samples.synthetic import synthetic_sample
 from ..samples.text import load_text
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 DRAWS = 100
-"""So many records in a row that cannot be used end a run."""
+"""Records in a row, and synthetic samples, that cannot be used and end a run."""
 
 
 class Samples:
     """The mixture that ``data`` (the configuration's section) describes; any index from 0.
 
-    Where a record cannot be used, another of its source is drawn, and stderr names it once with the reason.
+    Where a record or a synthetic sample cannot be used, another is drawn, and stderr names it once with the reason. Lines
+    that are no records are left out, and counted on stderr.
 
     Raises:
-        ValueError: a source without records, or one that gave no usable record in ``DRAWS`` draws (at once where it has none).
+        ValueError: a source without records, or one that gave nothing usable in ``DRAWS`` draws (at once where it has none).
     """
 
-    def __init__(self, data: Any, tokenizer: Any, *, seed: int) -> None:
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
         self.data, self.tokenizer, self.seed = data, tokenizer, seed
-        self.texts = [load_text(source) for source in data.texts] if "synthetic" in data.sources else []
-        self.records = {s: list(read_records(s, split=data.split)) for s in data.sources if s != "synthetic"}
-        if empty := [source for source, records in self.records.items() if not records]:
-            raise ValueError(f"data.sources: {empty[0]!r} holds no records")
+        self._refused: dict[tuple[str, int, int], str] = {}  # by source, record and question
         self._named: set[tuple[str, int]] = set()
+        self.records = {source: self._read(source) for source in data.sources if source != "synthetic"}
         for source in self.records:
             self._draw(source, random.Random(f"{seed}:{source}"))
+        self.texts = [load_text(source) for source in data.texts] if "synthetic" in data.sources else []
+        if "synthetic" in data.sources:
+            self._synthetic(0)
 
     def __getitem__(self, index: int) -> Sample:
         rng = random.Random(f"{self.seed}:{index}")
         source = rng.choices(list(self.data.sources), weights=self.data.weights or None)[0]
-        if source == "synthetic":
-            return synthetic_sample(
-                self.tokenizer, self.texts, self.data.max_tokens, self.seed, index, self.data.repetitive
-            )
-        return self._draw(source, rng)
+        return self._synthetic(index) if source == "synthetic" else self._draw(source, rng)
+
+    def _read(self, source: str) -> list[dict]:
+        broken: list[str] = []
+        records = list(read_records(source, split=self.data.split, broken=broken.append))
+        if broken:
+            lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
+            print(f"data.sources: {source!r}: {lines} left out, the first since {broken[0]}", file=sys.stderr)
+        if not records:
+            raise ValueError(f"data.sources: {source!r} holds no records")
+        return records
+
+    def _synthetic(self, index: int) -> Sample:
+        """Sample ``index``, or where its question and facts are too long for ``max_tokens`` another that ``index`` decides."""
+        data, reason = self.data, ""
+        for draw in range(DRAWS):
+            seed = f"{self.seed}:{draw}" if draw else self.seed
+            try:
+                sample = synthetic_sample(self.tokenizer, self.texts, data.max_tokens, seed, index, data.repetitive)
+            except ValueError as error:
+                reason = reason or first_line(error)
+            else:
+                self._name("synthetic", {index: reason} if reason else {})
+                return sample
+        raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
 
     def _draw(self, source: str, rng: random.Random) -> Sample:
         """A usable record's sample; ``rng`` alone decides which."""
-        records, refused = self.records[source], {}
+        records = self.records[source]
+        refused: dict[int, str] = {}
         for _ in range(DRAWS):
             number = rng.randrange(len(records))
-            try:
-                sample = self._encode(records[number], rng)
-            except ValueError as error:
-                refused[number] = first_line(error)
-            else:
-                self._name(source, refused)
-                return sample
+            asked = records[number].get("instructions")
+            question = rng.randrange(max(1, len(asked) if isinstance(asked, list) else 1))
+            key = source, number, question
+            if key not in self._refused:
+                try:
+                    sample = self._encode(records[number], question)
+                except ValueError as error:
+                    self._refused[key] = first_line(error)
+                else:
+                    self._name(source, refused)
+                    return sample
+            refused[number] = self._refused[key]
         raise ValueError(
             f"data.sources: {source!r} has no usable record among {DRAWS} drawn; the last was record {number}: {refused[number]}"
         )
 
-    def _encode(self, record: dict, rng: random.Random) -> Sample:
-        questions = len(record["instructions"]) if isinstance(record.get("instructions"), list) else 1
-        messages = to_messages(record, index=rng.randrange(max(1, questions)))
+    def _encode(self, record: dict, question: int) -> Sample:
+        messages = to_messages(record, index=question)
         sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens)
         if not sample.prompt_len:
             raise ValueError("nothing stands in front of its answer")
@@ -135,8 +167,10 @@ class SampleModule(L.LightningDataModule):
         data: the configuration's section. per_step: samples of each process in one step.
     """
 
-    def __init__(self, data: Any, tokenizer: Any, *, seed: int, per_step: int = 1) -> None:
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, per_step: int = 1) -> None:
         super().__init__()
+        if data.num_workers > (most := 4 * (os.cpu_count() or 1)):
+            raise ValueError(f"data.num_workers={data.num_workers} must be at most {most}, four per CPU core")
         self.cfg, self.tokenizer, self.seed, self.per_step = data, tokenizer, seed, per_step
         self.done = 0
 
