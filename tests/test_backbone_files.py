@@ -16,6 +16,7 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
+from locret_kit.samples.chat import render_prompt
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
@@ -74,3 +75,52 @@ def test_heads_on_another_backbone_are_warned_of(backbone, tmp_path):
     assert "trained on 'lab/model-instruct', and this runs 'lab/model'" in other_backbone(
         "lab/model-instruct", "lab/model"
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_attention_heads", 0), ("num_attention_heads", "x"), ("num_attention_heads", -1), ("num_key_value_heads", 0),
+        ("num_key_value_heads", 3), ("head_dim", 0), ("head_dim", 7), ("max_position_embeddings", "x"),
+        ("eos_token_id", "x"), ("hidden_act", "evil"), ("rope_type", "evil"), ("dtype", "evil"),
+        ("num_hidden_layers", 10**9),
+    ],
+)  # fmt: skip
+def test_an_impossible_field_is_one_line_that_names_file_and_field(backbone, field, value):
+    """Tracebacks before, a plan of nonsense, or for 10**9 layers no end."""
+    path = backbone / "config.json"
+    config = json.loads(path.read_text())
+    change = (
+        {"rope_parameters": {**config["rope_parameters"], field: value}} if field == "rope_type" else {field: value}
+    )
+    path.write_text(json.dumps(config | change))
+    for load in (load_config, load_backbone):
+        with pytest.raises((ValueError, OSError)) as caught:
+            load(str(backbone))
+        said = str(caught.value)
+        assert "config.json" in said and field in said and str(value) in said and "\n" not in said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", b"{}", "tokenizer"),
+        ("config.json", b"[" * 100_000, "config.json"),
+        ("pytorch_model.bin", b"", "cannot be loaded"),
+    ],
+)
+def test_a_damaged_file_is_one_line(backbone, name, content, words):
+    (backbone / name).write_bytes(content)
+    if name == "pytorch_model.bin":
+        (backbone / "model.safetensors").unlink()
+        torch.save({"x": Path("a pickle holds more than tensors")}, backbone / name)
+    with pytest.raises((ValueError, OSError), match=words) as caught:
+        load_backbone(str(backbone))
+    assert "\n" not in str(caught.value) and str(backbone) in str(caught.value)
+
+
+def test_a_template_that_runs_wild_is_one_line(backbone):
+    tokenizer = load_tokenizer(str(backbone))
+    tokenizer.chat_template = "{% for i in range(10**9) %}x{% endfor %}"
+    with pytest.raises(ValueError, match="the chat template refuses"):
+        render_prompt(tokenizer, "text", "question")

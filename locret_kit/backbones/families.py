@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..naming import nearest
@@ -43,6 +46,31 @@ class BackboneSpec:
     def qkv_dim(self) -> int:
         """Width of the concatenation [q; k; v] of one token."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
+def check_config(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first field of a ``config.json`` that no model can be built from."""
+    sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
+    for name in (*sizes, "max_position_embeddings"):
+        value, most = fields.get(name), 10_000 if name == "num_hidden_layers" else 2**31
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}")
+    heads, kv_heads, head_dim = (fields.get(name) for name in sizes[1:4])
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
+    if head_dim and head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even")
+    ends = fields.get("eos_token_id")
+    if any(type(end) is not int for end in (ends if isinstance(ends, list) else [ends]) if end is not None):
+        raise ValueError(f"eos_token_id={ends!r} must be an integer or a list of integers")
+    rope = fields.get("rope_parameters") or {}
+    groups = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    dtypes = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+    words = [("hidden_act", fields.get("hidden_act"), [*ACT2FN]), ("dtype", fields.get("dtype"), dtypes)]
+    words += [("rope_type", group.get("rope_type"), ["default", *ROPE_INIT_FUNCTIONS]) for group in groups]
+    for name, word, known in words:
+        if word is not None and word not in known:
+            raise ValueError(f"{name}={word!r} is unknown.{nearest(str(word), known)}".removesuffix("."))
 
 
 def text_config(model: Any) -> Any:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
 
 from ..naming import first_line
+from .families import check_config
 from .weight_bits import quantisation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,20 +62,33 @@ def resolve_model(name: str, field: str = "model") -> str:
     return name
 
 
-def load_config(name: str) -> Any:
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn the many errors of transformers, PyTorch and PEFT over damaged files into one line that begins with ``what``."""
+    try:
+        yield
+    except (FileNotFoundError, ImportError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = first_line(error).rstrip()
+        if said.endswith(":"):  # the reason follows
+            said = " ".join(str(error).split())[:300]
+        kind = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: "
+        raise FileNotFoundError(f"{what}: {kind}{said}") from error
+
+
+def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
     """The configuration of a backbone's text model, by folder or Hub id. Code that comes with it is never run.
 
     Raises:
-        FileNotFoundError: there is none that can be read.
+        FileNotFoundError: there is none that can be read, or a field's value is impossible.
     """
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(resolve_model(name), trust_remote_code=False)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"model={name!r} cannot be loaded: {first_line(error)}") from error
+    with _reading(f"model={name!r} cannot be loaded: config.json"):
+        fields, _ = PreTrainedConfig.get_config_dict(resolve_model(name), revision=revision)
+        check_config(fields.get("text_config") or fields)
+        config = AutoConfig.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
     return config.get_text_config(decoder=True)
 
 
@@ -83,15 +100,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        said = first_line(error).rstrip()
-        if said.endswith(":"):  # the list that would follow is of ways to make one
-            said = "it holds no tokenizer"
-        raise FileNotFoundError(f"model={name!r} cannot be loaded: {said}") from error
+    with _reading(f"model={name!r} cannot be loaded: tokenizer"):
+        try:
+            return AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
+        except ValueError as error:
+            if first_line(error).rstrip().endswith(":"):  # the list that would follow is of ways to make one
+                raise FileNotFoundError(f"model={name!r} cannot be loaded: it holds no tokenizer") from error
+            raise
 
 
 def load_backbone(
@@ -128,13 +143,13 @@ def load_backbone(
             )
         config = quantisation(weight_bits, precision, where)
         spread = {"device_map": {"": where}} | spread | {"quantization_config": config}
-    try:
+    load_config(name, revision)
+    bits = "" if weight_bits is None else f" with weight_bits={weight_bits}"
+    with _reading(f"model={name!r} cannot be loaded{bits}"):  # an unknown architecture; truncated weights; a pickle
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **spread,
         )  # fmt: skip
-    except (OSError, ValueError, SafetensorError) as error:  # absent; an unknown architecture; truncated weights
-        raise FileNotFoundError(f"model={name!r} cannot be loaded: {first_line(error)}") from error
     model, found = loaded
     if absent := [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]:
         some = ", ".join(sorted(absent)[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
@@ -163,19 +178,14 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     """The model with a PEFT adapter (a folder or a Hub id) merged into its weights.
 
     Raises:
-        ValueError: it cannot be read, does not fit the model, or is of a kind that has no merged form.
+        FileNotFoundError: it cannot be read, or does not fit the model. ValueError: its kind has no merged form.
     """
     from peft import PeftModel
 
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
-            warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
-            wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError, RuntimeError, UserWarning, SafetensorError) as error:
-        raise ValueError(f"adapter={adapter!r} cannot be put on {type(model).__name__}: {first_line(error)}") from error
+    with _reading(f"adapter={adapter!r} cannot be put on {type(model).__name__}"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
+        warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
+        wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
     if not hasattr(wrapped.base_model, "merge_and_unload"):
         kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
         raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights; LoRA and its kin can")

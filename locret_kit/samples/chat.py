@@ -176,7 +176,7 @@ def _render(tokenizer, messages: Sequence[dict], generation: bool = False) -> st
 
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
-    except TemplateError as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
