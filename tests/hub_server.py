@@ -40,13 +40,18 @@ class Repo:
 
 
 class HubServer:
-    """``fail``: a method and a part of a path; requests that match lose their connection."""
+    """``fail``: a method and a part of a path; requests that match lose their connection.
+
+    ``once``: (method, part of a path, what happens) for one request each: 'lose' answers nothing though it was done, a number
+    is a status, bytes are the answer's body.
+    """
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.fail: tuple[str, str] | None = None
+        self.once: list[tuple[str, str, Any]] = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -88,8 +93,18 @@ class HubServer:
                 {"error": "Invalid credentials"},
                 {"X-Error-Message": "Invalid credentials in Authorization header"},
             )
+        odd = next((one for one in self.once if one[0] == request.command and one[1] in path), None)
+        if odd is not None:
+            self.once.remove(odd)
+        if odd is not None and odd[2] != "lose":
+            status, content = (odd[2], {"error": "busy"}) if isinstance(odd[2], int) else (200, odd[2])
+            return _send(request, status, content)
         for pattern, method in ROUTES:
             match = re.fullmatch(pattern, f"{request.command} {path}")
+            if match and odd is not None:
+                method(self, user, body, **match.groupdict())
+                request.connection.close()
+                return None
             if match:
                 return _send(request, *method(self, user, body, **match.groupdict()))
         return _send(request, 404, {"error": f"no such call: {request.command} {path}"})

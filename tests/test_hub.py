@@ -374,3 +374,49 @@ def test_every_refusal_is_one_clear_line(tmp_path):
         assert f"you/gated is gated: accept its terms at {hub.url}/you/gated" in said["gated"]
         assert "there is no you/none" in said["missing"]
         assert "holds neither model.safetensors nor one .bin" in said["no_heads"]
+
+
+TROUBLE = """
+ckpt, *repos = sys.argv[1:]
+for repo in repos:
+    report(**{repo: cli("publish", "--ckpt", ckpt, "--repo", repo)})
+"""
+
+
+def test_a_commit_is_sent_again_and_what_is_said_of_it_is_true(tmp_path):
+    """A lost answer was called "nothing was published" though all files were there; one 429 ended it."""
+    ckpt = save(tmp_path / "heads")
+    with HubServer() as hub:
+        hub.add("me/list", {"config.json": b"[1]"})
+        hub.once = [
+            ("POST", "/me/lost/commit", "lose"),
+            ("POST", "/me/busy/commit", 429),
+            ("POST", "/me/down/commit", 503),
+        ]
+        hub.once.append(("GET", "/api/models/me/html", b"<html>"))
+        repos = ["me/lost", "me/busy", "me/down", "me/html", "me/list", "a/b\n"]
+        said = client(hub.url, tmp_path / "cache", TROUBLE, str(ckpt), *repos, HF_TOKEN="hf_me")
+        for repo in ("me/lost", "me/busy", "me/down"):
+            status, out, err = said[repo]
+            (commit,) = hub.repos[repo].commits
+            assert (status, err) == (0, "") and out.strip() == f"{hub.url}/{repo}/commit/{commit[0]}", said[repo]
+        assert "nothing was published: " in said["me/html"][2] and "something else than JSON" in said["me/html"][2]
+        assert "it exists and holds something else (config.json)" in said["me/list"][2]
+        assert "must be user/name" in said["a/b\n"][2]
+
+
+LOST = """
+report(lost=load("me/heads"), secret=load("me/secret"))
+"""
+
+
+def test_a_lost_download_is_not_called_a_bad_repository(tmp_path):
+    heads = save(tmp_path / "heads")
+    with HubServer() as hub:
+        hub.add("me/heads", {file.name: file.read_bytes() for file in heads.iterdir()})
+        hub.add("me/secret", {"config.json": b"{}"})
+        hub.fail = ("GET", "/me/heads/resolve/")
+        hub.once = [("GET", "/api/models/me/secret", 403)]
+        said = client(hub.url, tmp_path / "cache", LOST)
+    assert f"{hub.url} cannot be reached" in said["lost"] and "neither" not in said["lost"]
+    assert "may not read me/secret" in said["secret"]
