@@ -9,7 +9,8 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.policies.registry import NAMED, parse_policy
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.registry import policies
 from locret_kit.runtime.session import prefill
 
 LENGTH = 83
@@ -22,7 +23,7 @@ FITTED = {
     "windowed-locret": "windowed-locret(6,2)",
 }  # fmt: skip
 # Those that read the prompt's end twice, which model.generate does not, are in test_answering.py.
-POLICIES = [FITTED.get(name, name) for name in NAMED if parse_policy(name).reread is None]
+POLICIES = [FITTED.get(name, name) for name in policies() if parse_policy(name).reread is None]
 POLICIES += ["kvcrush(base=ada-snapkv(6,3),level=chunk)", "score=entropy allocation=adaptive selection=sampled"]
 POLICIES += ["score=lagkv(lag=7) allocation=adaptive", "score=compactor(block=8) allocation=pyramid(3)+adaptive(1)"]
 EVICTING = [policy for policy in POLICIES if policy != "full"]

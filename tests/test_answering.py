@@ -1,4 +1,4 @@
-"""Passages of the text that are read again in its place (`answering=reread(tokens, window, kernel, first)`)."""
+"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first)`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiny_models import tiny_model
 from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import attach
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.policies.registry import parse_policy, parts_of
-from locret_kit.policies.reread import Reread
+from locret_kit.policies.grammar import parse_policy, parts_of
+from locret_kit.policies.reread import Passages
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -74,7 +74,7 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
         )
         passages = [*chosen, *range(BODY, TOKENS)]
         wanted = plain(input_ids=IDS[:, passages]).logits[0, -1]
-    cache = bounded(f"streaming(4) answering=reread({tokens},{window},{kernel},{first})", positions="original")
+    cache = bounded(f"streaming(4) reread=passages({tokens},{window},{kernel},{first})", positions="original")
     torch.testing.assert_close(read(model, cache), wanted.float(), rtol=0, atol=1e-6)
     for layer in range(len(cache.bounded)):
         assert cache.kept_positions(layer).tolist() == [[passages, passages]]
@@ -86,7 +86,7 @@ def test_any_policy_answers_from_what_it_reads_again(policy, positions):
     """Whatever it kept and however it places keys: the logits are the model's on passages and question, and layers and
     heads hold the same tokens."""
     model = tiny_model("llama").double()
-    cache = bounded(f"{policy} answering=reread(6,4,3,2)", positions=positions)
+    cache = bounded(f"{policy} reread=passages(6,4,3,2)", positions=positions)
     found = read(model, cache)
     with torch.no_grad():
         wanted = model(input_ids=IDS[:, cache.passages]).logits[0, -1]
@@ -100,7 +100,7 @@ def test_any_policy_answers_from_what_it_reads_again(policy, positions):
 @pytest.mark.parametrize("policy", ["h2o", "ada-snapkv(6,3)", "pyramidkv(6,3,beta=2)", "kvcrush(base=h2o)"])
 def test_decoding_goes_on_in_the_budget(policy, kv_bits):
     model, calls = tiny_model("llama"), []
-    cache = bounded(f"{policy} answering=reread(6,4,3,2)", kv_bits=kv_bits)
+    cache = bounded(f"{policy} reread=passages(6,4,3,2)", kv_bits=kv_bits)
     with attach(model), torch.no_grad():
         logits = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
         again = TOKENS - 11
@@ -121,7 +121,7 @@ def test_decoding_goes_on_in_the_budget(policy, kv_bits):
 def test_layers_with_a_window_read_the_passages_too():
     model = tiny_model("gemma3").double()
     assert any(window is not None for window in spec_of(model.config).windows)
-    cache = bounded("h2o answering=reread(6,4,3,2)")
+    cache = bounded("h2o reread=passages(6,4,3,2)")
     found = read(model, cache)
     with torch.no_grad():
         wanted = model(input_ids=IDS[:, cache.passages]).logits[0, -1]
@@ -136,20 +136,20 @@ def test_layers_with_a_window_read_the_passages_too():
 )
 def test_passages_are_the_best_neighbourhoods(score, size, half, first):
     size = min(size, len(score))
-    found = Reread(size, 4, 2 * half + 1, first).choose(torch.tensor(score), size).tolist()
+    found = Passages(size, 4, 2 * half + 1, first).choose(torch.tensor(score), size).tolist()
     assert found == best(score, size, 2 * half + 1, min(first, size // 2))
 
 
 @given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 80))
 def test_passages_and_tail_fit_the_budget(tokens, budget, tail):
     tail = min(tail, budget - 1) or 1
-    assert 1 <= Reread(tokens).size(budget, tail) <= max(1, budget - tail)
+    assert 1 <= Passages(tokens).size(budget, tail) <= max(1, budget - tail)
 
 
 def test_a_prompt_that_fits_is_read_once():
     model, calls = tiny_model("llama").double(), []
     with attach(model), torch.no_grad():
-        cache = bounded("recency answering=reread(4)", budget=67, positions="original")
+        cache = bounded("recency reread=passages(4)", budget=67, positions="original")
         found = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
         wanted = model(input_ids=IDS).logits[0, -1]
     assert calls == sorted(set(calls)) and not cache.passages
@@ -157,8 +157,8 @@ def test_a_prompt_that_fits_is_read_once():
 
 
 def test_the_named_policy_is_locret_and_a_second_reading():
-    part = "reread(tokens=256,window=32,kernel=33,first=32)"
-    assert parts_of(parse_policy("rereading-locret(256)")) == {**parts_of(parse_policy("locret")), "answering": part}
+    part = "passages(tokens=256,window=32,kernel=33,first=32)"
+    assert parts_of(parse_policy("rereading-locret(256)")) == {**parts_of(parse_policy("locret")), "reread": part}
     model = tiny_model("llama").double()
     torch.manual_seed(0)
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
@@ -170,7 +170,7 @@ def test_the_named_policy_is_locret_and_a_second_reading():
 @pytest.mark.parametrize("policy", ["h2o", "ada-snapkv(6,3)", "lagkv", "sirllm"])
 def test_a_fork_reads_again_for_its_own_question(policy):
     """A document read once and asked two questions."""
-    model, text = tiny_model("llama").double(), f"{policy} answering=reread(6,4,3,0)"
+    model, text = tiny_model("llama").double(), f"{policy} reread=passages(6,4,3,0)"
     other = IDS.clone()
     other[0, BODY:] = IDS[0, :5]
     document, found = bounded(text), []
@@ -187,32 +187,32 @@ def test_a_fork_reads_again_for_its_own_question(policy):
 
 def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"reads the end of the prompt twice: pass prompt_length="):
-        bounded("h2o answering=reread", prompt_length=None)
+        bounded("h2o reread=passages", prompt_length=None)
     for local_len in (0, 9):
         with pytest.raises(ValueError, match=rf"last local_len={local_len} tokens twice: from 1 to chunk=8"):
-            bounded("h2o answering=reread", local_len=local_len)
-    with pytest.raises(ValueError, match=r"reread\(kernel=4\): kernel must be odd"):
-        parse_policy("h2o answering=reread(kernel=4)")
-    with pytest.raises(ValueError, match=r"reread\(first=-1\): first must be at least 0"):
-        parse_policy("h2o answering=reread(first=-1)")
-    with pytest.raises(ValueError, match=r"answering='rereed' is unknown. Did you mean 'reread'"):
-        parse_policy("h2o answering=rereed")
+            bounded("h2o reread=passages", local_len=local_len)
+    with pytest.raises(ValueError, match=r"reread=passages: kernel=4 must be odd and at least 1"):
+        parse_policy("h2o reread=passages(kernel=4)")
+    with pytest.raises(ValueError, match=r"reread=passages: first=-1 must be at least 0"):
+        parse_policy("h2o reread=passages(first=-1)")
+    with pytest.raises(ValueError, match=r"reread='pasages' is unknown. Did you mean 'passages'"):
+        parse_policy("h2o reread=pasages")
     model = tiny_model("llama")
     with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.generate"):
-        model.generate(IDS, past_key_values=bounded("h2o answering=reread"), max_new_tokens=3, do_sample=False)
+        model.generate(IDS, past_key_values=bounded("h2o reread=passages"), max_new_tokens=3, do_sample=False)
 
 
 def test_windows_alone_are_read_once():
     """No slot is kept by the policy, so there is no index: the prompt is read as without a second reading."""
     model = tiny_model("mistral-window").double()
-    cache, plain = bounded("score=random answering=reread", 24), bounded("score=random", 24)
+    cache, plain = bounded("score=random reread=passages", 24), bounded("score=random", 24)
     assert torch.equal(read(model, cache), read(model, plain))
     assert not cache.passages and cache.get_seq_length() == plain.get_seq_length() == TOKENS
 
 
 def test_a_cache_that_was_reset_reads_a_text_twice_again():
     model = tiny_model("llama")
-    policy = "random answering=reread(9,4,3,2)"
+    policy = "random reread=passages(9,4,3,2)"
     used, fresh = bounded(policy), bounded(policy)
     first = read(model, used)
     used.reset()

@@ -18,11 +18,11 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.geometry.schedule import Schedule
-from locret_kit.policies.base import Policy, ScorePart, Slots
-from locret_kit.policies.registry import parse_policy
+from locret_kit.policies.base import Policy, Score, Slots, TopK
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.methods.locret import Cis
+from locret_kit.policies.methods.streaming import Recency
 from locret_kit.policies.scopes import Sinks, Stabilizers
-from locret_kit.policies.scores import Cis, Recency
-from locret_kit.policies.selection import TopK
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -246,7 +246,7 @@ def test_locret_one_token_at_a_time():
 def test_last_eviction_ignores_stabilizers():
     """The newest token of the body has the lowest score: it is protected in the middle, and goes at the end."""
 
-    class Falling(ScorePart):
+    class Falling(Score):
         def score_new_tokens(self, entry):
             return -Recency().score_new_tokens(entry)
 
@@ -294,7 +294,7 @@ def test_theorem_f1_on_the_policy(data):
         assert kept == sorted(best)
 
 
-class Given(ScorePart):
+class Given(Score):
     """Scores that the test fixed, a layer, head and position."""
 
     def __init__(self, table):

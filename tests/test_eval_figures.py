@@ -20,7 +20,7 @@ from locret_kit.evals.engine.settings import Engine
 from locret_kit.evals.figures import FIGURES, PAPERS, curves, draw, find_figure, results, style
 from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.policies.registry import parse_policy
+from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "paper_figures"

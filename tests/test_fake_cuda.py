@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.policies.scores import Aas
+from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.static import StaticDecoder
 

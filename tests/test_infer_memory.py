@@ -23,7 +23,7 @@ from locret_kit.cli.infer import main
 from locret_kit.planning import fit, memory
 from locret_kit.planning.memory import OutOfMemory, allocator_figures, cap_gpu_memory, explain_oom, fit_plan
 from locret_kit.planning.plan import Backbone, plan_inference
-from locret_kit.policies.registry import parse_policy
+from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import generate
 
 GIB = 2**30

@@ -18,21 +18,13 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.engine import kvzip
-from locret_kit.policies import key_scores
 from locret_kit.policies.base import Entry, Slots, rank_of
-from locret_kit.policies.key_scores import (
-    Compactor,
-    ExpectedAttention,
-    KeyDiff,
-    KNorm,
-    LagKV,
-    add_moments,
-    block_attention,
-    gaussian_sketch,
-    key_difference,
-    leverage_scores,
-    z_score,
-)
+from locret_kit.policies.methods import compactor
+from locret_kit.policies.methods.compactor import Compactor, block_attention, gaussian_sketch, leverage_scores, z_score
+from locret_kit.policies.methods.expected_attention import ExpectedAttention, add_moments
+from locret_kit.policies.methods.keydiff import KeyDiff, key_difference
+from locret_kit.policies.methods.knorm import KNorm
+from locret_kit.policies.methods.lagkv import LagKV
 from locret_kit.runtime.session import generate
 
 HEADS = [(3, 3), (6, 2), (4, 1)]  # query heads, key/value heads: MHA, GQA, MQA
@@ -390,8 +382,8 @@ def block_rows(q_GTD, k_TD, v_TD):
 def test_compactor_state_does_not_grow_with_the_text(monkeypatch):
     """And its sketch, which the host draws and copies to the device, is drawn once."""
     q, k, v = random_qkv(2, 1, 400)
-    drawn, draw = [], key_scores.gaussian_sketch
-    monkeypatch.setattr(key_scores, "gaussian_sketch", lambda *size: drawn.append(size) or draw(*size))
+    drawn, draw = [], compactor.gaussian_sketch
+    monkeypatch.setattr(compactor, "gaussian_sketch", lambda *size: drawn.append(size) or draw(*size))
     layer, sizes = Layer(Compactor(block=8, sketch=4, first=2, last=1), q, k, v), set()
     for _ in range(20):
         layer.feed(20)
@@ -588,11 +580,11 @@ def test_a_models_run_does_not_depend_on_how_it_is_fed(expression, family, alloc
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: LagKV(lag=0), r"lagkv\(lag=0\): lag must be at least 1"),
-        (lambda: LagKV(sinks=-1), r"lagkv\(sinks=-1\): sinks must be at least 0"),
-        (lambda: ExpectedAttention(future=0), r"expected-attention\(future=0\): future must be at least 1"),
-        (lambda: Compactor(block=0), r"compactor\(block=0\): block must be at least 1"),
-        (lambda: Compactor(blend=-0.5), r"blend must be at least 0"),
+        (lambda: LagKV(lag=0), "lag=0 must be at least 1"),
+        (lambda: LagKV(sinks=-1), "sinks=-1 must be at least 0"),
+        (lambda: ExpectedAttention(future=0), "future=0 must be at least 1"),
+        (lambda: Compactor(block=0), "block=0 must be at least 1"),
+        (lambda: Compactor(blend=-0.5), "blend=-0.5 must be at least 0"),
     ],
 )
 def test_a_parameter_out_of_range_says_its_bound(make, said):

@@ -13,14 +13,22 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from policy_runs import backbone, held, make, run, tokens
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from locret_kit import attach
 from locret_kit.backbones.families import spec_of
-from locret_kit.policies.merging import fold_convolved
-from locret_kit.policies.pool import ConvPool, PoolConfig, SlotConvolution, load_pool, save_pool
-from locret_kit.policies.registry import parse_policy, spell
+from locret_kit.files import HASH, read_json, write_folder
+from locret_kit.policies.base import Selection
+from locret_kit.policies.grammar import parse_policy, spell
+from locret_kit.policies.methods.lococo import (
+    ConvPool,
+    PoolConfig,
+    SlotConvolution,
+    fold_convolved,
+    load_pool,
+    save_pool,
+)
 from locret_kit.runtime.session import prefill
 
 MANY = settings(max_examples=60)
@@ -152,7 +160,7 @@ def pool(tmp_path_factory) -> str:
     return saved(tmp_path_factory.mktemp("pool"))
 
 
-class Recorder:
+class Recorder(Selection):
     """A selection that remembers every eviction."""
 
     def __init__(self, selection) -> None:
@@ -284,7 +292,7 @@ def spoil_weights(change):
     def spoil(folder: Path) -> None:
         state = load_file(folder / "model.safetensors")
         change(state)
-        save_file(state, folder / "model.safetensors")
+        write_folder(folder, {k: v for k, v in read_json(folder / "config.json").items() if k != HASH}, state)
 
     return spoil
 
@@ -294,9 +302,9 @@ SPOILT = [
     (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     (lambda f: (f / "config.json").write_text("[]"), "says format=None, a pool says 'locret_kit.lococo.v1'"),
     (spoil_config(format="locret_kit.heads.v1"), "says format='locret_kit.heads.v1'"),
-    (spoil_config(stride=2), "unknown fields stride"),
+    (spoil_config(stride=2), "unknown field 'stride'"),
     (spoil_config(kernel=4), "kernel=4 must be odd"),
-    (spoil_config(slots="many"), "slots='many' must be a whole number"),
+    (spoil_config(slots="many"), "slots=many must be an integer"),
     (spoil_config(slots=6), "does not fit tiny: size mismatch for layers.0.conv.weight"),
     (spoil_config(n_layers=2), "Unexpected key(s)"),
     (spoil_weights(lambda state: state.pop("layers.1.gate")), "Missing key(s) in state_dict: \"layers.1.gate\""),

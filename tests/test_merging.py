@@ -19,9 +19,12 @@ from locret_kit.backbones.families import UnsupportedArchitecture
 from locret_kit.cache.storage.quantised import check_storage
 from locret_kit.cli.infer import main
 from locret_kit.evals.engine.settings import check_policies
-from locret_kit.policies.merging import METRICS, Nearest, fold_nearest, nearest_kept
-from locret_kit.policies.registry import describe_policies, parse_policy
+from locret_kit.policies.base import Selection
+from locret_kit.policies.grammar import describe_policies, parse_policy
+from locret_kit.policies.merging import Nearest, fold_nearest, nearest_kept
 from locret_kit.runtime.session import prefill
+
+METRICS = ("cosine", "l2")
 
 MANY = settings(max_examples=80)
 MERGING = [
@@ -154,7 +157,7 @@ def test_similarities_never_exist_at_once():
 # ---- runs, replayed ---------------------------------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Selection):
     """A selection that remembers scores, positions and choices."""
 
     def __init__(self, selection) -> None:
@@ -346,11 +349,11 @@ def test_the_grammar():
         ("score=cis merge=nearst", "merge='nearst' is unknown. Did you mean 'nearest'?"),
         (
             "score=cis merg=nearest",
-            "Did you mean 'merge'? Parts: score, scope, allocation, selection, merge, reading, answering.",
+            "Did you mean 'merge'? Parts: score, scope, allocation, selection, merge, prefill_mask, reread.",
         ),
-        ("merge-locret(metric=cosin)", "metric must be one of: cosine, l2. Did you mean 'cosine'?"),
-        ("score=cis merge=nearest(weight=scores)", "weight must be one of: score, count. Did you mean 'score'?"),
-        ("merge(base=full)", "merge(base=full): the base evicts nothing"),
+        ("merge-locret(metric=cosin)", "metric=cosin must be one of: cosine, l2. Did you mean 'cosine'?"),
+        ("score=cis merge=nearest(weight=scores)", "weight=scores must be one of: score, count. Did you mean 'score'?"),
+        ("merge(base=full)", "policy=merge: base=full evicts nothing"),
     ],
 )
 def test_errors_say_what_there_is(text, said):

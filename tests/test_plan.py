@@ -17,7 +17,7 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import decoder_of, ropes_of, spec_of
 from locret_kit.backbones.intercept import Attachment
 from locret_kit.planning import plan as p
-from locret_kit.policies.registry import parse_policy
+from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.training.observer import Observer
 
@@ -119,7 +119,7 @@ def test_cache_bytes_are_those_of_the_cache(family):
 
 
 SIZED = ["h2o", "roco", "scissorhands", "tova", "snapkv", "pyramidkv", "nacl", "kvcrush", "full"]
-SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o answering=reread(6,5,3)"]
+SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o reread=passages(6,5,3)"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -202,7 +202,7 @@ def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
 @pytest.mark.parametrize("newest", [512, 4096])
 def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
     monkeypatch.setattr("locret_kit.cache.attention.lower_right", lambda *args: None)
-    config, policy = configuration("llama3.1-8b", layers=3), parse_policy(f"recency reading=recent({newest})")
+    config, policy = configuration("llama3.1-8b", layers=3), parse_policy(f"recency prefill_mask=sliding({newest})")
     model = on_meta(config)
     with FusedAttention(), LiveBytes() as live:
         kept = BoundedCache(6000, policy, chunk=1024, prompt_length=9000)

@@ -10,12 +10,13 @@ from policy_runs import EVICTING, LENGTH, POLICIES, SMALL, backbone, held, make,
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache.geometry.schedule import PIECE
-from locret_kit.policies.entropy import SLICE
-from locret_kit.policies.registry import parse_policy
+from locret_kit.policies.base import Selection
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.methods.sirllm import SLICE
 from locret_kit.runtime.session import prefill
 
 
-class Recorder:
+class Recorder(Selection):
     """A selection that remembers what it was given."""
 
     def __init__(self, selection) -> None:

@@ -22,10 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones.families import spec_of
 from locret_kit.policies.allocation import Adaptive, Pyramid
-from locret_kit.policies.base import Entry, Slots
-from locret_kit.policies.registry import NAMED, parse_policy
-from locret_kit.policies.scores import hashed
-from locret_kit.policies.selection import ANCHORS, LEVELS, PICKS, Representatives, Sampled, TopK
+from locret_kit.policies.base import Entry, Slots, TopK
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.methods.kvcrush import LEVELS, Representatives
+from locret_kit.policies.methods.nacl import Sampled
+from locret_kit.policies.methods.random import hashed
+from locret_kit.policies.registry import policies
 
 D = 8
 VOCABULARY = 11
@@ -253,7 +255,7 @@ def test_every_named_policy_is_here():
     elsewhere |= {"merge", "merge-locret"}  # test_merging.py
     elsewhere |= {"windowed-locret"}  # test_reading.py
     elsewhere |= {"rereading-locret"}  # test_answering.py
-    assert {policy.split("(")[0] for policy in POLICIES} >= NAMED.keys() - elsewhere
+    assert {policy.split("(")[0] for policy in POLICIES} >= policies().keys() - elsewhere
 
 
 def layers_of(policy: str) -> int:
@@ -474,8 +476,8 @@ def test_sampled_part_follows_the_softmax_of_the_scores():
     share=st.floats(0, 1),
     window=st.integers(0, 30),
     ratio=st.floats(0, 1),
-    anchor=st.sampled_from(ANCHORS),
-    pick=st.sampled_from(PICKS),
+    anchor=st.sampled_from(["mean", "random", "alternate", "zeros", "ones"]),
+    pick=st.sampled_from(["even", "random"]),
     level=st.sampled_from(list(LEVELS)),
     seed=st.integers(0, 10**6),
 )

@@ -16,7 +16,7 @@ from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpac
 from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.cli.infer import parser
-from locret_kit.policies.registry import parse_policy
+from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.report import Report
 from locret_kit.runtime.session import prefill
 

@@ -18,8 +18,8 @@ from locret_kit.cache.storage.groups import pairs_of, regroup, table_size
 from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
 from locret_kit.cache.storage.ragged import RaggedLayer
 from locret_kit.cache.storage.ragged_quantised import RaggedQuantisedLayer
-from locret_kit.policies.registry import parse_policy
-from locret_kit.policies.scores import Random
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.methods.random import Random
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

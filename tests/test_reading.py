@@ -1,4 +1,4 @@
-"""What a token of the prompt sees while the prompt is read (`reading=recent(newest, sinks)`)."""
+"""What a token of the prompt sees while the prompt is read (`prefill_mask=sliding(newest, sinks)`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import attach
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.policies.prefill_mask import Recent
-from locret_kit.policies.registry import parse_policy, parts_of
+from locret_kit.policies.grammar import parse_policy, parts_of
+from locret_kit.policies.prefill_mask import Sliding
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -36,7 +36,7 @@ def read(model, cache, piece: int = IDS.shape[1]) -> torch.Tensor:
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 12), st.integers(0, 60))
 def test_rows_that_are_seen_are_the_first_and_the_newest_without_doubles(newest, sinks, fresh, older):
     rows = older + fresh
-    seen = Recent(newest, sinks).visible(rows, fresh)
+    seen = Sliding(newest, sinks).visible(rows, fresh)
     wanted = [row for row in range(rows) if row < sinks or row >= rows - fresh - newest]
     found = list(range(rows)) if seen is None else [row for piece in seen for row in range(rows)[piece]]
     assert found == wanted
@@ -67,7 +67,7 @@ def test_logits_are_those_of_full_attention_under_the_mask_of_the_definition(new
     hidden = torch.zeros(67, 67, dtype=torch.float64).masked_fill(~sees, float("-inf"))
     with torch.no_grad():
         wanted = model(input_ids=IDS, attention_mask=hidden[None, None]).logits
-    found = read(model, bounded(f"streaming(4) reading=recent({newest},{sinks})", positions="original"))
+    found = read(model, bounded(f"streaming(4) prefill_mask=sliding({newest},{sinks})", positions="original"))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
     plain = read(model, bounded("streaming(4)", positions="original"))
     assert (newest == 50) == torch.allclose(found, plain)
@@ -82,7 +82,7 @@ STORED = [
 @pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize(("policy", "kv_bits"), STORED)
 def test_pieces_do_not_matter(policy, kv_bits, positions):
-    model, text = tiny_model("llama").double(), f"{policy} reading=recent(5,2)"
+    model, text = tiny_model("llama").double(), f"{policy} prefill_mask=sliding(5,2)"
     caches = [bounded(text, kv_bits=kv_bits, positions=positions) for _ in range(3)]
     whole, *others = (read(model, cache, piece) for cache, piece in zip(caches, (67, 7, 1), strict=True))
     for other in others:
@@ -93,7 +93,7 @@ def test_pieces_do_not_matter(policy, kv_bits, positions):
 
 def test_slots_out_of_sight_gain_no_attention():
     model = tiny_model("llama").double()
-    cache = bounded("h2o reading=recent(6,2)", chunk=16)
+    cache = bounded("h2o prefill_mask=sliding(6,2)", chunk=16)
     with attach(model), torch.no_grad():
         model(input_ids=IDS[:, :32], past_key_values=cache)
         before = cache.bounded[0].slots("stats").clone()
@@ -109,7 +109,7 @@ def test_nothing_is_hidden_where_nothing_was_evicted():
     model = tiny_model("llama").double()
     with torch.no_grad():
         wanted = model(input_ids=IDS).logits
-    found = read(model, bounded("recency reading=recent(4,1)", budget=67, positions="original"))
+    found = read(model, bounded("recency prefill_mask=sliding(4,1)", budget=67, positions="original"))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
@@ -125,7 +125,7 @@ def test_windowed_locret_is_locret_while_its_window_holds_the_budget():
 
 def test_a_forked_document_goes_on_as_a_fresh_one():
     model = tiny_model("llama").double()
-    fresh, begun = (bounded("random reading=recent(5,2)") for _ in range(2))
+    fresh, begun = (bounded("random prefill_mask=sliding(5,2)") for _ in range(2))
     with attach(model), torch.no_grad():
         wanted = prefill(model, IDS[0].tolist(), fresh)
         model(input_ids=IDS[:, :48], past_key_values=begun)
@@ -135,19 +135,19 @@ def test_a_forked_document_goes_on_as_a_fresh_one():
 
 
 def test_it_is_a_part_like_the_others():
-    policy = parse_policy("locret reading=recent(newest=64)")
-    assert policy.prefill_mask == Recent(64, 8)
-    assert parts_of(policy)["reading"] == "recent(newest=64,sinks=8)"
+    policy = parse_policy("locret prefill_mask=sliding(newest=64)")
+    assert policy.prefill_mask == Sliding(64, 8)
+    assert parts_of(policy)["prefill_mask"] == "sliding(newest=64,sinks=8)"
     assert parts_of(parse_policy("windowed-locret"))["scope"] == "stabilizers(most=1024)"
-    assert "reading" not in parts_of(parse_policy("locret"))
+    assert "prefill_mask" not in parts_of(parse_policy("locret"))
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("locret reading=recent(newest=-1)", "newest must be at least 0"),
-        ("locret reading=resent", "Did you mean 'recent'"),
-        ("locret reding=recent", "Did you mean 'reading'"),
+        ("locret prefill_mask=sliding(newest=-1)", "newest=-1 must be at least 0"),
+        ("locret prefill_mask=slyding", "Did you mean 'sliding'"),
+        ("locret prefil_mask=sliding", "Did you mean 'prefill_mask'"),
     ],
 )
 def test_errors_name_what_is_wrong(text, told):
@@ -157,4 +157,4 @@ def test_errors_name_what_is_wrong(text, told):
 
 def test_where_the_prompt_ends_must_be_known():
     with pytest.raises(ValueError, match="prompt_length"):
-        BoundedCache(16, "recency reading=recent")
+        BoundedCache(16, "recency prefill_mask=sliding")

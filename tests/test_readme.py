@@ -12,7 +12,7 @@ from locret_kit.cli import infer, plan, publish
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
 from locret_kit.config.evaluate import load_eval_config
-from locret_kit.policies import registry
+from locret_kit.policies import grammar, registry
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,20 +39,16 @@ def commands() -> list[list[str]]:
 
 def test_every_policy_and_no_other_has_a_line():
     named = [name for row in table("| policy | a slot is kept for |") for name in re.findall(r"`([^`]+)`", row[0])]
-    assert sorted(named) == sorted(registry.NAMED)
+    assert sorted(named) == sorted(registry.policies())
 
 
 def test_every_choice_of_every_part_is_named():
-    tables = {
-        "score": registry.SCORES, "scope": registry.SCOPES, "allocation": registry.ALLOCATIONS, "merge": registry.MERGES,
-        "selection": registry.SELECTIONS, "reading": registry.PREFILL_MASKS, "answering": registry.REREADS,
-    }  # fmt: skip
     rows = table("| part | says | choices |")
-    assert [row[0].strip("`") for row in rows] == list(registry.PARTS) and tables.keys() == set(registry.PARTS)
+    assert [row[0].strip("`") for row in rows] == list(registry.KINDS)
     for row in rows:
         choices = [word for text in re.findall(r"`([^`]+)`", row[2]) for word in text.split()]
         names = {re.sub(r"\(.*", "", word) for word in choices if not word.startswith(("locret-", "recipe="))}
-        assert names - {"pyramid+adaptive"} == set(tables[row[0].strip("`")]), row
+        assert names - {"pyramid+adaptive"} == set(registry.parts_named(row[0].strip("`"))), row
 
 
 def test_every_recipe_is_named():
@@ -72,7 +68,7 @@ def test_commands_are_understood(words):
         module = {"locret-infer": infer, "locret-plan": plan, "locret-publish": publish}[name]
         args = module.parser().parse_args(given)
         if getattr(args, "policy", None):
-            registry.parse_policy(args.policy)
+            grammar.parse_policy(args.policy)
 
 
 def test_there_are_commands_of_every_kind():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locret_kit.evals.figures.style import MAP, line, panels, shared_legend
 from locret_kit.evals.report.summary import size
-from locret_kit.policies.scores import WindowAttention
+from locret_kit.policies.methods.snapkv import WindowAttention
 
 WINDOW = 32
 """Newest queries whose attention counts, as in SnapKV and Ada-KV."""

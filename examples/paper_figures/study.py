@@ -23,7 +23,8 @@ from locret_kit.evals.engine.rows import Row, read_rows
 from locret_kit.evals.engine.runner import run as answer
 from locret_kit.evals.engine.settings import UNTRAINED, Engine, Run, Variant, variants
 from locret_kit.evals.tasks.base import Request, Task
-from locret_kit.policies.registry import PARTS, parse_policy, parts_of
+from locret_kit.policies.grammar import parse_policy, parts_of
+from locret_kit.policies.registry import KINDS
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.tokens import stream_ids
 
@@ -131,7 +132,7 @@ def varied(policy: str, **parts: str) -> str:
     'score=ltas scope=sinks(4) allocation=uniform selection=top-k'
     """
     changed = {**parts_of(parse_policy(policy)), **parts}
-    return " ".join(f"{name}={changed[name]}" for name in PARTS if changed.get(name))
+    return " ".join(f"{name}={changed[name]}" for name in KINDS if changed.get(name))
 
 
 def read(

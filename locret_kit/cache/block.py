@@ -92,7 +92,8 @@ def _reads(cache: BoundedCache, rows: BoundedLayer) -> bool:
 
 def _visible(cache: BoundedCache, rows: BoundedLayer, part: EqualLengthHeads) -> tuple[slice, ...] | None:
     """Slices of a part's rows that the newest tokens see; None for all."""
-    return cache.policy.prefill_mask.visible(part.keys.shape[2], rows.since_eviction) if _reads(cache, rows) else None
+    mask = cache.policy.prefill_mask
+    return mask.visible(part.keys.shape[2], rows.since_eviction) if mask is not None and _reads(cache, rows) else None
 
 
 def _turn(cache: BoundedCache, layer: int, rows: BoundedLayer, longest: int, like: Tensor) -> RowRotation | None:

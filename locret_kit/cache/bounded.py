@@ -23,8 +23,8 @@ from ..backbones.families import BackboneSpec, has_adapter, require_adapter, rop
 from ..backbones.intercept import active_handler
 from ..backbones.rope import Rope
 from ..policies.base import Entry, Policy
-from ..policies.entropy import token_entropy
-from ..policies.registry import parse_policy
+from ..policies.grammar import parse_policy
+from ..policies.methods.sirllm import token_entropy
 from ..settings import RunSettings
 from .block import read_block
 from .eviction import evict_if_due, make_room

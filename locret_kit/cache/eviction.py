@@ -64,7 +64,7 @@ def merge(
 ) -> None:
     """Fold the slots that go into those that stay, in place and one head at a time: beside the buffers there are never more
     than a head's rows in float32."""
-    assert cache.ropes is not None
+    assert cache.ropes is not None and cache.policy.merge is not None
     rope = None if cache.rotates_rows(rows) else cache.ropes[layer]  # None: keys are stored before RoPE
     merger = cache.policy.merge
     told_BHS = merger.told(cache.policy, slots, scores_BHS, stay_BHS)
@@ -84,6 +84,7 @@ def merge(
         keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
         if merger.remembers:
             absorbed = rows.head("absorbed", b, h)
+            assert new.gained_R is not None
             absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
 
 

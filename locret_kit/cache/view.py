@@ -90,7 +90,7 @@ def _queries(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
     W = min(rows.recent, rows.valid().shape[-1])
     if not W:
-        raise ValueError(f"policy={cache.policy.name!r}: its score keeps no queries (ScorePart.recent)")
+        raise ValueError(f"policy={cache.policy.name!r}: its score keeps no queries (Score.recent)")
     q = rows.queries[:, :, rows.recent - W :]
     if cache.ropes is None:
         return q

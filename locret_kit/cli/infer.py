@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
     from ..cache.storage.quantised import check_storage
-    from ..policies.registry import parse_policy
+    from ..policies.grammar import parse_policy
     from ..policies.scopes import Stabilizers
 
     named = parse_policy(args.policy) if args.policy is not None else None
@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line; 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     if args.list_policies:
-        from ..policies.registry import describe_policies
+        from ..policies.grammar import describe_policies
 
         print("\n".join(describe_policies()))
         return 0

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from ..planning import fit
     from ..planning import plan as p
     from ..planning.sizes import parse_bytes, show
-    from ..policies.registry import parse_policy
+    from ..policies.grammar import parse_policy
 
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:

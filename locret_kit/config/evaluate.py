@@ -253,7 +253,7 @@ def _value(key: str, text: str, kind: Any) -> Any:
 
 def split_list(text: str) -> list[str]:
     """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
-    from ..policies.registry import split_outside
+    from ..policies.grammar import split_outside
 
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     return [item for part in split_outside(inner, ",") if (item := part.strip().strip("\"'"))]

@@ -271,7 +271,7 @@ def _reads_as_positions(x: str) -> bool:
 
 
 def _reads_as_policy(x: str) -> bool:
-    from ..policies.registry import parse_policy
+    from ..policies.grammar import parse_policy
 
     return parse_policy(x) is not None  # its own error says what is there
 

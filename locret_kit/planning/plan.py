@@ -21,7 +21,7 @@ from ..cache.geometry.schedule import PIECE, Schedule
 from ..cache.storage.groups import GROUP, SPARE, table_size
 from ..cache.storage.quantised import RESIDUAL, check_head_size, check_storage, value_group
 from ..policies.base import Policy
-from ..policies.registry import parse_policy
+from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from .sizes import show
 

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Uniform, rank_of
+from .base import Ratio, Uniform, rank_of
+from .registry import part
 
 WHOLE = 10**6
 """Parts of a slot in which shares are counted on the device."""
 
 
-@dataclass(frozen=True)
+@part("allocation", "pyramid")
 class Pyramid(Uniform):
     """Low layers get more: layer ``l`` of ``L`` has ``w + hi - l (hi - lo) / (L - 1)`` slots, ``lo = (B - w) / beta`` and
     ``hi = 2 (B - w) - lo``, ``w`` being the protected window. What a short prompt cannot fill of ``hi`` goes to the high
     layers. Rounded down, and what is missing from the sum goes to the largest fractions. Source: PyramidKV, arXiv 2406.02069."""
 
-    beta: float = 20.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.beta < float("inf"):
-            raise ValueError(f"pyramid(beta={self.beta}): beta must be at least 1, and finite")
+    beta: Annotated[float, Ge(1)] = 20.0
 
     def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
         free = budget - window
@@ -38,18 +36,14 @@ class Pyramid(Uniform):
         return rounded([window + high - layer * step for layer in range(layers)], layers * budget)
 
 
-@dataclass(frozen=True)
+@part("allocation", "adaptive")
 class Adaptive(Uniform):
     """The ``H * B`` best slots of a layer's heads together give each head ``B*_h``; it gets
     ``alpha B*_h + (1 - alpha) B``, ``alpha`` to six decimals. Source: Ada-KV, algorithms 2 and 3 (``alpha`` is its
     safeguard)."""
 
-    alpha: float = 0.5
+    alpha: Ratio = 0.5
     ragged: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"adaptive(alpha={self.alpha}): alpha must be from 0 to 1")
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
         B, H, S = scores_BHS.shape
@@ -62,18 +56,9 @@ class Adaptive(Uniform):
 
 
 @dataclass(frozen=True)
-class PyramidAdaptive:
-    """Pyramid over layers, then adaptive over the heads of each. Source: Ada-KV, section 4 (Ada-Pyramid)."""
-
-    pyramid: Pyramid
-    adaptive: Adaptive
-    ragged: ClassVar[bool] = True
-
-    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
-        return self.pyramid.layer_budgets(budget, layers, window, longest)
-
-    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        return self.adaptive.head_budgets(scores_BHS, protected_BHS, valid_BHS, keep)
+class PyramidAdaptive(Adaptive, Pyramid):
+    """Pyramid over layers, then adaptive over the heads of each: ``pyramid(beta)+adaptive(alpha)``.
+    Source: Ada-KV, section 4 (Ada-Pyramid)."""
 
 
 def rounded(shares: list[Fraction], total: int, most: list[int] | None = None) -> list[int]:

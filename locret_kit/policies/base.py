@@ -1,19 +1,48 @@
-"""The seam: what a policy's parts are given, and how they choose the slots that stay.
+"""Policy interface: the parts of an eviction policy, what they are given, and how they choose the slots that stay.
 
-A policy answers four questions, each with one part: what is a slot worth (score), which slots may not go now (scopes),
-how many slots does each layer and each head get (allocation), and which slots stay (selection). Three parts may be absent: one
-folds what goes into what stays (merging), one says which slots a token of the prompt sees (reading), one which slots the
-prompt's end and the answer see (answering). Parts know nothing of models, caches or files.
+A policy answers four questions, each with one part: how much is a slot worth (``Score``), which slots may not be evicted now
+(``Scope``), how many slots does each layer and each head get (``Allocation``), and which slots stay (``Selection``). Three
+parts may be absent: ``Merge`` folds evicted slots into those that stay, ``PrefillMask`` limits what a token of the prompt
+sees, ``Reread`` reads passages of the text again for the answer. Parts know nothing of models, caches or files.
+
+A part is a frozen dataclass. Its fields are its parameters: their names, types, bounds and defaults stand there and nowhere
+else. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots of a head, ``T`` new tokens, ``D`` channels.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, is_dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import torch
+from annotated_types import Interval, Predicate
 from torch import Tensor, nn
+
+from ..validation import Says, check
+
+if TYPE_CHECKING:
+    from ..backbones.families import BackboneSpec
+    from ..backbones.rope import Rope
+
+Count = Annotated[int, Interval(ge=0, lt=2**31)]
+"""Tokens or slots; positions are int32."""
+Positive = Annotated[int, Interval(ge=1, lt=2**31)]
+Odd = Annotated[int, Interval(ge=1, lt=2**31), Predicate(lambda n: n % 2 == 1), Says("odd and at least 1")]
+"""Slots of a pooled neighbourhood, which has a middle."""
+Ratio = Annotated[float, Interval(ge=0, le=1)]
+Size = Annotated[
+    Count | Ratio, Says("a number of tokens (an integer, at least 0), or a fraction (with a point, from 0 to 1)")
+]
+PositiveSize = Annotated[
+    Positive | Annotated[float, Interval(gt=0, le=1)],
+    Says("a number of tokens (an integer, at least 1), or a fraction (with a point, above 0, at most 1)"),
+]
+
+
+class PolicyWarning(UserWarning):
+    """A policy that cannot do what its parameters say at this budget."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +61,7 @@ class Entry:
     head: nn.Module | None
     """The layer's retaining head, for scores that need one."""
     seed: int
-    rope: Any = None
+    rope: Rope | None = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """What the score keeps of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
@@ -44,13 +73,13 @@ def _nothing() -> Tensor:
 
 @dataclass
 class Slots:
-    """The slots of one layer when it must be cut to ``keep`` slots a head. Heads that hold fewer than ``S`` slots (after an
+    """The slots of one layer when it must be cut to ``keep`` slots per head. Heads that hold fewer than ``S`` slots (after an
     adaptive allocation) are padded on the left."""
 
     layer: int
     layers: int
     keep: int
-    """Slots a head of this layer keeps on average, everything counted, after the allocation over layers."""
+    """Slots that a head of this layer keeps on average, everything counted, after the allocation over layers."""
     stabilizers: int
     """Newest slots protected now; 0 at the last eviction before the tail."""
     chunk: int
@@ -84,7 +113,7 @@ class Slots:
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
     lengths: Sequence[int] | None = None
     """Slots of every head, one item of the batch after another, where some are padded; the host knows them."""
-    rope: Any = None
+    rope: Rope | None = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
     next_position: Tensor | None = None
     """Position ``[B, H]`` (int64) by which the next token would be rotated."""
@@ -100,136 +129,187 @@ class Slots:
         return (row_S >= S - n) & self.valid
 
 
-def resolve_count(size: int | float, whole: int) -> int:
-    """A size that is a number of tokens (an integer) or a fraction of ``whole`` (a float), rounded down, at most ``whole``."""
-    return min(int(size * whole) if isinstance(size, float) else size, whole)
+def wide(x: Tensor) -> Tensor:
+    """``x`` in float32, or in float64 where it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def at_least(part: str, low: int, **parameters: float) -> None:
-    """Raise ValueError for a parameter of ``part`` below ``low``."""
-    for name, value in parameters.items():
-        if value < low:
-            raise ValueError(f"{part}({name}={value}): {name} must be at least {low}")
+def wanted_count(size: int | float, total: int) -> int:
+    """A size that is a number of tokens (an integer) or a fraction of ``total`` (a float), rounded down."""
+    return int(size * total) if isinstance(size, float) else size
 
 
-class Score(Protocol):
-    """How much a slot is worth. Derive from ``ScorePart`` for the defaults."""
-
-    needs_heads: ClassVar[bool]
-    """Reads retaining heads."""
-    needs_adapter: ClassVar[bool]
-    """Reads queries or keys before RoPE."""
-    needs_logits: ClassVar[bool]
-    """Reads the backbone's probability of each token."""
-    statistics: ClassVar[frozenset[str]]
-    """The running statistics to keep: of ``sum``, ``square``, ``above``, ``count``."""
-
-    def recent(self, chunk: int) -> int:
-        """How many of the newest queries must be kept at hand."""
-        ...
-
-    def score_new_tokens(self, entry: Entry) -> Tensor | None:
-        """Scores ``[B, H, T]`` (float32) fixed when tokens enter; None where there are none."""
-        ...
-
-    def score_slots(self, slots: Slots) -> Tensor:
-        """Scores ``[B, H, S]`` (float32); larger is kept. Anything at padding."""
-        ...
-
-    def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
-        """The same scores in a unit that can be compared across heads, for allocations over heads."""
-        ...
-
-    def log_weight(self, scores_BHS: Tensor) -> Tensor:
-        """The logarithm (finite) of what a token weighs where slots are merged."""
-        ...
+def resolve_count(size: int | float, total: int) -> int:
+    """``wanted_count``, at most ``total``."""
+    return min(wanted_count(size, total), total)
 
 
-class ScorePart:
-    """The defaults of a score: nothing is needed, a slot is worth what it was when it entered, and when slots are merged all
-    tokens weigh the same (a position, a norm or a similarity is no weight)."""
+class Part(Protocol):
+    """Base of all parts: the values of the fields are checked against their annotated types and bounds.
+
+    Raises:
+        ValueError: a wrong type, NaN or infinity, or a value out of bounds; names the field, its value and the bound.
+    """
+
+    def __post_init__(self) -> None:
+        assert is_dataclass(self)
+        check(self)
+
+
+class Score(Part, Protocol):
+    """How much a slot is worth. Derive from it, and write the method that the score needs: ``score_new_tokens`` for a score
+    that is fixed when a token enters, ``score_slots`` for one that is computed at every eviction."""
 
     needs_heads: ClassVar[bool] = False
+    """Reads retaining heads."""
     needs_adapter: ClassVar[bool] = False
+    """Reads queries or keys before RoPE."""
     needs_logits: ClassVar[bool] = False
+    """Reads the backbone's probability of each token."""
     statistics: ClassVar[frozenset[str]] = frozenset()
+    """Running statistics to keep for ``Slots.stats``: of ``sum``, ``square``, ``above``, ``count``."""
 
     def recent(self, chunk: int) -> int:
+        """Number of the newest queries to keep for ``Slots.queries``. ``chunk``: tokens between evictions."""
         return 0
 
     def score_new_tokens(self, entry: Entry) -> Tensor | None:
+        """Scores ``[B, H, T]`` (float32) fixed when tokens enter, found in ``Slots.entry_scores``; None without any."""
         return None
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]`` (float32) at an eviction; larger is kept. Anything at padding."""
         return slots.entry_scores
 
     def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
+        """The same scores ``[B, H, S]`` in a unit that can be compared across heads, for allocations over heads."""
         return scores_BHS
 
     def log_weight(self, scores_BHS: Tensor) -> Tensor:
+        """Logarithm ``[B, H, S]`` (finite) of a token's weight in the mean where slots are merged. By default all tokens weigh
+        the same: a position, a norm or a similarity is no weight."""
         return torch.zeros_like(scores_BHS)
 
 
-class Scope(Protocol):
-    """Which slots may not be evicted now. Derive from ``ScopePart`` for the defaults."""
+class Scope(Part, Protocol):
+    """Slots that may not be evicted now. Derive from it, and write ``protects``."""
 
-    statistics: ClassVar[frozenset[str]]
+    statistics: ClassVar[frozenset[str]] = frozenset()
+    """Running statistics to keep, as in ``Score``."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        """How many of the newest slots this scope always protects: what a pyramid leaves every layer."""
-        ...
+        """Number of the newest slots that the scope always protects, not cut to the budget: a pyramid leaves them to every
+        layer.
+
+        Args:
+            budget: slots per head. chunk: tokens between evictions. stabilizers: newest slots that the run protects.
+        """
+        return 0
+
+    def reserved(self, budget: int, chunk: int, stabilizers: int) -> int:
+        """Number of slots that the scope asks for, not cut to the budget. Arguments as in ``window``."""
+        return self.window(budget, chunk, stabilizers)
 
     def protects(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``; True stays while there is room."""
-        ...
 
 
-class ScopePart:
-    """The defaults of a scope: no statistics, no window."""
+class Allocation(Part, Protocol):
+    """Number of slots of each layer and each head: by default the budget for all. Derive from it."""
 
-    statistics: ClassVar[frozenset[str]] = frozenset()
-
-    def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return 0
-
-
-class Allocation(Protocol):
-    """How many slots each layer and each head gets. Derive from ``Uniform`` for the defaults."""
-
-    ragged: ClassVar[bool]
+    ragged: ClassVar[bool] = False
     """Whether heads of one layer may get different numbers."""
 
     def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
-        """Slots a head of each layer; the sum is ``layers * budget``. ``longest``: tokens of the prompt, where known."""
-        ...
+        """Slots per head of each layer; the sum is ``layers * budget``.
+
+        Args:
+            window: newest slots that every layer needs. longest: tokens of the prompt, where known.
+        """
+        return [budget] * layers
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
         """Slots ``[B, H]`` (int64) of each head; the sum over heads is ``H * keep``, and no head gets more than it holds.
         The scores are comparable across heads."""
-        ...
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """The budget for every layer and head: the default of an allocation, over layers and over heads."""
-
-    ragged: ClassVar[bool] = False
-
-    def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
-        return [budget] * layers
-
-    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
         return valid_BHS.sum(-1).clamp(max=keep)
 
 
-class Selection(Protocol):
-    """Which slots stay, given scores, scope and the number for each head."""
+@dataclass(frozen=True)
+class Uniform(Allocation):
+    """The budget for every layer and head."""
+
+
+class Selection(Part, Protocol):
+    """Slots that stay, given scores, scope and the number for each head. Derive from it."""
+
+    def aside(self, budget: int) -> int:
+        """Number of slots, of ``budget``, that are taken by another rule than the best score."""
+        return 0
 
     def select(
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
     ) -> Tensor:
-        """Boolean ``[B, H, S]`` with exactly ``budgets_BH`` True in each head, none of them padding."""
-        ...
+        """Boolean ``[B, H, S]`` with exactly ``budgets_BH`` True in each head, none of them padding. By default protected
+        slots first, then by score; ties go to the newer slot, so runs repeat exactly."""
+        return rank_of(scores_BHS, protected_BHS, valid_BHS) < budgets_BH[..., None]
+
+
+@dataclass(frozen=True)
+class TopK(Selection):
+    """Protected slots first, then the best scores."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Slots of one head that take others over; every other slot that stays is as it was."""
+
+    slots_R: Tensor
+    """Their rows (int64, ascending)."""
+    keys_RD: Tensor
+    values_RD: Tensor
+    gained_R: Tensor | None = None
+    """Logarithm of the weight that each takes over, where a merger remembers it."""
+
+
+class Merge(Part, Protocol):
+    """Folds evicted slots into slots of the same head that stay. Keys are those before RoPE."""
+
+    remembers: ClassVar[bool]
+    """Whether a slot carries the weight that it took over."""
+
+    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
+        """Make ready for a backbone. Raises ValueError where it does not fit."""
+
+    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+        """Facts ``[B, H, S]`` about a layer's slots, asked for once per eviction and handed to ``fold``."""
+
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+        """The slots of one head that take others over. ``stay_S``: bool; the others are evicted."""
+
+
+class PrefillMask(Part, Protocol):
+    """Slots that a token of the prompt attends to while the prompt is read."""
+
+    def visible(self, rows: int, fresh: int) -> tuple[slice, slice] | None:
+        """The rows that a token sees of a head's ``rows``, of which ``fresh`` entered since the last eviction; None for all."""
+
+
+class Reread(Part, Protocol):
+    """Passages of the text that are read once more before the answer."""
+
+    @property
+    def window(self) -> int:
+        """Number of the newest queries to keep for ``collect``."""
+
+    def size(self, budget: int, tail: int) -> int:
+        """Tokens that are read again before the ``tail``, at least one. ``budget``: slots of the smallest layer."""
+
+    def collect(self, score_P: Tensor, slots: Slots, tail: int, size: int) -> None:
+        """Raise the scores of a text's tokens ``[P]``, in place, to what the heads of a layer give them; ``size`` of them are
+        to be read again."""
+
+    def choose(self, score_P: Tensor, size: int) -> Tensor:
+        """Positions of the ``size`` tokens to read again (int64, ascending)."""
 
 
 def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
@@ -243,29 +323,35 @@ def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Ten
     return torch.empty_like(order_BHS).scatter_(-1, order_BHS, place_S).flip(-1)
 
 
+def free_share(budgets_BH: Tensor, ratio: float, protected_BHS: Tensor) -> Tensor:
+    """``ratio`` of each budget, rounded down, and no more than what is not protected leaves."""
+    free_BH = (budgets_BH - protected_BHS.sum(-1)).clamp(min=0)
+    return (budgets_BH.double() * ratio).long().minimum(free_BH)
+
+
 def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
     """Row indices ``[B, H, keep]`` (int64, ascending) of a boolean with ``keep`` True in each head."""
-    place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place behind them
+    place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place after them
     row_S = torch.arange(place_BHS.shape[-1], device=place_BHS.device).expand_as(place_BHS)
     return place_BHS.new_empty(*place_BHS.shape[:-1], keep + 1).scatter_(-1, place_BHS, row_S)[..., :keep]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Score, scopes, allocation, selection, merging, reading and answering under one name."""
+    """The parts of a policy under one name."""
 
     name: str
-    score: Any
-    scopes: tuple[Any, ...]
-    selection: Any
-    allocation: Any = Uniform()
+    score: Score
+    scopes: tuple[Scope, ...] = ()
+    selection: Selection = TopK()
+    allocation: Allocation = Uniform()
     source: str = ""
     keeps_everything: bool = False
-    merge: Any = None
+    merge: Merge | None = None
     """None drops what is evicted."""
-    prefill_mask: Any = None
+    prefill_mask: PrefillMask | None = None
     """None: a token of the prompt sees every slot."""
-    reread: Any = None
+    reread: Reread | None = None
     """None: the prompt's end is read once and sees every slot."""
 
     @property
@@ -294,15 +380,30 @@ class Policy:
         return self.allocation.ragged
 
     def recent(self, chunk: int) -> int:
-        """How many of the newest queries must be kept at hand."""
+        """Number of the newest queries that must be kept at hand."""
         return max(self.score.recent(chunk), self.reread.window if self.reread is not None else 0)
 
     def layer_budgets(
         self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
     ) -> list[int]:
-        """Slots a head of each layer. ``tail``: tokens that are never evicted and must find room in every layer."""
+        """Slots per head of each layer. ``tail``: tokens that are never evicted and must find room in every layer.
+
+        Warns (``PolicyWarning``) where the budget leaves no room for what the parts ask for.
+        """
+        self._warn_of_caps(budget, chunk, stabilizers)
         window = max((scope.window(budget, chunk, stabilizers) for scope in self.scopes), default=0)
         return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
+
+    def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
+        protected, said = 0, f"policy={self.name!r} at a budget of {budget} slots:"
+        for scope in self.scopes:
+            protected += (asked := scope.reserved(budget, chunk, stabilizers))
+            if asked > budget:
+                warnings.warn(f"{said} {scope} asks for {asked} slots; the score chooses none", PolicyWarning, 3)
+        aside, left = self.selection.aside(budget), max(0, budget - protected)
+        if aside > left:
+            text = f"{said} {self.selection} asks for {aside} slots, of which the scopes leave {left}"
+            warnings.warn(text, PolicyWarning, 3)
 
     def protected(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that one of the scopes protects."""

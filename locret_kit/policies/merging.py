@@ -20,38 +20,24 @@ whether a slot carries the weight that it took over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backbones.families import BackboneSpec
-from ..naming import nearest
-from .base import Policy, Slots, rank_of
-from .pool import ConvPool, SlotConvolution, load_pool, read_pool_config
+from .base import Folded, Merge, Policy, Slots
+from .registry import part
 
-METRICS = ("cosine", "l2")
-WEIGHTS = ("score", "count")
+if TYPE_CHECKING:
+    from ..backbones.families import BackboneSpec
+
+Metric = Literal["cosine", "l2"]
 TILE = 2**20
 """Similarities of evicted and kept keys that exist at once."""
 
 
-@dataclass(frozen=True)
-class Folded:
-    """Slots of one head that take others over; every other slot that stays is as it was."""
-
-    slots_R: Tensor
-    """Their rows (int64, ascending)."""
-    keys_RD: Tensor
-    values_RD: Tensor
-    gained_R: Tensor | None = None
-    """Logarithm of the weight that each takes over, where a merger remembers it."""
-
-
-def nearest_kept(keys_SD: Tensor, stay_S: Tensor, metric: str = "cosine", tile: int = TILE) -> Tensor:
+def nearest_kept(keys_SD: Tensor, stay_S: Tensor, metric: Metric = "cosine", tile: int = TILE) -> Tensor:
     """The kept slot ``[E]`` (int64) whose key is nearest to that of each evicted slot, in the order of the evicted; ties go
     to the newer one. At least one slot stays; at most ``tile`` similarities exist at once, or one row of them."""
     newest_first_K = stay_S.nonzero().flatten().flip(0)
@@ -66,7 +52,7 @@ def nearest_kept(keys_SD: Tensor, stay_S: Tensor, metric: str = "cosine", tile: 
 
 
 def fold_nearest(
-    keys_SD: Tensor, values_SD: Tensor, log_weight_S: Tensor, stay_S: Tensor, metric: str = "cosine"
+    keys_SD: Tensor, values_SD: Tensor, log_weight_S: Tensor, stay_S: Tensor, metric: Metric = "cosine"
 ) -> Folded:
     """Fold every evicted slot of one head into the nearest that stays, by weighted means.
 
@@ -93,24 +79,16 @@ def fold_nearest(
     return Folded(slots_R, mean(keys_SD), mean(values_SD), top_R + gained_R.log())
 
 
-@dataclass(frozen=True)
-class Nearest:
+@part("merge", "nearest")
+class Nearest(Merge):
     """Every evicted slot is folded into the kept slot of its head whose key, before RoPE, is nearest to its own."""
 
-    metric: str = "cosine"
+    metric: Metric = "cosine"
     """'cosine' or 'l2'."""
-    weight: str = "score"
+    weight: Literal["score", "count"] = "score"
     """'score' or 'count': whether a token weighs what its score says, or as much as every other."""
 
     remembers: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name, known in (("metric", METRICS), ("weight", WEIGHTS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(
-                    f"nearest({name}={value}): {name} must be one of: {', '.join(known)}.{nearest(value, known)}"
-                )
 
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Any backbone will do."""
@@ -124,62 +102,3 @@ class Nearest:
     def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
         """One head's slots that take others over."""
         return fold_nearest(keys_SD, values_SD, told_S, stay_S, self.metric)
-
-
-def pool_slots(policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor, size: int) -> Tensor:
-    """Boolean ``[B, H, S]``: the pool of each head, the ``size`` slots of lowest score among those that stay and that no scope
-    protects, or as many as there are. In the next pool a merged slot is one like the others, by the score of its own token."""
-    protected_BHS = policy.protected(slots)
-    free_BHS = stay_BHS & ~protected_BHS
-    place_BHS = rank_of(scores_BHS, protected_BHS, slots.valid).masked_fill(~free_BHS, -1)
-    last_BHR = place_BHS.topk(min(size, place_BHS.shape[-1])).indices
-    return torch.zeros_like(free_BHS).scatter_(-1, last_BHR, True) & free_BHS
-
-
-def fold_convolved(
-    convolution: SlotConvolution, keys_SD: Tensor, values_SD: Tensor, pool_S: Tensor, stay_S: Tensor
-) -> Folded:
-    """Fold every evicted slot of one head into its pool, by the layer's convolution.
-
-    Args:
-        keys_SD: before RoPE, as the values in float32 or float64.
-        pool_S: bool, the pool; slots that stay. Where there is none, or nothing goes, nothing is folded.
-    """
-    if stay_S.all() or not pool_S.any():
-        none_R = stay_S.new_empty(0, dtype=torch.int64)
-        return Folded(none_R, keys_SD[none_R], values_SD[none_R])
-    slots_L = (pool_S | ~stay_S).nonzero().flatten()
-    keys_LD, values_LD = keys_SD[slots_L], values_SD[slots_L]
-    weights_RL = convolution(torch.cat((keys_LD, values_LD), -1), pool_S[slots_L].nonzero().flatten())
-    return Folded(pool_S.nonzero().flatten(), weights_RL @ keys_LD, weights_RL @ values_LD)
-
-
-@dataclass(frozen=True)
-class Lococo:
-    """What is evicted is folded into the pool by LoCoCo's trained convolution; the slots that stay are the policy's."""
-
-    pool: str
-    """Folder of the trained pool."""
-
-    remembers: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        read_pool_config(self.pool)
-
-    @cached_property
-    def weights(self) -> ConvPool:
-        """Read once, when they are first needed."""
-        return load_pool(self.pool)
-
-    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
-        """Raise ValueError where the pool is not for this backbone."""
-        self.weights.check_backbone(spec)
-        self.weights.to(device)
-
-    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
-        """The pool of each head."""
-        return pool_slots(policy, slots, scores_BHS, stay_BHS, self.weights.config.slots)
-
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
-        """One head's pool, with what was evicted in it."""
-        return fold_convolved(self.weights[layer], keys_SD, values_SD, told_S, stay_S)

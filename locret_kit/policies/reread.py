@@ -1,21 +1,20 @@
-"""What the end of the prompt, and the answer, attend to: the passages of the text that the kept slots point to."""
+"""Two-pass reading: the passages of the text that the kept slots point to are read again before the answer."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Slots, at_least
-from .scores import check_size, check_window, recent_attention
+from .attention import recent_attention
+from .base import Count, Odd, Positive, Reread, Slots
+from .registry import part
 
 
-@dataclass(frozen=True)
-class Reread:
+@part("reread", "passages")
+class Passages(Reread):
     """The tail of the prompt, which is held back, is read over every slot; then the cache is emptied, and the ``tokens`` of
-    the text that the tail asked for are read once more, and the tail behind them: kept slots are an index to the text.
+    the text that the tail asked for are read once more, and the tail after them: kept slots are an index to the text.
 
     A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head, the most
     that any head of any layer gives it, then the maximum over ``kernel`` neighbouring tokens. The ``first`` tokens (a
@@ -28,19 +27,14 @@ class Reread:
     (``checkpoints/smollm2-135m-locret/LOG.md``).
     """
 
-    tokens: int = 512
+    tokens: Positive = 512
     """Tokens of the text that are read again, at most half of the smallest layer's budget."""
-    window: int = 32
+    window: Positive = 32
     """Queries; all of the tail's where it has fewer."""
-    kernel: int = 33
+    kernel: Odd = 33
     """Tokens; 1 does not pool."""
-    first: int = 32
+    first: Count = 32
     """Tokens, at most half of those that are read again."""
-
-    def __post_init__(self) -> None:
-        check_size("reread", "tokens", self.tokens, 1)
-        check_window("reread", self.window, self.kernel)
-        at_least("reread", 0, first=self.first)
 
     def size(self, budget: int, tail: int) -> int:
         """Tokens that are read before the ``tail``, at least one."""

@@ -24,16 +24,15 @@ from ..backbones.rope import rotate
 from ..cache.attention import attend_rows
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
-from ..policies.base import Policy, Slots
-from ..policies.merging import Folded, fold_convolved, pool_slots
-from ..policies.pool import ConvPool, PoolConfig, save_pool
-from ..policies.registry import parse_policy
+from ..policies.base import Folded, Merge, Policy, Slots
+from ..policies.grammar import parse_policy
+from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..samples.chat import Sample
 from .base import FrozenTraining, inference_settings
 from .data import Step
 
 
-class LearningMerge:
+class LearningMerge(Merge):
     """Folds like ``Lococo``, by a pool in training, and keeps the graph of each layer's last folds."""
 
     remembers = False
@@ -64,6 +63,7 @@ class LearningCache(BoundedCache):
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         rows, merger, T = self.bounded[layer], self.policy.merge, q_BQTD.shape[2]
+        assert isinstance(merger, LearningMerge)
         folds = merger.folds.pop(layer, [])
         keys = torch.cat((_with(rows.slots("keys"), [(at, k) for at, k, _ in folds]), k_BHTD), 2)
         values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)

@@ -19,9 +19,8 @@ from ...backbones.intercept import attach
 from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
 from ...cache.storage.ragged import RaggedLayer
-from ...policies.base import Policy, rank_of
-from ...policies.scores import Recency
-from ...policies.selection import TopK
+from ...policies.base import Policy, TopK, rank_of
+from ...policies.methods.streaming import Recency
 from ...runtime.session import prefill
 
 CHUNK = 2048

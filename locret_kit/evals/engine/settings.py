@@ -120,7 +120,7 @@ def check_policies(policies: list[str], kv_bits: int | None) -> None:
     """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
     ``kv_bits`` bits."""
     from ...cache.storage.quantised import check_bits, check_storage
-    from ...policies.registry import parse_policy
+    from ...policies.grammar import parse_policy
 
     check_bits(kv_bits)
     for policy in policies:
@@ -134,7 +134,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
     Raises:
         ValueError: an unknown policy, or one that needs heads where there are none.
     """
-    from ...policies.registry import parse_policy
+    from ...policies.grammar import parse_policy
 
     found = []
     for policy in policies:

@@ -1,4 +1,6 @@
-"""LoCoCo's pool: one convolution a layer that says how the slots of a head fold into a few merged ones.
+"""LoCoCo, arXiv 2406.05317: a pool, into which one convolution per layer folds what is evicted.
+
+The convolution says how the slots of a head fold into a few merged ones.
 
 ``x_i = [k_i; v_i]`` (keys before RoPE) are the ``L`` slots that fold, oldest first: what is evicted now, and the pool
 ``p_1 < ... < p_R`` among them. With the layer's convolution ``W`` of kernel ``K``, its bias ``b`` and its gate ``c``:
@@ -15,52 +17,51 @@ that begins at a half. Here the gate is a sigmoid, so that weights stay convex, 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..backbones.families import BackboneSpec
-from ..files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
+from ...files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
+from ...validation import made
+from ..base import Folded, Merge, Odd, Part, Policy, Positive, Slots, rank_of
+from ..registry import part
+
+if TYPE_CHECKING:
+    from ...backbones.families import BackboneSpec
 
 FORMAT = "locret_kit.lococo.v1"
 DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class PoolConfig(Part):
     """What a checkpoint says of its pool, its backbone and the settings it was trained with."""
 
     backbone: str
     """Hub id (or path) of the backbone the pool was trained on."""
     model_type: str
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    slots: int
+    n_layers: Positive
+    n_kv_heads: Positive
+    head_dim: Positive
+    slots: Positive
     """Merged slots of a head, at most; part of the budget."""
-    kernel: int = 21
+    kernel: Odd = 21
     """Slots that a convolution sees at once; odd."""
     policy: str = ""
     """What chose the slots that stay while the pool was trained."""
-    inference: dict[str, Any] = field(default_factory=dict)
+    inference: dict[str, object] = field(default_factory=dict)
     """Settings it was trained with: budget, chunk, stabilizers, local_len, positions."""
 
-    def __post_init__(self) -> None:
-        for name in ("n_layers", "n_kv_heads", "head_dim", "slots", "kernel"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} must be odd")
-
     @classmethod
-    def for_backbone(cls, spec: BackboneSpec, backbone: str, slots: int, **rest: Any) -> PoolConfig:
+    def for_backbone(cls, spec: BackboneSpec, backbone: str, slots: int, **rest: object) -> PoolConfig:
         """The configuration of a pool of ``slots`` slots for a backbone."""
-        return cls(backbone=backbone, slots=slots, **{name: getattr(spec, name) for name in DIMENSIONS}, **rest)
+        dimensions = {name: getattr(spec, name) for name in DIMENSIONS}
+        return made(cls, dict(backbone=backbone, slots=slots, **dimensions, **rest))
 
 
 class SlotConvolution(nn.Module):
@@ -130,11 +131,9 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     if not isinstance(raw, dict) or found != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={found!r}, a pool says {FORMAT!r}")
     raw.pop(HASH, None)
-    if unknown := sorted(set(raw) - {item.name for item in fields(PoolConfig)}):
-        raise ValueError(f"{folder / CONFIG}: unknown fields {', '.join(unknown)}")
     try:
-        return PoolConfig(**raw)
-    except (TypeError, ValueError) as error:
+        return made(PoolConfig, raw, "field")
+    except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
@@ -153,3 +152,63 @@ def load_pool(folder: str | Path) -> ConvPool:
         reasons = [line.strip() for line in str(error).splitlines()[1:]]
         raise ValueError(f"{path} does not fit {config.backbone}: " + " ".join(reasons[:4])) from error
     return pool.requires_grad_(False)
+
+
+def pool_slots(policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor, size: int) -> Tensor:
+    """Boolean ``[B, H, S]``: the pool of each head, the ``size`` slots of lowest score among those that stay and that no scope
+    protects, or as many as there are. In the next pool a merged slot is one like the others, by the score of its own token."""
+    protected_BHS = policy.protected(slots)
+    free_BHS = stay_BHS & ~protected_BHS
+    place_BHS = rank_of(scores_BHS, protected_BHS, slots.valid).masked_fill(~free_BHS, -1)
+    last_BHR = place_BHS.topk(min(size, place_BHS.shape[-1])).indices
+    return torch.zeros_like(free_BHS).scatter_(-1, last_BHR, True) & free_BHS
+
+
+def fold_convolved(
+    convolution: SlotConvolution, keys_SD: Tensor, values_SD: Tensor, pool_S: Tensor, stay_S: Tensor
+) -> Folded:
+    """Fold every evicted slot of one head into its pool, by the layer's convolution.
+
+    Args:
+        keys_SD: before RoPE, as the values in float32 or float64.
+        pool_S: bool, the pool; slots that stay. Where there is none, or nothing goes, nothing is folded.
+    """
+    if stay_S.all() or not pool_S.any():
+        none_R = stay_S.new_empty(0, dtype=torch.int64)
+        return Folded(none_R, keys_SD[none_R], values_SD[none_R])
+    slots_L = (pool_S | ~stay_S).nonzero().flatten()
+    keys_LD, values_LD = keys_SD[slots_L], values_SD[slots_L]
+    weights_RL = convolution(torch.cat((keys_LD, values_LD), -1), pool_S[slots_L].nonzero().flatten())
+    return Folded(pool_S.nonzero().flatten(), weights_RL @ keys_LD, weights_RL @ values_LD)
+
+
+@part("merge", "lococo")
+class Lococo(Merge):
+    """What is evicted is folded into the pool by LoCoCo's trained convolution; the slots that stay are the policy's."""
+
+    pool: str
+    """Folder of the trained pool."""
+
+    remembers: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read_pool_config(self.pool)
+
+    @cached_property
+    def weights(self) -> ConvPool:
+        """Read once, when they are first needed."""
+        return load_pool(self.pool)
+
+    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
+        """Raise ValueError where the pool is not for this backbone."""
+        self.weights.check_backbone(spec)
+        self.weights.to(device)
+
+    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+        """The pool of each head."""
+        return pool_slots(policy, slots, scores_BHS, stay_BHS, self.weights.config.slots)
+
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+        """One head's pool, with what was evicted in it."""
+        return fold_convolved(self.weights[layer], keys_SD, values_SD, told_S, stay_S)

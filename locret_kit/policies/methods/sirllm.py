@@ -1,18 +1,27 @@
-"""Token entropy from a decoder's final hidden states, never more than a slice of logits at once."""
+"""SirLLM, arXiv 2405.12528: the token's entropy, the first tokens and the newest."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..attention import Weight
+from ..registry import part, register
+from ..scopes import Sinks, Window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 SLICE = 64
 """Tokens whose logits exist at once."""
 
 
-def token_entropy(model: Any, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Tensor | None) -> tuple[Tensor, Tensor]:
+def token_entropy(
+    model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """``-log P(token | tokens before it)`` ``[B, T]`` (nats, float32), and the last hidden state for the next call.
 
     Args:
@@ -33,3 +42,19 @@ def token_entropy(model: Any, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Te
             logits_BNV = cap * torch.tanh(logits_BNV / cap)
         out_BT[:, at : at + SLICE] = F.cross_entropy(logits_BNV.transpose(1, 2), target_BN, reduction="none")
     return out_BT, hidden_BTE[:, -1:].clone()
+
+
+@part("score", "entropy")
+class Entropy(Weight):
+    """``-log P(token | tokens before it)`` under the backbone as it reads with this cache: one number a token, the same in
+    every layer and head; 0 for the first token of a text. Source: SirLLM, arXiv 2405.12528."""
+
+    needs_logits: ClassVar[bool] = True
+
+
+register(
+    "sirllm",
+    "SirLLM, arXiv 2405.12528",
+    {"score": Entropy(), "scopes": (Sinks(), Window(0.125))},
+    names={"n": "sinks", "size": "window"},
+)

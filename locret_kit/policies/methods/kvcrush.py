@@ -1,68 +1,23 @@
-"""Which slots stay, given their scores, what is protected and the number for each head."""
+"""KVCrush, arXiv 2503.00022: another policy's best slots, and representatives of those that it evicts."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .base import Slots, rank_of
-from .scores import hashed
+from ..base import Ratio, Selection, Slots, free_share, rank_of
+from ..registry import part, register
+from .random import hashed
 
-ANCHORS = ("mean", "random", "alternate", "zeros", "ones")
-PICKS = ("even", "random")
 LEVELS = {"token": 1, "chunk": 8, "page": 32}
+"""Tokens of a unit."""
 
 
-def _check_ratio(part: str, ratio: float) -> None:
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"{part}(ratio={ratio}): ratio must be from 0 to 1")
-
-
-def _share(budgets_BH: Tensor, ratio: float, protected_BHS: Tensor) -> Tensor:
-    """``ratio`` of each budget, rounded down, and no more than what is not protected leaves."""
-    free_BH = (budgets_BH - protected_BHS.sum(-1)).clamp(min=0)
-    return (budgets_BH.double() * ratio).long().minimum(free_BH)
-
-
-@dataclass(frozen=True)
-class TopK:
-    """Protected slots first, then by score; ties go to the newer slot, so runs repeat exactly."""
-
-    def select(
-        self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
-    ) -> Tensor:
-        return rank_of(scores_BHS, protected_BHS, valid_BHS) < budgets_BH[..., None]
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The best of each head, then ``ratio`` of its budget drawn without replacement from ``softmax(score)`` of the rest, by
-    adding Gumbel noise to the scores and taking the largest. Protected slots are never among those drawn from.
-    Every layer, head and eviction has its own draw. Source: NaCl, section 5.2."""
-
-    ratio: float = 0.7
-
-    def __post_init__(self) -> None:
-        _check_ratio("sampled", self.ratio)
-
-    def select(
-        self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
-    ) -> Tensor:
-        drawn_BH = _share(budgets_BH, self.ratio, protected_BHS)
-        best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < (budgets_BH - drawn_BH)[..., None]
-        head_H1 = torch.arange(scores_BHS.shape[1], device=scores_BHS.device)[:, None]
-        uniform_BHS = hashed(slots.positions.long(), slots.seed, slots.layer, head_H1, slots.seen)
-        gumbel_BHS = -torch.log(-torch.log(uniform_BHS + 2**-25))
-        return rank_of(scores_BHS + gumbel_BHS, protected_BHS | best_BHS, valid_BHS) < budgets_BH[..., None]
-
-
-@dataclass(frozen=True)
-class Representatives:
+@part("selection", "representatives")
+class Representatives(Selection):
     """The best of each head, and representatives of what goes: ``ratio`` of the budget. Source: KVCrush, section III.
 
-    A token has one bit a head: is its score above the head's median? (0 in a head that does not hold it.) The tokens that no
+    A token has one bit per head: is its score above the head's median? (0 in a head that does not hold it.) The tokens that no
     head keeps as one of its best and every head holds are ordered by the Hamming distance of their bits to an anchor (ties
     by position) and cut into as many equal groups as there are representatives; one of each group stays, the same in every
     head. Where there are too few such tokens, and in a head with a larger budget, the best by score fill what is left.
@@ -70,21 +25,16 @@ class Representatives:
     but for the last one.
     """
 
-    ratio: float = 0.25
-    anchor: str = "mean"
+    ratio: Ratio = 0.25
+    anchor: Literal["mean", "random", "alternate", "zeros", "ones"] = "mean"
     """'mean' (majority bit), 'random', 'alternate' (0101...), 'zeros' or 'ones'."""
-    pick: str = "even"
+    pick: Literal["even", "random"] = "even"
     """Which of a group stays: its first ('even', evenly spaced) or a drawn one ('random')."""
-    level: str = "token"
+    level: Literal["token", "chunk", "page"] = "token"
     """'token', 'chunk' (8 tokens) or 'page' (32 tokens)."""
 
-    def __post_init__(self) -> None:
-        _check_ratio("representatives", self.ratio)
-        for name, known in (("anchor", ANCHORS), ("pick", PICKS), ("level", LEVELS)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"representatives({name}={getattr(self, name)}): {name} must be one of: {', '.join(known)}"
-                )
+    def aside(self, budget: int) -> int:
+        return int(budget * self.ratio)
 
     def select(
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
@@ -93,7 +43,7 @@ class Representatives:
         position_BHS = slots.positions.long()
         if unit > 1:
             scores_BHS = _sum_over_units(scores_BHS, position_BHS // unit, valid_BHS)
-        wanted_B = _share(budgets_BH.amin(1, keepdim=True), self.ratio, protected_BHS).amin(1)
+        wanted_B = free_share(budgets_BH.amin(1, keepdim=True), self.ratio, protected_BHS).amin(1)
         best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < (budgets_BH - wanted_B[:, None])[..., None]
         median_BH1 = scores_BHS.masked_fill(~valid_BHS, float("nan")).nanmedian(-1, keepdim=True).values
         bit_BHS = (scores_BHS > median_BH1) & valid_BHS
@@ -157,3 +107,6 @@ def _sum_over_units(scores_BHS: Tensor, unit_BHS: Tensor, valid_BHS: Tensor) -> 
     total_BHS = scores_BHS.new_zeros(*scores_BHS.shape[:2], S)
     total_BHS.scatter_add_(-1, run_BHS, scores_BHS.masked_fill(~valid_BHS, 0))
     return total_BHS.gather(-1, run_BHS)
+
+
+register("kvcrush", "KVCrush, arXiv 2503.00022", {"selection": Representatives()}, base="h2o")

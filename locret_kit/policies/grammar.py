@@ -1,0 +1,208 @@
+"""The grammar of policies: ``locret``, ``streaming(sinks=8)``, ``score=cis scope=stabilizers+sinks(4)``, and
+``h2o merge=nearest``, a named policy with some of its parts changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from math import isfinite
+from typing import TypeVar, cast
+
+from ..naming import nearest
+from ..validation import allowed, checked
+from .allocation import Adaptive, Pyramid, PyramidAdaptive
+from .base import Policy
+from .registry import KINDS, Named, Parameter, Parts, parameters_of, parts_named, policies
+
+UNBOUNDED = "kvzip"
+ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"
+DEPTH = 16
+"""Parentheses within parentheses, at most."""
+OLD_KINDS = {"reading": "prefill_mask", "answering": "reread"}
+OLD_PARTS = {("prefill_mask", "recent"): "sliding", ("reread", "reread"): "passages"}
+"""Former spellings, which published rows and heads use."""
+_CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
+E = TypeVar("E", type, Named)
+
+
+def parse_policy(text: str) -> Policy:
+    """A named policy (``roco``, ``streaming(sinks=8)``), a composition of parts, separated by blanks, or a named policy and
+    the parts in which it is changed.
+
+    Raises:
+        ValueError: unknown name, part or parameter, or a value out of bounds; names it, and suggests the nearest.
+    """
+    text, depth = text.strip(), 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth > DEPTH:
+            raise ValueError(f"policy={text[:40]!r}...: parentheses are nested more than {DEPTH} deep")
+    items = split_outside(text, " ")
+    if items and items[0].split("(")[0] == UNBOUNDED:
+        raise ValueError(f"policy={text!r} reads the whole prompt into an unbounded cache first: {ORACLE}")
+    if not any("=" in item.split("(")[0] for item in items):
+        return replace(_named(text), name=text)
+    if "=" in items[0].split("(")[0]:
+        parts = _parts(items)
+        if "score" not in parts:
+            raise ValueError(f"policy={text!r} names no score; known: {', '.join(parts_named('score'))}")
+        return Policy(text, **parts)
+    base = _named(items[0])
+    if base.keeps_everything:
+        raise ValueError(f"policy={text!r}: {items[0]} evicts nothing, so no part of it can be changed")
+    return replace(base, name=text, **_parts(items[1:]))
+
+
+def _named(text: str) -> Policy:
+    """A named policy with its parameters."""
+    named, given = _call(text, "policy", policies())
+    if not named.base:
+        return named.make(given)
+    base = parse_policy(str(given.get("base", named.base)))
+    if base.keeps_everything:
+        raise ValueError(f"policy={named.name}: base={base.name} evicts nothing, so there is nothing to change")
+    return named.make(given, base)
+
+
+def _parts(items: list[str]) -> Parts:
+    """The parts that ``items`` name, ``score=cis`` and so on."""
+    given: dict[str, str] = {}
+    for item in items:
+        key, eq, value = item.partition("=")
+        key = OLD_KINDS.get(key, key)
+        if not eq or key not in KINDS:
+            raise ValueError(f"policy part {item!r} is unknown.{nearest(key, KINDS)} Parts: {', '.join(KINDS)}.")
+        if key in given:
+            raise ValueError(f"policy part {key!r} is given twice: {given[key]!r} and {value!r}")
+        given[key] = value
+    made: dict[str, object] = {}
+    for kind, text in given.items():
+        several = [_part(kind, one) for one in split_outside(text, "+" if kind in ("scope", "allocation") else "\0")]
+        if kind == "scope":
+            made["scopes"] = tuple(several)
+        else:
+            made[kind] = several[0] if len(several) == 1 else _over_both(text, several)
+    return cast(Parts, made)
+
+
+def _part(kind: str, text: str) -> object:
+    """One part with its parameters."""
+    made, given = _call(text, kind, parts_named(kind))
+    return made(**given)
+
+
+def _over_both(text: str, several: list[object]) -> PyramidAdaptive:
+    """A pyramid over layers and an adaptive allocation over heads, joined by ``+``."""
+    by_type = {type(one): one for one in several}
+    pyramid, adaptive = by_type.get(Pyramid), by_type.get(Adaptive)
+    if len(several) != 2 or not isinstance(pyramid, Pyramid) or not isinstance(adaptive, Adaptive):
+        raise ValueError(f"allocation={text!r}: of several only pyramid+adaptive go together")
+    return PyramidAdaptive(pyramid.beta, adaptive.alpha)
+
+
+def split_outside(text: str, mark: str) -> list[str]:
+    """The pieces between marks that stand outside of parentheses; empty ones are left out.
+
+    >>> split_outside("sinks(n=4)+window(0.5)", "+")
+    ['sinks(n=4)', 'window(0.5)']
+    """
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and (letter == mark or (mark == " " and letter.isspace())):
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return [piece for piece in pieces if piece.strip()]
+
+
+def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, object]]:
+    """The entry of a table that ``name(value, key=value)`` names, and the values."""
+    match = _CALL.match(text)
+    if not match:
+        raise ValueError(f"{kind}={text!r} does not read as name or name(key=value)")
+    name, inside = match.groups()
+    name = OLD_PARTS.get((kind, name), name)
+    if name not in known:
+        raise ValueError(f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}.")
+    entry = known[name]
+    there = entry.parameters() if isinstance(entry, Named) else parameters_of(entry)
+    given: dict[str, object] = {}
+    for i, item in enumerate(split_outside(inside or "", ",")):
+        key, eq, value = item.partition("=")
+        if not eq or "(" in key:
+            if i >= len(there):
+                raise ValueError(f"{kind}={name}({inside}) takes {len(there)} parameters")
+            key, value = list(there)[i], item
+        key = key.strip()
+        if key not in there:
+            names = ", ".join(there) or "none"
+            raise ValueError(f"{kind}={name}: parameter {key!r} is unknown.{nearest(key, there)} There are: {names}.")
+        if key in given:
+            raise ValueError(f"{kind}={name}: parameter {key!r} is given twice")
+        given[key] = _value(value.strip(), there[key], f"{kind}={name}: {key}")
+    if missing := [key for key, parameter in there.items() if parameter.default is MISSING and key not in given]:
+        raise ValueError(f"{kind}={name}: parameter {missing[0]!r} is missing: {name}({missing[0]}=...)")
+    return entry, given
+
+
+def _value(text: str, parameter: Parameter, where: str) -> object:
+    """The value of a parameter: the first reading of the text that its annotations allow as it is."""
+    refusals = []
+    for reading in _readings(text):
+        try:
+            made = [checked(where, annotation, reading) for annotation in parameter.annotations]
+        except ValueError as error:
+            infinite = isinstance(reading, float) and not isfinite(reading)
+            words = f"{where}={text} must be finite: {allowed(parameter.annotations[0])}"
+            refusals.append(words if infinite else str(error))
+            continue
+        if isinstance(reading, int) and abs(reading) >= 2**63:
+            raise ValueError(f"{where}={text} does not fit into 64 bits")
+        if all(type(one) in (type(reading), float) for one in made):  # 1.0 is no integer, it is a fraction
+            return made[0]
+        refusals.append(f"{where}={text} must be {' and '.join(map(allowed, parameter.annotations))}")
+    raise ValueError(refusals[0])
+
+
+def _readings(text: str) -> Iterator[object]:
+    """What a text can mean: an integer, a number, a word of Python's, and itself."""
+    for kind in (int, float):
+        try:
+            yield kind(text)
+        except ValueError:
+            continue
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        yield words[text.lower()]
+    yield text
+
+
+def spell(part: object) -> str:
+    """A part in the grammar, every parameter written out."""
+    if isinstance(part, PyramidAdaptive):
+        return f"{spell(Pyramid(part.beta))}+{spell(Adaptive(part.alpha))}"
+    assert is_dataclass(part)
+    names = {kind: name for table in KINDS for name, kind in parts_named(table).items()}
+    inside = ",".join(f"{field.name}={getattr(part, field.name)}" for field in fields(part))
+    return names[type(part)] + (f"({inside})" if inside else "")
+
+
+def parts_of(policy: Policy) -> dict[str, str]:
+    """The policy's parts in the grammar, in its order; absent ones are left out."""
+    made = {kind: policy.scopes if kind == "scope" else (getattr(policy, kind),) for kind in KINDS}
+    return {
+        kind: "+".join(map(spell, parts)) for kind, parts in made.items() if any(part is not None for part in parts)
+    }
+
+
+def describe_policies() -> list[str]:
+    """One line per named policy: name, its parts in the grammar, its parameters with their defaults, its source."""
+    lines = []
+    for name, named in policies().items():
+        policy = parse_policy(name)
+        parameters = ", ".join(f"{key}={one.default}" for key, one in named.parameters().items()) or "-"
+        composed = "-" if policy.keeps_everything else " ".join(f"{k}={v}" for k, v in parts_of(policy).items())
+        lines.append(f"{name:<14} {composed}  parameters: {parameters}  {policy.source}".rstrip())
+    return [*lines, f"{UNBOUNDED:<14} an unbounded oracle; {ORACLE}  arXiv 2505.23416"]

@@ -1,0 +1,8 @@
+"""Ada-KV, arXiv 2407.11550: SnapKV's score; heads share a layer's slots by need."""
+
+from ..allocation import Adaptive, PyramidAdaptive
+from ..registry import register
+from .snapkv import NAMES, SNAPKV
+
+register("ada-snapkv", "Ada-KV, arXiv 2407.11550", {**SNAPKV, "allocation": Adaptive()}, names=NAMES)
+register("ada-pyramid", "Ada-KV, arXiv 2407.11550", {**SNAPKV, "allocation": PyramidAdaptive()}, names=NAMES)

@@ -1,0 +1,58 @@
+"""Locret, arXiv 2410.01805: importance predicted by retaining heads, and the forms that it combines to."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..allocation import Adaptive, Pyramid
+from ..base import Entry, Score, Slots
+from ..merging import Nearest
+from ..prefill_mask import Sliding
+from ..registry import Parts, part, register
+from ..reread import Passages
+from ..scopes import Sinks, Stabilizers
+
+
+@part("score", "cis")
+class Cis(Score):
+    """Predicted causal importance of the layer's retaining head. Source: Locret, section 3.2."""
+
+    needs_heads: ClassVar[bool] = True
+
+    def score_new_tokens(self, entry: Entry) -> Tensor:
+        if entry.head is None:
+            raise ValueError("score=cis needs retaining heads")
+        return entry.head(entry.q, entry.k, entry.v)
+
+    def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
+        """A raw logit means nothing across heads before a softmax over the head's slots; a log-probability is one already,
+        and only the order matters to an allocation, so it stays as it is."""
+        if slots.target != "logit":
+            return scores_BHS
+        return scores_BHS.masked_fill(~slots.valid, float("-inf")).softmax(-1)
+
+    def log_weight(self, scores_BHS: Tensor) -> Tensor:
+        """A logit and a log-probability are logarithms of attention, but for a constant of the head."""
+        return scores_BHS
+
+
+LOCRET: Parts = {"score": Cis(), "scopes": (Stabilizers(), Sinks(0))}
+NAMES = {"most": None, "n": "sinks"}
+
+register("locret", "Locret, arXiv 2410.01805", LOCRET, names=NAMES)
+register("ada-locret", "Locret with Ada-KV's heads", {**LOCRET, "allocation": Adaptive()}, names=NAMES)
+register("pyramid-locret", "Locret with PyramidKV's layers", {**LOCRET, "allocation": Pyramid()}, names=NAMES)
+register("merge-locret", "Locret, section 4.4", {**LOCRET, "merge": Nearest()}, names=NAMES)
+register("merge", "{base} with an attention pool, Locret, section 4.4", {"merge": Nearest()}, base="h2o")
+register(
+    "windowed-locret",
+    "Locret with StreamingLLM's reading",
+    {"score": Cis(), "scopes": (Stabilizers(Sliding.newest),), "prefill_mask": Sliding()},
+    names={"most": "newest"},
+)
+register(
+    "rereading-locret",
+    "Locret, then InfiniRetri's second reading, arXiv 2502.12962",
+    {**LOCRET, "reread": Passages()},
+    names={"most": None, "n": None},
+)

@@ -1,0 +1,7 @@
+"""PyramidKV, arXiv 2406.02069: SnapKV's score; lower layers get more slots."""
+
+from ..allocation import Pyramid
+from ..registry import register
+from .snapkv import NAMES, SNAPKV
+
+register("pyramidkv", "PyramidKV, arXiv 2406.02069", {**SNAPKV, "allocation": Pyramid()}, names=NAMES)

@@ -1,0 +1,45 @@
+"""RoCo, arXiv 2402.06262: mean attention; slots whose attention varies most are safe."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..attention import Weight
+from ..base import Count, Scope, Size, Slots, rank_of, resolve_count, wanted_count
+from ..registry import part, register
+
+
+@part("score", "mas")
+class Mas(Weight):
+    """Mean attention: ``sum of a / count``, ``count`` queries having seen the slot. Source: RoCo, section 4."""
+
+    statistics: ClassVar[frozenset[str]] = frozenset({"sum", "count"})
+
+    def score_slots(self, slots: Slots) -> Tensor:
+        return slots.stats["sum"] / slots.stats["count"]
+
+
+@part("scope", "deviation")
+class Deviation(Scope):
+    """The ``size`` slots of highest standard deviation ``sqrt(sum a^2 / count - (sum a / count)^2)``. A slot that few queries
+    have seen has no spread to speak of, so the newest slots and the sinks come first, whatever theirs.
+    Source: RoCo, section 4; the two exceptions are its published implementation's."""
+
+    size: Size = 0.5
+    """Slots, or a fraction of what the head keeps; the exceptions are among them."""
+    newest: Count = 10
+    sinks: Count = 4
+    statistics: ClassVar[frozenset[str]] = frozenset({"sum", "square", "count"})
+
+    def reserved(self, budget: int, chunk: int, stabilizers: int) -> int:
+        return wanted_count(self.size, budget)
+
+    def protects(self, slots: Slots) -> Tensor:
+        mean_BHS = slots.stats["sum"] / slots.stats["count"]
+        variance_BHS = slots.stats["square"] / slots.stats["count"] - mean_BHS.square()
+        first_BHS = slots.newest(self.newest) | ((slots.positions < self.sinks) & slots.valid)
+        place_BHS = rank_of(variance_BHS.clamp_(min=0).sqrt_(), first_BHS, slots.valid)
+        return (place_BHS < resolve_count(self.size, slots.keep)) & slots.valid
+
+
+register("roco", "RoCo, arXiv 2402.06262", {"score": Mas(), "scopes": (Deviation(),)}, names={"size": "window"})

@@ -1,0 +1,29 @@
+"""ScissorHands, arXiv 2305.17118: how often attention was above average, and the newest half."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..attention import Weight
+from ..base import Slots
+from ..registry import part, register
+from ..scopes import Window
+
+
+@part("score", "aqas")
+class Aqas(Weight):
+    """How many queries gave the slot more than ``1 / n``, ``n`` slots being visible to the query. Source: ScissorHands,
+    arXiv 2305.17118."""
+
+    statistics: ClassVar[frozenset[str]] = frozenset({"above"})
+
+    def score_slots(self, slots: Slots) -> Tensor:
+        return slots.stats["above"]
+
+
+register(
+    "scissorhands",
+    "ScissorHands, arXiv 2305.17118",
+    {"score": Aqas(), "scopes": (Window(),)},
+    names={"size": "window"},
+)

@@ -1,0 +1,44 @@
+"""SnapKV, arXiv 2404.14469: attention of the newest queries, pooled over neighbours."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..attention import Weight, recent_attention
+from ..base import Odd, Positive, Slots
+from ..registry import Parts, part, register
+from ..scopes import Window
+
+
+@part("score", "window")
+class WindowAttention(Weight):
+    """``sum of a`` over the newest ``window`` queries, then the maximum over ``kernel`` neighbouring slots (as Ada-KV, section
+    4.1, gives SnapKV's settings; the code of its authors can also take the mean). The newest ``window`` slots are neither
+    pooled nor pooled from, whatever the scope protects. Source: SnapKV, arXiv 2404.14469.
+
+    The newest queries of the text count, not of the last block alone: a block shorter than the window leaves the rest of it
+    to the blocks before. A query looks from the place of its rank among the newest slots; where one of those tokens was
+    evicted (no scope protects it), that is an older slot's place. A head that holds fewer slots than the window (a budget
+    below it, or a small share of an adaptive one) sums over as many of the newest queries as it has slots, and pools nothing.
+    """
+
+    window: Positive = 32
+    """Queries."""
+    kernel: Odd = 7
+    """Slots; 1 does not pool."""
+
+    def recent(self, chunk: int) -> int:
+        return self.window
+
+    def score_slots(self, slots: Slots) -> Tensor:
+        scores_BHS = recent_attention(slots, self.window)
+        before = max(0, scores_BHS.shape[-1] - self.window)
+        if before and self.kernel > 1:
+            pooled = F.max_pool1d(scores_BHS[..., :before], self.kernel, stride=1, padding=self.kernel // 2)
+            scores_BHS[..., :before] = pooled
+        return scores_BHS
+
+
+SNAPKV: Parts = {"score": WindowAttention(), "scopes": (Window(WindowAttention.window),)}
+NAMES = {"size": "window"}
+
+register("snapkv", "SnapKV, arXiv 2404.14469", SNAPKV, names=NAMES)

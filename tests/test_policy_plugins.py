@@ -1,0 +1,232 @@
+"""Policies from outside of the kit, and what the grammar and a policy say of parameters that cannot be met."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from importlib.metadata import EntryPoint
+
+import pytest
+from policy_runs import held, run
+
+from locret_kit.policies import registry
+from locret_kit.policies.base import PolicyWarning
+from locret_kit.policies.grammar import describe_policies, parse_policy, parts_of, spell
+
+VATP = '''"""VATP, arXiv 2406.12335: attention times the L1 norm of the value. The file has no postponed annotations."""
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from locret_kit.policies.attention import Weight
+from locret_kit.policies.base import Slots
+from locret_kit.policies.registry import part, register
+
+
+@part("score", "NAME")
+class Vatp(Weight):
+    """``sum of a`` times ``|v|`` to a power."""
+
+    power: float = 1.0
+    most: float | None = None
+    flag: bool = False
+    size: int | float = 3
+    kind: Literal["a", "b"] = "a"
+    where: str = "x"
+    statistics: ClassVar[frozenset[str]] = frozenset({"sum"})
+
+    def score_slots(self, slots: Slots) -> Tensor:
+        return slots.stats["sum"] * slots.values().float().abs().sum(-1) ** self.power
+
+
+register("NAME", "VATP, arXiv 2406.12335", {"score": Vatp()}, names={"where": None})
+'''
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """What is registered in a test is forgotten after it."""
+    registry.policies()
+    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
+    monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+    monkeypatch.setattr(registry, "_owners", dict(registry._owners))
+    return registry
+
+
+def written(folder, name: str, text: str = VATP) -> str:
+    path = folder / f"{name.replace('-', '_')}.py"
+    path.write_text(text.replace("NAME", name))
+    return str(path)
+
+
+def test_a_file_of_the_users_is_a_policy(tables, tmp_path):
+    path = written(tmp_path, "my-vatp")
+    registry.load_plugin(path)
+    registry.load_plugin(path)
+    policy = parse_policy("my-vatp(power=2, most=none, flag=true, size=0.5, kind=b)")
+    assert policy == parse_policy("score=my-vatp(2, none, true, 0.5, b)").__class__(
+        policy.name, policy.score, source="VATP, arXiv 2406.12335"
+    )
+    assert spell(policy.score) == "my-vatp(power=2.0,most=None,flag=True,size=0.5,kind=b,where=x)"
+    assert [parse_policy(f"score=my-vatp(where={word})").score.where for word in ("nan", "7", "true")] == [
+        "nan",
+        "7",
+        "true",
+    ]
+    assert parse_policy("my-vatp(most=3)").score.most == 3.0 and parse_policy("my-vatp(size=7)").score.size == 7
+    assert parse_policy(f"score={spell(policy.score)}").score == policy.score
+    assert any(line.startswith("my-vatp ") for line in describe_policies())
+    kept = held(run("my-vatp", budget=24))
+    assert kept != held(run("score=aas", budget=24)) and all(len(head) == 28 for layer in kept for head in layer)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("power=a", "policy=mine: power=a must be a number"),
+        ("power=nan", "policy=mine: power=nan must be finite"),
+        ("most=-inf", "policy=mine: most=-inf must be finite"),
+        ("flag=7", "policy=mine: flag=7 must be true or false"),
+        ("kind=c", "policy=mine: kind=c must be one of: a, b"),
+        ("size=99999999999999999999", "does not fit into 64 bits"),
+        ("where=y", "parameter 'where' is unknown"),
+    ],
+)
+def test_its_parameters_are_checked_by_their_annotations(tables, tmp_path, given, said):
+    registry.load_plugin(written(tmp_path, "mine"))
+    with pytest.raises(ValueError) as caught:
+        parse_policy(f"mine({given})")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("def broken(:", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (
+            VATP.replace('@part("score", "NAME")', '@part("score", "cis")'),
+            "score=cis is registered already, by locret_kit",
+        ),
+        (
+            VATP.replace('"NAME"', '"h2o"').replace('@part("score", "h2o")', '@part("score", "q")'),
+            "policy=h2o is registered",
+        ),
+    ],
+)
+def test_a_broken_file_is_one_line_that_names_it(tables, tmp_path, text, said):
+    path = written(tmp_path, "broken", text)
+    with pytest.raises(ValueError) as caught:
+        registry.load_plugin(path)
+    assert str(caught.value).startswith(f"plugin={path!r}: ") and said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plugin_that_is_not_there():
+    for text, said in (
+        ("nowhere/at_all.py", "FileNotFoundError"),
+        ("no_such_module", "No module named 'no_such_module'"),
+    ):
+        with pytest.raises(ValueError, match=f"plugin='{text}': .*{said}"):
+            registry.load_plugin(text)
+
+
+def test_a_module_is_loaded_by_its_name(tables, tmp_path, monkeypatch):
+    """Its part is a dataclass of its own making."""
+    plain = VATP.replace("class Vatp", "@dataclass(frozen=True)\nclass Vatp")
+    written(tmp_path, "vatp_module", plain.replace("from typing", "from dataclasses import dataclass\nfrom typing", 1))
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.load_plugin("vatp_module")
+    assert parse_policy("vatp_module").score.power == 1.0
+
+
+def test_a_package_brings_policies_by_an_entry_point(tables, tmp_path, monkeypatch):
+    written(tmp_path, "vatp-package")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [EntryPoint("vatp", "vatp_package", registry.GROUP)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.GROUP else [])
+    registry._load.cache_clear()
+    assert parse_policy("vatp-package").score.power == 1.0
+    found.append(EntryPoint("bad", "no_such_package", registry.GROUP))
+    registry._load.cache_clear()
+    with pytest.raises(
+        ValueError, match=r"entry point bad = no_such_package of locret_kit.policies: .*no_such_package"
+    ):
+        parse_policy("h2o")
+    found.clear()
+    registry._load.cache_clear()
+    assert parse_policy("h2o")
+
+
+# ---- parameters that cannot be met ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("expected-attention(epsilon=nan)", "epsilon=nan must be finite"),
+        ("expected-attention(epsilon=inf)", "epsilon=inf must be finite"),
+        ("compactor(blend=nan)", "blend=nan must be finite"),
+        ("compactor(blend=-inf)", "blend=-inf must be finite"),
+        ("locret(sinks=99999999999999999999)", "sinks=99999999999999999999 must be at least 0 and below 2147483648"),
+        ("locret(sinks=4294967296)", "sinks=4294967296 must be at least 0 and below 2147483648"),
+        ("snapkv(kernel=9999999999999999999999)", "kernel=9999999999999999999999 must be odd"),
+        ("snapkv(window=1.0)", "window=1.0 must be"),
+        ("windowed-locret(newest=1.0)", "newest=1.0 must be"),
+    ],
+)
+def test_numbers_that_are_none(text, said):
+    with pytest.raises(ValueError) as caught:
+        parse_policy(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [17, 3000, 20000])
+def test_deep_nesting_is_refused_at_once(depth):
+    start = time.perf_counter()
+    for text in ("kvcrush(base=" * depth, "kvcrush(base=" * depth + "h2o" + ")" * depth):
+        with pytest.raises(ValueError, match=r"nested more than 16 deep") as caught:
+            parse_policy(text)
+        assert len(str(caught.value)) < 200
+    assert time.perf_counter() - start < 1
+    assert parse_policy("kvcrush(base=" * 3 + "h2o(window=5)" + ")" * 3).scopes[0].size == 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "said"),
+    [
+        ("streaming(sinks=1000)", 128, "Sinks(n=1000) asks for 1000 slots"),
+        ("h2o(window=1000)", 128, "Window(size=1000) asks for 1000 slots"),
+        ("roco(window=1000)", 128, "asks for 1000 slots"),
+        ("snapkv", 24, "Window(size=32) asks for 32 slots"),
+        ("nacl(ratio=0.9)", 128, "Sampled(ratio=0.9) asks for 115 slots, of which the scopes leave 77"),
+        ("kvcrush(ratio=0.75)", 128, "asks for 96 slots, of which the scopes leave 64"),
+        ("streaming(sinks=8)", 128, None),
+        ("h2o(window=1.0)", 128, None),
+        ("kvcrush", 128, None),
+        ("locret(sinks=4)", 128, None),
+        ("nacl", 512, None),
+    ],
+)
+def test_what_a_budget_has_no_room_for_is_said(policy, budget, said):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert parse_policy(policy).layer_budgets(budget, 3, 512, 16) == [budget] * 3
+    told = [str(warning.message) for warning in caught if warning.category is PolicyWarning]
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert said in told[0] and f"policy={policy!r} at a budget of {budget} slots" in told[0] and "\n" not in told[0]
+
+
+def test_former_spellings_work():
+    for old, new in (
+        ("locret reading=recent(newest=64)", "locret prefill_mask=sliding(newest=64)"),
+        ("h2o answering=reread(256)", "h2o reread=passages(256)"),
+        ("h2o reread=reread(256)", "h2o reread=passages(256)"),
+    ):
+        mine, theirs = parse_policy(old), parse_policy(new)
+        assert mine.name == old and parts_of(mine) == parts_of(theirs)
+    with pytest.raises(ValueError, match="'reread' is given twice"):
+        parse_policy("h2o answering=reread reread=passages")
