@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Interval, Predicate
+from annotated_types import Interval, Predicate
 
 from .validation import Says, check, made
 
@@ -20,10 +20,12 @@ INT32_MAX = 2**31 - 1
 PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
 """Settings that heads are published with."""
 
-Slots = Annotated[int, Ge(1)]
+Slots = Annotated[int, Interval(ge=1, le=INT32_MAX)]
+Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 Share = Annotated[float, Interval(gt=0, le=1)]
 Budget = Annotated[
-    Slots | Share, Says("at least 1 slot, or with a point a share of the prompt, above 0 and at most 1.0")
+    Slots | Share,
+    Says("at least 1 slot (at most 2147483647), or with a point a share of the prompt, above 0 and at most 1.0"),
 ]
 
 
@@ -45,12 +47,12 @@ class RunSettings:
     budget: Budget | None = None
     """Slots that a key/value head keeps in one layer, everything counted: an integer; or with a point, such as 0.1, a
     share of the prompt. Default: the heads', or 1024."""
-    chunk: Annotated[int, Ge(1)] | None = None
+    chunk: Slots | None = None
     """Tokens between evictions while the prompt is read. Default: the heads', or 512."""
-    stabilizers: Annotated[int, Ge(0)] | None = None
+    stabilizers: Count | None = None
     """Newest slots that no prefill eviction may take; part of the budget. Default: the heads' share of the budget, or an
     eighth of it."""
-    local_len: Annotated[int, Ge(0)] | None = None
+    local_len: Count | None = None
     """Last prompt tokens that are never evicted before decoding. Default: the heads', or 64; less for small budgets."""
     positions: Annotated[str, Predicate(is_positions)] | None = None
     """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between). Default:
@@ -59,7 +61,7 @@ class RunSettings:
     """Bits of a stored key or value, but for the newest rows. Default: the model's dtype."""
     one_shot: bool = False
     """Evict once, when the whole prompt has been read, instead of after every chunk."""
-    decode_every: Annotated[int, Ge(1)] | None = None
+    decode_every: Slots | None = None
     """Decoded tokens between evictions. Default: only when the buffers are full."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of policies that draw, and of sampling."""
@@ -126,8 +128,8 @@ class Resolved(RunSettings):
 
     budget: Slots = BUDGET
     """Slots of a key/value head in one layer."""
-    chunk: Annotated[int, Ge(1)] = CHUNK
-    stabilizers: Annotated[int, Ge(0)] = 0
-    local_len: Annotated[int, Ge(0)] = 0
+    chunk: Slots = CHUNK
+    stabilizers: Count = 0
+    local_len: Count = 0
     share: Share | None = None
     """The budget as a share of the prompt, where it was given so."""

@@ -115,7 +115,7 @@ def made(schema: type[S], given: Mapping[str, object], what: str = "setting") ->
 
 def allowed(annotation: object, *, bounds_alone: bool = False) -> str:
     """Words for the values that an annotation allows: ``an integer, at least 1``; or without the type: ``at least 1``."""
-    metadata, bounds = list(_metadata(annotation)), []
+    metadata, bounds = list(metadata_of(annotation)), []
     for item in metadata:
         if isinstance(item, Says):
             return item.words
@@ -135,7 +135,8 @@ def allowed(annotation: object, *, bounds_alone: bool = False) -> str:
 def _kind(kind: object) -> str:
     if get_origin(kind) is list:
         (item,) = get_args(kind)
-        return f"a list of {'names, such as [a,b]' if str in parts(item) else 'numbers, such as [1,2]'}"
+        each = f", each {allowed(item, bounds_alone=True)}" if any(metadata_of(item)) else ""
+        return f"a list of {'names, such as [a,b]' if str in parts(item) else 'numbers, such as [1,2]'}{each}"
     return _WORDS.get(kind, str(kind)) if isinstance(kind, type) else str(kind)
 
 
@@ -155,10 +156,10 @@ def parts(annotation: object) -> Iterator[object]:
         yield annotation
 
 
-def _metadata(annotation: object) -> Iterator[object]:
+def metadata_of(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
-        yield from _metadata(get_args(annotation)[0])
+        yield from metadata_of(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
         for part in get_args(annotation):
-            yield from _metadata(part)
+            yield from metadata_of(part)

@@ -22,7 +22,8 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit.backbones.families import spec_of
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_engine import load_parts
-from locret_kit.config.evaluate import load_eval_config, split_list
+from locret_kit.config.evaluate import load_eval_config
+from locret_kit.config.reader import split_list
 from locret_kit.evals.engine import measure
 from locret_kit.evals.engine.rows import KEY, Row, Shard, read_kept, read_rows
 from locret_kit.evals.report import page
@@ -379,7 +380,7 @@ def test_random_heads_are_seeded(heads, tmp_path):
     [
         ({"tasks": "[paskey]"}, "task='paskey' is unknown. Did you mean 'passkey'?"),
         ({"policies": "[locrett]"}, "Did you mean 'locret'"),
-        ({"budgets": "[0]"}, "budgets: 0 must be at least 1"),
+        ({"budgets": "[0]"}, "budgets=[0] must be a list of numbers, such as [1,2], each at least 1"),
         ({"budgets": "[4]", "stabilizers": 8}, "budget=4: stabilizers=8 must be below budget=4"),
         ({"budget": 4}, "unknown key 'budget'. Did you mean 'budgets'?"),
         ({"samples": "x"}, "samples=x must be an integer"),
@@ -387,7 +388,7 @@ def test_random_heads_are_seeded(heads, tmp_path):
         ({"haystacks": "[missing.txt]"}, "source=missing.txt must be"),
         ({"ckpt": "[]"}, "give ckpt=PATH"),
         ({"ckpt": "[]", "model": "nowhere/at/all"}, "nowhere/at/all"),
-        ({"tasks": ""}, "tasks=... is missing"),
+        ({"tasks": ""}, "tasks is empty"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(heads, tmp_path, capsys, monkeypatch, more, said):

@@ -155,7 +155,7 @@ BAD = [
     (b"text", ["--question-file", "{place}/nofile"], "nofile' cannot be read: No such file"),
     (b"text", ["--question-file", "{place}/truncated.pt"], "truncated.pt' is not UTF-8"),
     (b"text", ["--model", "{place}/cut"], "cannot be loaded"),
-    (b"text", ["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+    (b"text", ["--temperature", "-1"], "temperature=-1 must be at least 0"),
     (b"text", ["--device", "gpu"], "device='gpu' must be one of PyTorch's, such as cpu, cuda"),
     (b"text", ["--top-p", "0"], "top_p=0.0 must be above 0"),
     (b"text", ["--max-new-tokens", "0"], "max_new_tokens=0"),
@@ -168,13 +168,13 @@ BAD = [
         ["--graph", "--device", "cpu"],
         "graph=True is not possible here: CUDA graphs need a CUDA device, not cpu",
     ),
-    (b"text", ["--budget", "3000000000"], "budget+chunk=3000000032 must be at most 2147483647"),
+    (b"text", ["--budget", "2147483647"], "budget+chunk=2147483679 must be at most 2147483647"),
     (b"text", ["--no-chat"], "--no-chat has no effect without --question"),
     (b"text", ["--report", "{place}"], "is a folder"),
     (b"text", ["--report", "{place}/pipe"], "pipe' is no regular file"),
-    (b"text", ["--policy", ""], "policy=''"),
+    (b"text", ["--policy", ""], "policy is empty"),
     (b"text", ["--seed", "4294967296"], "seed=4294967296 must be at least 0 and below 4294967296"),
-    (b"text", ["--temperature", "nan"], "temperature=nan must be at least 0, and finite"),
+    (b"text", ["--temperature", "nan"], "temperature=nan must be a number, at least 0"),
     (b"text", ["--repetition-penalty", "inf"], "repetition_penalty=inf must be above 0, and finite"),
     (b"text", ["--question", "caf\udce9"], "the question is not UTF-8: character 3"),
     (b"text", ["--model", "{place}/heads"], "cannot be loaded: it holds no tokenizer"),
@@ -257,10 +257,9 @@ def test_a_closed_pipe_is_an_error_without_a_traceback(place):
 
 
 def test_an_unknown_flag_is_one_line_with_the_nearest(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--modle", "x"])
+    assert main(["--modle", "x"]) == 2
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and len(err.splitlines()) == 1 and "Did you mean '--model'?" in err
+    assert len(err.splitlines()) == 1 and "Did you mean 'model'?" in err
 
 
 def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, monkeypatch, capsys):
@@ -281,9 +280,12 @@ def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, mon
 def test_help_and_import_stay_light():
     for code in (
         "import locret_kit",
-        "from locret_kit.cli.infer import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from locret_kit.cli.infer import main\nmain(['--help'])",
     ):
-        check = code + "\nimport sys\nassert not {'torch', 'lightning', 'triton', 'transformers'} & set(sys.modules)"
+        check = (
+            code
+            + "\nimport sys\nassert not {'torch', 'pydantic', 'yaml', 'lightning', 'triton', 'transformers'} & set(sys.modules)"
+        )
         done = subprocess.run(
             [sys.executable, "-c", check],
             capture_output=True,

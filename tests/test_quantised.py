@@ -15,7 +15,8 @@ from locret_kit.cache.storage.groups import rank_alike, regroup
 from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cli.infer import parser
+from locret_kit.config.infer import INFER
+from locret_kit.config.reader import given_by
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.report import Report
 from locret_kit.runtime.session import prefill
@@ -385,12 +386,12 @@ def test_the_report_counts_bits_and_every_buffer():
 
 
 def test_what_does_not_go_is_said():
-    with pytest.raises(ValueError, match="kv_bits=3 must be 4 or 2"):
+    with pytest.raises(ValueError, match="kv_bits=3 must be one of: 4, 2"):
         make("h2o", kv_bits=3)
     with pytest.raises(ValueError, match="kv_bits=4 stores a slot once; policy='merge-locret' merges evicted slots"):
         make("merge-locret", kv_bits=4)
     with pytest.raises(ValueError, match="kv_bits=2 needs a head size that is a multiple of 4, not 6"):
         layer_of(2).update(torch.zeros(1, 1, 1, 6), torch.zeros(1, 1, 1, 6))
-    assert parser().parse_args(["--kv-bits", "4"]).kv_bits == 4
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--kv-bits", "3"])
+    assert given_by(INFER, ["--kv-bits", "4"]) == {"kv_bits": 4}
+    with pytest.raises(ValueError, match="kv_bits=3 must be one of: 4, 2"):
+        given_by(INFER, ["--kv-bits", "3"])

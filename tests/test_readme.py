@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.cli import infer, plan, publish
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
 from locret_kit.config.evaluate import load_eval_config
+from locret_kit.config.infer import INFER
+from locret_kit.config.plan import PLAN
+from locret_kit.config.publish import PUBLISH
+from locret_kit.config.reader import given_by
 from locret_kit.policies import grammar, registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,10 +68,9 @@ def test_commands_are_understood(words):
     elif name == "locret-train":
         recipes.load_config(given)
     elif name != "locret-eval":
-        module = {"locret-infer": infer, "locret-plan": plan, "locret-publish": publish}[name]
-        args = module.parser().parse_args(given)
-        if getattr(args, "policy", None):
-            grammar.parse_policy(args.policy)
+        values = given_by({"locret-infer": INFER, "locret-plan": PLAN, "locret-publish": PUBLISH}[name], given)
+        if "policy" in values:
+            grammar.parse_policy(values["policy"])
 
 
 def test_there_are_commands_of_every_kind():

@@ -1,47 +1,19 @@
-"""What every command does at its edges: its words, one line for an error, an exit status, Ctrl-C, a reader that has left."""
+"""Entry point of a command: one-line errors, exit statuses, Ctrl-C, closed streams."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import io
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable
-from typing import NoReturn, ParamSpec
+from collections.abc import Callable
+from typing import ParamSpec
 
 from .. import threads
-from ..naming import first_line, nearest
+from ..config.reader import UsageError
+from ..naming import first_line
 
 P = ParamSpec("P")
-
-
-class Flags(argparse.ArgumentParser):
-    """A parser whose errors are one line like all others, with the nearest flag that there is. Exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        flags = (flag for action in self._actions for flag in action.option_strings)
-        near = nearest(unknown[1], flags) if unknown else ""
-        self.exit(2, f"{self.prog}: {message}.{near} (--help lists what there is)\n")
-
-
-def pairs_of(argv: Iterable[str], example: str) -> dict[str, str]:
-    """``{key: text}`` of ``key=value`` arguments, in their order.
-
-    Raises:
-        ValueError: an argument of another form (``example`` is one that is right), or a key that is given twice.
-    """
-    given: dict[str, str] = {}
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or not key:
-            raise ValueError(f"argument {argument!r} must be key=value, such as {example}")
-        if key in given:
-            raise ValueError(f"{key} is given twice: {key}={given[key]} and {argument}")
-        given[key] = text
-    return given
 
 
 def open_streams() -> None:
@@ -55,13 +27,13 @@ def open_streams() -> None:
 
 
 def command(
-    name: str, *, stopped: str = "stopped", also: tuple[type[Exception], ...] = ()
+    name: str, *, stopped: str = "stopped", also: tuple[type[Exception], ...] = (), usage: int = 1
 ) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorate a ``main`` that raises what its user can mend: ValueError, OSError, ImportError and ``also``.
 
     Its status is then its own, 1 after an error or a closed stdout, 130 after Ctrl-C, each said in one line on stderr that
-    begins with ``name``; ``stopped`` is what Ctrl-C says, '' to say nothing. Any other exception is a bug and shows its
-    traceback.
+    begins with ``name``. ``usage`` is the status after words that are no options, and ``stopped`` what Ctrl-C says, '' to say
+    nothing. Any other exception is a bug and shows its traceback.
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *also)
 
@@ -83,7 +55,7 @@ def command(
                 return 1
             except mendable as error:
                 say(first_line(error))
-                return 1
+                return usage if isinstance(error, UsageError) else 1
             except KeyboardInterrupt:
                 if stopped:
                     print(f"\n{name}: {stopped}", file=sys.stderr)

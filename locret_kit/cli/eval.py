@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.evaluate import EVAL, KEPT, PAIRED, ROWS, TASKS, folder_command, load_eval_config
+from ..config.reader import help_of, read
 from .command import command
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ def remember(config: EvalConfig, parts: Parts) -> None:
     before: dict[str, Any] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
         before = json.loads(path.read_text(encoding="utf-8"))
+        before.setdefault("one_shot", before.get("prefill") == "one-shot")  # its older name
         older = () if "heads" in before else ("model", "adapter")  # which wrote these as they were given, mostly null
         for key in FIXED:
             if key not in older and before.get(key) != now[key]:
@@ -72,9 +76,13 @@ def remember(config: EvalConfig, parts: Parts) -> None:
 
 def run(argv: list[str]) -> int:
     """Evaluate, then write the summary; of a finished run also figures and page. Exit status 1 where an example failed."""
-    from ..config.evaluate import load_eval_config
+    config = read(EVAL, argv)
+    if config is None:
+        return 0
+    config.load_plugin()
+    from ..evals.engine.settings import check_policies
 
-    config = load_eval_config(argv)
+    check_policies(config.policies, config.kv_bits)
     from ..evals.engine.runner import failures, is_complete
     from ..evals.engine.runner import run as answer
     from ..evals.report.summary import write_summary
@@ -108,33 +116,36 @@ def _draw_all(out: Path) -> None:
 
 
 def _summary(argv: list[str]) -> int:
-    from ..evals.report.summary import write_summary
+    if folder := _out(argv, "summary"):
+        from ..evals.report.summary import write_summary
 
-    print(write_summary(_out(argv, "summary")))
+        print(write_summary(folder))
     return 0
 
 
 def _report(argv: list[str]) -> int:
-    from ..evals.report.page import write_page
+    if folder := _out(argv, "report"):
+        from ..evals.report.page import write_page
 
-    print(write_page(_out(argv, "report")))
+        print(write_page(folder))
     return 0
 
 
 def _figure(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        print(help_of(ROWS))
+        return 0
     from ..evals.figures import FIGURES, draw, find_figure
 
     if not argv or "=" in argv[0]:
         print("\n".join(f"{name:<16} from {kind.source:<6} {kind.says}" for name, kind in FIGURES.items()))
         return 0 if not argv else 1
     name, words = argv[0], argv[1:]
+    written: Iterable[Path] = []
     if find_figure(name).source == "rows":
-        from ..config.evaluate import load_rows_config
-
-        config = load_rows_config(words)
-        written = draw(name, chosen_rows(config), Path(config.out) / "figures")
-    else:
-        folder = _out(words, f"figure {name}")
+        if config := read(ROWS, words):
+            written = draw(name, chosen_rows(config), Path(config.out) / "figures")
+    elif folder := _out(words, f"figure {name}"):
         written = draw(name, folder, folder / "figures")
     print("\n".join(map(str, written)))
     return 0
@@ -166,10 +177,11 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
 
 
 def _kept(argv: list[str]) -> int:
-    from ..config.evaluate import load_kept_config
+    config = read(KEPT, argv)
+    if config is None:
+        return 0
     from ..evals.report.kept import show_kept
 
-    config = load_kept_config(argv)
     rows = [row for row in chosen_rows(config) if row.sample == config.sample and row.kept is not None]
     if not rows:
         raise ValueError(
@@ -185,10 +197,11 @@ def _kept(argv: list[str]) -> int:
 
 
 def _paired(argv: list[str]) -> int:
-    from ..config.evaluate import load_paired_config
+    config = read(PAIRED, argv)
+    if config is None:
+        return 0
     from ..evals.report.paired import differences, to_markdown
 
-    config = load_paired_config(argv)
     print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
     return 0
 
@@ -206,7 +219,6 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
     """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
     import torch
 
-    from ..config.evaluate import load_eval_config
     from ..evals.engine.settings import variants
     from .eval_engine import load_engine, load_parts
 
@@ -221,6 +233,8 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
 
 
 def _tasks(argv: list[str]) -> int:
+    if read(TASKS, argv) is None:
+        return 0
     from ..evals.tasks import GROUPS, known_tasks
 
     print("\n".join(known_tasks()))
@@ -228,18 +242,18 @@ def _tasks(argv: list[str]) -> int:
     return 0
 
 
-def _out(argv: list[str], command: str) -> Path:
-    """The folder of ``out=FOLDER``.
+def _out(argv: list[str], command: str) -> Path | None:
+    """The folder of ``out=FOLDER``; None where its help was asked for.
 
     Raises:
         ValueError: anything else was given. FileNotFoundError: no such folder.
     """
-    if len(argv) != 1 or not argv[0].startswith("out="):
-        raise ValueError(f"{command} takes out=FOLDER, not {' '.join(argv) or 'nothing'}")
-    folder = Path(argv[0].removeprefix("out="))
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{argv[0]} is no folder")
-    return folder
+    config = read(folder_command(command), argv)
+    if config is None:
+        return None
+    if not Path(config.out).is_dir():
+        raise FileNotFoundError(f"out={config.out} is no folder")
+    return Path(config.out)
 
 
 COMMANDS = {
@@ -252,12 +266,9 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
-        from ..config.evaluate import USAGE, EvalConfig
-        from ..config.help import help_of
-
-        print(help_of(USAGE, EvalConfig) if argv else USAGE)
-        return 0 if argv else 1
+    if not argv:
+        print(EVAL.usage)
+        return 1
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)
 
 

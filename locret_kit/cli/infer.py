@@ -1,87 +1,30 @@
-"""``locret-infer --ckpt heads.pt --budget 6000 < long.txt``: answer from a long text in a fixed key/value budget."""
+"""``locret-infer long.txt --ckpt heads --budget 6000``: answer from a long text in a fixed key/value budget."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
-from dataclasses import fields, replace
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..settings import RunSettings
-from .command import Flags, command
+from ..config.infer import INFER, InferOptions
+from ..config.reader import read
+from .command import command
 
 if TYPE_CHECKING:
+    from ..cache.bounded import BoundedCache
     from ..heads import HeadsConfig
+    from ..policies.base import Policy
+    from ..settings import RunSettings
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags; defaults of None come from the checkpoint, scaled to the budget."""
-    p = Flags(prog="locret-infer", description=__doc__, allow_abbrev=False)
-    p.add_argument("--ckpt", help="heads: a folder, a .pt or .bin file, or a Hub repository")
-    p.add_argument("--model", help="backbone: a folder or a Hub id (default: the one the heads name)")
-    p.add_argument("--adapter", help="PEFT adapter for the backbone, or none (default: the one the heads name)")
-    p.add_argument(
-        "--policy",
-        help="a policy's name or an expression (default: the heads' own, or locret)",
-    )
-    p.add_argument("--list-policies", action="store_true", help="print every policy with its parts and leave")
-    p.add_argument("--budget", type=int, help="slots kept per key/value head and layer")
-    p.add_argument("--chunk", type=int, help="tokens between evictions")
-    p.add_argument("--stabilizers", type=int, help="newest slots that an eviction may not take")
-    p.add_argument("--local-len", type=int, help="last tokens of the prompt, never evicted during prefill")
-    p.add_argument("--decode-every", type=int, help="decoded tokens between evictions (default: only when full)")
-    p.add_argument(
-        "--kv-bits", type=int, choices=(4, 2), help="bits of a stored key or value (default: the model's dtype)"
-    )
-    p.add_argument("--one-shot", action="store_true", help="one eviction, when the whole prompt has been read")
-    p.add_argument(
-        "--positions", help="rotate keys by cache row (compact), place in the text (original), or clipped(SPAN) between"
-    )
-    text = p.add_argument_group("text")
-    text.add_argument("--question", help="asked about the text on stdin, through the chat template")
-    text.add_argument("--question-file", type=Path, help="the question, from a file")
-    text.add_argument(
-        "--no-chat",
-        action="store_true",
-        help="no chat template, and nothing behind the question: it may end with the answer's first words",
-    )
-    out = p.add_argument_group("generation")
-    out.add_argument("--max-new-tokens", type=int, default=64)
-    out.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    out.add_argument("--top-k", type=int, default=0)
-    out.add_argument("--top-p", type=float, default=1.0)
-    out.add_argument("--repetition-penalty", type=float, default=1.0)
-    out.add_argument("--seed", type=int, default=0)
-    run = p.add_argument_group("machine")
-    run.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
-    run.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    run.add_argument(
-        "--weight-bits", type=int, choices=(8, 4), help="quantise the backbone's layers with bitsandbytes while loading"
-    )
-    run.add_argument(
-        "--backend", choices=("reference", "triton"), help="of the kernels (default: triton on CUDA, not in float32)"
-    )
-    run.add_argument(
-        "--graph",
-        action="store_true",
-        help="replay decoding steps as CUDA graphs; an error where the policy or the machine does not allow it",
-    )
-    run.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="take no more of a CUDA device than this (24GiB), and plan the chunk for it",
-    )
-    run.add_argument("--report", type=Path, metavar="FILE.json", help="write every figure of the run")
-    run.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
-    return p
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: InferOptions) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
     from ..cache.storage.quantised import check_storage
     from ..policies.grammar import parse_policy
@@ -94,26 +37,22 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
     if not args.ckpt and not args.model:
         raise ValueError("give --ckpt (heads, which name their backbone) or --model")
-    if args.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={args.max_new_tokens} must be at least 1")
-    if args.question and args.question_file:
-        raise ValueError("give --question or --question-file, not both")
-    if args.budget is not None and args.budget < 1:
-        raise ValueError(f"budget={args.budget} must be at least 1")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"seed={args.seed} must be from 0 to {2**32 - 1}")
+    questions = questions_of(args)
     if args.report:
-        check_report(args.report)
-    if args.no_chat and not (args.question or args.question_file):
-        raise ValueError("--no-chat has no effect without --question: stdin is then the whole prompt")
+        check_report(Path(args.report))
+    if not args.chat and questions == [None]:
+        raise ValueError("--no-chat has no effect without --question: the text is then the whole prompt")
 
-    say = (lambda *a, **k: None) if args.quiet else lambda *a, **k: print(*a, file=sys.stderr, flush=True, **k)
     from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone
     from ..cache.bounded import BoundedCache
     from ..heads import RetainingHeads
     from ..planning.memory import cap_gpu_memory
     from ..runtime.provenance import provenance, weights_hash
     from ..runtime.session import Sampling, generate
+
+    def say(line: str) -> None:
+        if not args.quiet:
+            print(line, file=sys.stderr, flush=True)
 
     cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
@@ -122,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
     policy = named or parse_policy(config.policy if config else "streaming")
     check_storage(args.kv_bits, policy)
     heads_hash = weights_hash(heads) if heads is not None and args.report else ""  # before they are cast
-    given = RunSettings(**{item.name: getattr(args, item.name) for item in fields(RunSettings)})
-    check_settings(args, given, config)
+    check_settings(args, config)
     name = args.model or (config.backbone if config else "")
     say(f"backbone: {name}")
-    ids = read_prompt(args, load_tokenizer(name))
-    say(f"prompt: {len(ids)} tokens")
+    prompts = read_prompts(args, questions, load_tokenizer(name))
+    say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
+    given = args.run
     if cap is not None:
-        given = replace(given, chunk=plan_chunk(args, name, policy, config, given, len(ids), cap, say))
+        given = replace(given, chunk=plan_chunk(args, name, policy, config, max(map(len, prompts)), cap, say))
     adapter, warning = choose_adapter(config.adapter if config else None, args.adapter)
     protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
     idle = None if protects or args.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
@@ -140,25 +79,34 @@ def run(args: argparse.Namespace) -> int:
         from ..backbones.families import spec_of, text_config
 
         heads.check_backbone(spec_of(text_config(model)))
-    cache = BoundedCache(given, policy, heads, prompt_length=len(ids))
-    cache.bind(model)
     other = other_backbone(config.backbone, name) if config else None
-    for line in (warning, idle, other, beyond_window(model, cache)):
-        if line:
-            print(line, file=sys.stderr)
-    text, report = generate(
-        model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-        graph=args.graph, progress=None if args.quiet else _progress(), on_text=_to_stdout,
-    )  # fmt: skip
-    _to_stdout("\n")
-    for line in report.lines():
-        say(line)
+    found: list[dict[str, object]] = []
+    for question, ids in zip(questions, prompts, strict=True):
+        cache = BoundedCache(given, policy, heads, prompt_length=len(ids))
+        cache.bind(model)
+        for line in (warning, idle, other, beyond_window(model, cache)) if not found else ():
+            if line:
+                print(line, file=sys.stderr)
+        if len(questions) > 1:
+            _to_stdout("\n" * bool(found) + f"question: {question}\n")
+        text, report = generate(
+            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            graph=args.graph, progress=None if args.quiet else _progress(), on_text=_to_stdout,
+        )  # fmt: skip
+        _to_stdout("\n")
+        for line in report.lines():
+            say(line)
+        reason = "stop" if report.new_tokens < args.max_new_tokens else "length"
+        if reason == "length":
+            say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
+        asked = {"question": question} if len(questions) > 1 else {}
+        found.append({**asked, **report.to_dict(), "answer": text, "finish_reason": reason})
     if args.report:
         from ..files import write_beside
 
         origin = provenance(name, args.ckpt, heads_hash, adapter, report.settings.backend or "")
-        body = json.dumps({**origin, **report.to_dict(), "answer": text, "seed": args.seed}, indent=2) + "\n"
-        write_beside(args.report.resolve(), lambda path: path.write_text(body))
+        body = json.dumps({**origin, **(found[0] if len(found) == 1 else {"answers": found})}, indent=2) + "\n"
+        write_beside(Path(args.report).resolve(), lambda path: path.write_text(body))
     return 0
 
 
@@ -167,36 +115,37 @@ def check_report(path: Path) -> None:
     said = f"report={str(path)!r}"
     if path.exists() and not path.is_file():
         raise ValueError(f"{said} is {'a folder' if path.is_dir() else 'no regular file'}: name a file")
-    if not os.access(path.resolve().parent, os.W_OK):
+    folder = path.resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{said}: its folder is missing or cannot be written")
 
 
-def check_settings(args: argparse.Namespace, given: RunSettings, config: HeadsConfig | None) -> None:
-    """Raise ValueError for what is out of bounds, and for flags that could not act, before anything big is loaded."""
+def check_settings(args: InferOptions, heads: HeadsConfig | None) -> None:
+    """Raise ValueError for what is out of bounds, and for options that could not act, before anything big is loaded."""
     from ..cache.geometry.schedule import Schedule
 
-    def useless(flags: tuple[str, ...], why: str, idle: Any = None) -> None:
-        for flag in flags:
-            value = getattr(args, flag)
+    def useless(names: tuple[str, ...], why: str, idle: object = None) -> None:
+        for name in names:
+            value = getattr(args, name)
             if value != idle:
-                raise ValueError(f"--{flag.replace('_', '-')} {value} has no effect {why}")
+                raise ValueError(f"--{name.replace('_', '-')} {value} has no effect {why}")
 
     if args.one_shot:
-        useless(("chunk", "stabilizers", "local_len"), "with --one-shot, which evicts once, behind the whole prompt")
+        useless(("chunk", "stabilizers", "local_len"), "with --one-shot, which evicts once, after the whole prompt")
     if args.temperature == 0:
         useless(("top_k",), "at temperature 0, which is greedy", idle=0)
         useless(("top_p",), "at temperature 0, which is greedy", idle=1.0)
-    if not given.one_shot and not isinstance(given.budget, float):
-        length = None if given.decode_every is None else 1
-        Schedule.of(given.resolved(config.inference if config else {}, length), length)
+    if not args.one_shot and not isinstance(args.budget, float):
+        length = None if args.decode_every is None else 1
+        Schedule.of(args.resolved(heads.inference if heads else {}, length), length)
 
 
-def beyond_window(model: Any, cache: Any) -> str | None:
+def beyond_window(model: Any, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
     from ..backbones.families import text_config
 
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
-    rows = s.prompt_length if cache.policy.keeps_everything else max(cache.budgets) + s.chunk
+    rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(cache.budgets) + s.chunk
     if window is None or not any(cache.budgets) or (reach := cache.places.largest(rows, s.prompt_length)) <= window:
         return None
     advice = "--positions compact, with budget and chunk together below it, does not"
@@ -204,14 +153,13 @@ def beyond_window(model: Any, cache: Any) -> str | None:
 
 
 def plan_chunk(
-    args: argparse.Namespace,
+    args: InferOptions,
     name: str,
-    policy: Any,
+    policy: Policy,
     heads: HeadsConfig | None,
-    given: RunSettings,
     tokens: int,
     cap: int,
-    say: Any,
+    say: Callable[[str], None],
 ) -> int:
     """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
     chunk is made larger: results would change with the card."""
@@ -221,8 +169,8 @@ def plan_chunk(
     from ..planning.sizes import show
 
     published = heads.inference if heads else {}
-    run = replace(replace(given, one_shot=False).resolved(published, tokens), one_shot=given.one_shot)
-    if given.chunk is None and "chunk" not in published:
+    run: RunSettings = replace(replace(args.run, one_shot=False).resolved(published, tokens), one_shot=args.one_shot)
+    if args.chunk is None and "chunk" not in published:
         run = replace(run, chunk=PLANNED_CHUNK)
     setting = Setting(
         tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."),
@@ -233,43 +181,71 @@ def plan_chunk(
     return setting.chunk
 
 
-def read_prompt(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """Token ids of stdin, with the question around it where one is asked."""
-    from ..runtime.tokens import read_utf8, stream_ids
+def questions_of(args: InferOptions) -> list[str | None]:
+    """The questions, or None alone where the text is continued."""
+    if args.question and args.question_file:
+        raise ValueError("give --question or --question-file, not both")
+    questions = list(args.question)
+    if args.question_file:
+        said = f"question_file={args.question_file!r}"
+        try:
+            questions = [Path(args.question_file).read_text(encoding="utf-8").strip()]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{said} is not UTF-8: byte {error.start}") from error
+        except OSError as error:
+            raise ValueError(f"{said} cannot be read: {error.strerror}") from error
+    for question in questions:
+        if not question.strip():
+            raise ValueError("the question is empty")
+        try:
+            question.encode()
+        except UnicodeEncodeError as error:  # bytes of another encoding, as the shell gave them
+            raise ValueError(f"the question is not UTF-8: character {error.start}") from error
+    return [*questions] or [None]
+
+
+def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any) -> list[array[int]]:
+    """Token ids of the text with each question around it; of one question as the text is read."""
+    from ..runtime.tokens import stream_ids
     from ..samples.chat import has_template, render_prompt
 
-    question = args.question
-    if args.question_file:
+    text: Iterable[str] = _not_blank(_blocks(args.file))
+    if len(questions) > 1:
+        text = list(text)
+    prompts = []
+    for question in questions:
+        if question is None:
+            return [stream_ids(tokenizer, text, special=True)]
+        before, after = render_prompt(tokenizer, "", question, chat=args.chat)
+        special = not (args.chat and has_template(tokenizer))
+        prompts.append(stream_ids(tokenizer, chain([before], text, [after]), special=special))
+    return prompts
+
+
+def _blocks(file: str | None) -> Iterator[str]:
+    """The text of a file, or of stdin."""
+    from ..runtime.tokens import read_utf8
+
+    if file is not None and file != "-":
         try:
-            question = args.question_file.read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"question_file={str(args.question_file)!r} is not UTF-8: byte {error.start}") from error
+            with Path(file).open("rb") as stream:
+                yield from read_utf8(stream)
         except OSError as error:
-            raise ValueError(f"question_file={str(args.question_file)!r} cannot be read: {error.strerror}") from error
-    if question is not None and not question.strip():
-        raise ValueError("the question is empty")
-    try:
-        (question or "").encode()
-    except UnicodeEncodeError as error:  # bytes of another encoding, as the shell gave them
-        raise ValueError(f"the question is not UTF-8: character {error.start}") from error
+            raise ValueError(f"file={file!r} cannot be read: {error.strerror}") from error
+        return
     if sys.stdin.isatty():
         print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
-    blocks = _not_blank(read_utf8(sys.stdin.buffer))
-    if question is None:
-        return stream_ids(tokenizer, blocks, special=True)
-    chat = not args.no_chat
-    before, after = render_prompt(tokenizer, "", question, chat=chat)
-    return stream_ids(tokenizer, chain([before], blocks, [after]), special=not (chat and has_template(tokenizer)))
+    yield from read_utf8(sys.stdin.buffer)
 
 
-def _not_blank(blocks: Any) -> Any:
+def _not_blank(blocks: Iterable[str]) -> Iterator[str]:
     """Pass the blocks on; an empty or blank text is an error."""
     blank = True
     for block in blocks:
         blank = blank and not block.strip()
         yield block
     if blank:
-        raise ValueError("stdin holds no text: locret-infer ... < long.txt")
+        raise ValueError("the text is empty: locret-infer long.txt ..., or ... < long.txt")
 
 
 def _to_stdout(text: str) -> None:
@@ -277,7 +253,7 @@ def _to_stdout(text: str) -> None:
     sys.stdout.flush()
 
 
-def _progress() -> Any:
+def _progress() -> Callable[[int, int], None]:
     began = last = time.perf_counter()
 
     def show(done: int, total: int) -> None:
@@ -300,10 +276,13 @@ def _progress() -> Any:
     return show
 
 
-@command("locret-infer", also=(RuntimeError,))
+@command("locret-infer", also=(RuntimeError,), usage=2)
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line; 130 after Ctrl-C."""
-    args = parser().parse_args(argv)
+    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
+    args = read(INFER, sys.argv[1:] if argv is None else argv)
+    if args is None:
+        return 0
+    args.load_plugin()
     if args.list_policies:
         from ..policies.grammar import describe_policies
 

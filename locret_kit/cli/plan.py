@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..settings import RunSettings
-from .command import Flags, command
+from ..config.plan import PLAN, PlanOptions
+from ..config.reader import Values, read
+from .command import command
 
-CONTEXT, RESERVE = 131072, "1GiB"
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
+"""Where neither the user nor the recipe says."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags; defaults of None come from the recipe."""
-    p = Flags(prog="locret-plan", description=__doc__, allow_abbrev=False)
-    p.add_argument("--model", required=True, help="a recipe, a folder with config.json, or a Hub id")
-    p.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory that the run may take, such as 24GiB")
-    p.add_argument(
-        "--reserve", default=RESERVE, metavar="SIZE",
-        help=f"kept free for the CUDA context, libraries and fragmentation (default {RESERVE}: an assumption)",
-    )  # fmt: skip
-    p.add_argument("--context", type=int, default=CONTEXT, help=f"prompt tokens (default {CONTEXT})")
-    p.add_argument("--budget", type=int, help="slots kept per key/value head and layer")
-    p.add_argument("--chunk", type=int, help="tokens between evictions")
-    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    p.add_argument("--policy", default="locret", help="a policy's name or an expression (default locret)")
-    p.add_argument("--d-hidden", type=int, help="width of the retaining heads, for policies that need them")
-    p.add_argument("--kv-bits", type=int, choices=(4, 2), help="bits of a stored key or value (default: the dtype's)")
-    p.add_argument("--weight-bits", type=int, choices=(8, 4), help="bits of the layers' weights (default: the dtype's)")
-    p.add_argument("--train", type=int, metavar="TOKENS", help="plan a training step of so many tokens instead")
-    p.add_argument(
-        "--batch", type=int, help="samples of one forward in training (default: the recipe's data.batch, or 1)"
-    )
-    return p
-
-
-def resolve(name: str) -> tuple[Any, dict[str, Any]]:
+def resolve(name: str) -> tuple[Any, Values]:
     """``(configuration, {dotted key: value} of the recipe)`` of a recipe, a folder or a Hub id.
 
     Backbones of the recipes that ship are read from ``recipes/configs``; anything else is transformers' to find.
@@ -53,10 +30,10 @@ def resolve(name: str) -> tuple[Any, dict[str, Any]]:
     from ..config.recipes import known_recipes, read_recipe
     from ..naming import nearest
 
-    recipe: dict[str, Any] = {}
+    recipe: Values = {}
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
         stem, recipe = read_recipe(name)
-        name = recipe.get("backbone.model") or ""
+        name = str(recipe.get("backbone.model") or "")
         if not name:
             raise ValueError(f"model={stem}: this recipe names no backbone; give a folder or a Hub id")
     else:
@@ -84,8 +61,9 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
+    from ..backbones.families import require_adapter
     from ..backbones.weight_bits import suffix
     from ..planning import fit
     from ..planning import plan as p
@@ -95,7 +73,11 @@ def run(args: argparse.Namespace) -> int:
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
+    args.load_plugin()
     config, recipe = resolve(args.model)
+    policy = parse_policy(args.policy)
+    if policy.needs_adapter or policy.needs_heads or args.train is not None:
+        require_adapter(config)
     backbone = p.Backbone.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
     say = [
@@ -118,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     published = {"budget": BUDGET, "chunk": CHUNK} | {
         key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")
     }
-    given = RunSettings(budget=args.budget, chunk=args.chunk, kv_bits=args.kv_bits)
+    run_settings = replace(replace(args.run, one_shot=False).resolved(published, args.context), one_shot=args.one_shot)
     setting = p.Setting(
-        args.context, given.resolved(published, args.context), dtype=args.dtype, d_hidden=d_hidden,
-        policy=parse_policy(args.policy), weight_bits=bits,
+        args.context, run_settings, dtype=args.dtype, d_hidden=d_hidden,
+        policy=policy, weight_bits=bits,
     )  # fmt: skip
     plan = fit.require_fit(backbone, setting, cap)
     full = p.full_cache_bytes(backbone.spec, args.context, args.dtype)
@@ -146,14 +128,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _given(value: int | None, recipe: dict[str, Any], key: str, default: int) -> int:
-    return recipe.get(key, default) if value is None else value
+def _given(value: int | None, recipe: Values, key: str, default: int) -> int:
+    return int(str(recipe.get(key, default))) if value is None else value
 
 
-@command("locret-plan")
+@command("locret-plan", usage=2)
 def main(argv: list[str] | None = None) -> int:
     """Exit status 1 also where nothing fits."""
-    return run(parser().parse_args(argv))
+    args = read(PLAN, sys.argv[1:] if argv is None else argv)
+    return 0 if args is None else run(args)
 
 
 if __name__ == "__main__":

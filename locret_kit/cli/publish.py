@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-from .command import Flags, command
+from ..config.publish import PUBLISH, PublishOptions
+from ..config.reader import read
+from .command import command
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags; what they leave open comes from the checkpoint and from what lies beside it."""
-    p = Flags(prog="locret-publish", description=__doc__, allow_abbrev=False)
-    p.add_argument("--ckpt", required=True, help="heads: a folder or a .pt file; a .bin needs --base-model")
-    p.add_argument("--repo", required=True, metavar="USER/NAME", help="where they go; made if it is not there")
-    p.add_argument("--private", action="store_true", help="make a new repository private")
-    p.add_argument("--dry-run", action="store_true", help="print the files and the card, and send nothing")
-    p.add_argument("--message", default="Upload retaining heads", help="of the commit")
-    p.add_argument("--base-model", metavar="USER/NAME", help="backbone as others load it (default: what the heads say)")
-    p.add_argument(
-        "--adapter", metavar="USER/NAME", help="PEFT adapter as others load it (default: what the heads say)"
-    )
-    p.add_argument("--license", help="(default: the card's beside the heads, or apache-2.0)")
-    return p
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: PublishOptions) -> int:
     """Raises ValueError or OSError with a one-line message."""
     from ..card import CARD, publish, write_release
     from ..heads import RetainingHeads
 
-    if not args.message.strip():
-        raise ValueError("message='' must not be empty")
     source = Path(args.ckpt)
     if not source.exists():
         raise FileNotFoundError(f"ckpt={args.ckpt!r}: no such file or folder")
@@ -55,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
 @command("locret-publish", stopped="stopped; whether the files have arrived, the repository says")
 def main(argv: list[str] | None = None) -> int:
     """Publish, or with ``--dry-run`` show what would be."""
-    return run(parser().parse_args(argv))
+    args = read(PUBLISH, sys.argv[1:] if argv is None else argv)
+    return 0 if args is None else run(args)
 
 
 if __name__ == "__main__":

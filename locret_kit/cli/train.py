@@ -5,22 +5,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ..config.reader import read
+from ..config.recipes import TRAIN, USAGE
 from .command import command
 
 
 @command("locret-train", stopped="stopped; resume=auto goes on from the newest state that was saved, if there is one")
 def main(argv: list[str] | None = None) -> int:
     """Train, and print where the result is and how to use it."""
-    from ..config.recipes import USAGE, load_config
-
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
-        from ..config.help import help_of
-        from ..config.train import TrainConfig
-
-        print(help_of(USAGE, TrainConfig) if argv else USAGE)
-        return 0 if argv else 1
-    cfg = load_config(argv)
+    if not argv:
+        print(USAGE)
+        return 1
+    cfg = read(TRAIN, argv)
+    if cfg is None:
+        return 0
     import torch
 
     from ..training.callbacks import Stopped

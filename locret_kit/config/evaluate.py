@@ -1,15 +1,16 @@
-"""The configuration of ``locret-eval key=value ...``: its schema and its bounds. Knows no model."""
+"""The configuration of ``locret-eval``: its schemas. Knows no model, imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Annotated, ClassVar, Literal
 
-from ..cli.command import pairs_of
-from ..evals.tasks.base import CHAT
-from ..naming import nearest
-from ..samples.needles import ENDINGS
-from ..settings import RunSettings
+from annotated_types import Ge, MinLen
+
+from ..settings import Budget, RunSettings, Slots
+from ..validation import check
+from .machine import Machine
+from .reader import Command, build, given_by
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER
@@ -26,31 +27,35 @@ USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
   torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
 A rerun does only what is missing, and what prompts have in common at their beginning is read once.
-An unknown key, task or policy is an error that names the nearest; --help lists the keys.
+An unknown key, task or policy is an error that names the nearest; --help lists the keys, also of subcommands.
 Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies, and here also kvzip and
 kvzip(joint=true) (oracles that read the whole prompt first) and random-heads (locret with untrained heads).
 `locret-eval lm_eval` is lm-evaluation-harness's own command line (pip install 'locret-kit[harness]') with one model more,
 locret; its --model_args take policy=, budget= and this command's keys, such as ckpt= and chunk=."""
 
+Names = Annotated[list[str], MinLen(1)]
 
-@dataclass
-class EvalConfig:
-    """Everything an evaluation needs."""
 
-    tasks: list[str]
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(RunSettings, Machine):
+    """The evaluation."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ("budget", "backend")
+
+    tasks: Names
     """Names, groups (ruler, infinitebench, leval, longbench), or fidelity:NAME and agreement:NAME."""
     out: str
     """Folder of the rows, the summary and the report."""
-    policies: list[str] = field(default_factory=lambda: ["full"])
+    policies: Names = field(default_factory=lambda: ["full"])
     """Names or expressions, as locret-infer takes them; 'random-heads' is locret with untrained heads, 'kvzip' and
     'kvzip(joint=true)' are the unbounded oracle."""
-    budgets: list[int] = field(default_factory=lambda: [1024])
-    """Slots kept per key/value head and layer; `full` ignores them."""
-    lengths: list[int] = field(default_factory=lambda: [4096])
+    budgets: Annotated[list[Budget], MinLen(1)] = field(default_factory=lambda: [1024])
+    """Slots kept per key/value head and layer, or with a point shares of the prompt, such as 0.1; `full` ignores them."""
+    lengths: Annotated[list[Slots], MinLen(1)] = field(default_factory=lambda: [4096])
     """Prompt tokens: what synthetic prompts have, and documents are cut to."""
-    samples: int = 20
+    samples: Annotated[int, Ge(1)] = 20
     """Examples of each task, at most."""
-    haystacks: list[str] = field(default_factory=lambda: ["repeated"])
+    haystacks: Names = field(default_factory=lambda: ["repeated"])
     """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text (perplexity,
     reconstruction, fidelity) leave 'repeated' out, and read 'pydoc' where it is all there is."""
     data: list[str] = field(default_factory=list)
@@ -58,89 +63,33 @@ class EvalConfig:
     ckpt: list[str] = field(default_factory=list)
     """Retaining heads: folders, files or Hub repositories."""
     model: str | None = None
-    """The backbone; null takes the one that the heads name."""
+    """The backbone. Default: the one that the heads name."""
     adapter: str | None = None
-    """PEFT adapter on the backbone; null takes the one that the heads were trained with, 'none' is none."""
-    chunk: int | None = None
-    """Tokens between evictions; null takes the checkpoint's."""
-    stabilizers: int | None = None
-    """Newest slots that no prefill eviction takes; null scales the checkpoint's to the budget."""
-    local_len: int | None = None
-    """Last prompt tokens that are never evicted; null scales the checkpoint's to the budget."""
-    positions: str | None = None
-    """'compact', 'original' or 'clipped(SPAN)'; null takes the checkpoint's."""
-    kv_bits: int | None = None
-    """Bits of a stored key or value, 4 or 2; null stores them as they are."""
-    chat: str = "auto"
-    """Whether prompts go through the chat template: 'auto' (as the benchmark does), 'always' or 'never'."""
-    ending: str = "infinitebench"
+    """PEFT adapter on the backbone, or 'none'. Default: the one that the heads were trained with."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts go through the chat template; auto does as the benchmark does."""
+    ending: Literal["infinitebench", "line"] = "infinitebench"
     """How hidden-digits prompts end: 'infinitebench' (blank lines) or 'line'."""
-    prefill: str = "chunked"
-    """'chunked' evicts at every chunk, 'one-shot' once, when the whole prompt has been read."""
-    decode_every: int | None = None
-    """Decoded tokens between evictions; null evicts when the buffers are full."""
-    max_new_tokens: int | None = None
-    """Answer tokens; null takes each task's own."""
-    keep: int = 0
-    """For the first so many examples of each task: store what the cache holds behind the prompt. A rerun leaves rows that
+    max_new_tokens: Annotated[int, Ge(1)] | None = None
+    """Answer tokens. Default: each task's own."""
+    keep: Annotated[int, Ge(0)] = 0
+    """For the first so many examples of each task: store what the cache holds after the prompt. A rerun leaves rows that
     are there as they are, so to store more of them takes another ``out``."""
-    retry: str = "never"
+    retry: Literal["never", "errors"] = "never"
     """'errors' does examples again that ended with an error."""
     share_prefix: bool = True
-    """Read what prompts have in common at their beginning once; scores are the same either way, false times each alone."""
-    seed: int = 0
-    """Seeds prompts, policies that draw, and untrained heads."""
-    device: str | None = None
-    """'cpu', 'cuda', 'cuda:1'; null takes the best there is, a device of its own for each process."""
-    dtype: str = "auto"
-    """'auto', 'float32', 'bfloat16' or 'float16'."""
-    weight_bits: int | None = None
-    """8 or 4: bits of the layers' weights, quantised by bitsandbytes as they are loaded; null leaves them in ``dtype``."""
+    """Read what prompts have in common at their beginning once; scores are the same either way, without times each alone."""
 
-    @property
-    def run(self) -> RunSettings:
-        """The settings of every cache, but for the budget."""
-        names = ("chunk", "stabilizers", "local_len", "positions", "kv_bits", "decode_every", "seed")
-        return RunSettings(**{name: getattr(self, name) for name in names}, one_shot=self.prefill == "one-shot")
-
-    def validate(self) -> None:
-        """Raise ValueError at the first field that is out of bounds, naming field, value and bound."""
-        from ..backbones.weight_bits import check_weight_bits
-        from ..cache.geometry.positions import Positions
-        from ..evals.engine.settings import check_policies
-
-        for name in ("tasks", "policies", "budgets", "lengths", "haystacks"):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tasks", "out"):
             if not getattr(self, name):
-                raise ValueError(f"{name}=[] must name at least one")
-        for name, low in _LOWEST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f"{name}={value} must be at least {low}")
-        for name in ("budgets", "lengths"):
-            for value in getattr(self, name):
-                if value < 1:
-                    raise ValueError(f"{name}: {value} must be at least 1")
-        choices = {
-            "chat": CHAT,
-            "ending": tuple(ENDINGS),
-            "prefill": ("chunked", "one-shot"),
-            "retry": ("never", "errors"),
-            "dtype": ("auto", "float32", "bfloat16", "float16"),
-        }
-        check_policies(self.policies, self.kv_bits)
-        check_weight_bits(self.weight_bits)
-        if self.positions is not None:
-            Positions.parse(self.positions, 1)
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                names = [one for one in known if one]
-                raise ValueError(f"{name}={value} must be one of: {', '.join(names)}.{nearest(str(value), names)}")
+                raise ValueError(f"{name}=... is missing")
 
 
 @dataclass(kw_only=True)
 class RowsConfig:
-    """Which rows of a folder; an empty list is all."""
+    """Rows of a folder; an empty list is all."""
 
     out: str
     """Folder of the rows; a figure goes to its ``figures/``."""
@@ -150,123 +99,82 @@ class RowsConfig:
     """Texts of synthetic tasks."""
     policies: list[str] = field(default_factory=list)
     """Names or expressions, as the rows give them."""
-    budgets: list[int] = field(default_factory=list)
-    """Slots kept per key/value head and layer; rows of `full` have none and always count."""
+    budgets: list[Budget] = field(default_factory=list)
+    """Slots kept per key/value head and layer, or shares; rows of `full` have none and always count."""
     lengths: list[int] = field(default_factory=list)
     """Prompt tokens asked for."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(kw_only=True)
 class PairedConfig(RowsConfig):
-    """Which rows to compare with which, example by example."""
+    """The comparison, example by example."""
 
     against: str
     """A policy as tables name it, such as 'full' or 'locret (smollm2-135m-locret)'; `policies`, if given, must name it too."""
     figure: str | None = None
-    """One of the rows' figures; by default the main one of each task."""
+    """One of the rows' figures. Default: the main one of each task."""
 
 
 @dataclass(kw_only=True)
 class KeptConfig(RowsConfig):
-    """Which examples to show with what was kept of them."""
+    """The example to show with what was kept of it."""
 
-    sample: int = 0
+    sample: Annotated[int, Ge(0)] = 0
     """The example's number."""
     layer: int | None = None
     """One layer instead of all of them."""
-    color: str = "auto"
-    """'auto' (on a terminal), 'always' or 'never'."""
-
-    def validate(self) -> None:
-        """Raise ValueError at a field that is out of bounds."""
-        known = ("auto", "always", "never")
-        if self.color not in known:
-            raise ValueError(f"color={self.color} must be one of: {', '.join(known)}.{nearest(self.color, known)}")
+    color: Literal["auto", "always", "never"] = "auto"
+    """auto is on a terminal."""
 
 
-_LOWEST = {
-    "samples": 1, "keep": 0, "seed": 0, "chunk": 1, "decode_every": 1, "stabilizers": 0, "local_len": 0, "max_new_tokens": 1,
-}  # fmt: skip
+@dataclass(kw_only=True)
+class FolderConfig:
+    """The folder of a run."""
+
+    out: str
+    """Folder of the rows."""
+
+
+@dataclass(kw_only=True)
+class NoConfig:
+    """No options."""
+
+
+EVAL = Command(
+    "locret-eval", EvalConfig, USAGE,
+    old={"prefill=one-shot": "one_shot=true", "prefill=chunked": "one_shot=false"},
+)  # fmt: skip
+ROWS = Command("locret-eval", RowsConfig, "usage: locret-eval figure NAME out=FOLDER [key=value ...]")
+PAIRED = Command(
+    "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
+)
+KEPT = Command("locret-eval", KeptConfig, "usage: locret-eval kept out=FOLDER sample=N [key=value ...]")
+TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
 FIXED = (
-    "model", "adapter", "chunk", "stabilizers", "local_len", "positions", "kv_bits", "chat", "ending", "prefill",
-    "decode_every", "max_new_tokens", "seed", "dtype", "weight_bits",
+    *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
+    "model", "adapter", "chat", "ending", "max_new_tokens", "dtype", "weight_bits",
 )  # fmt: skip
 """What all rows of a folder share, and the heads of one name; the other keys may differ from one run to the next."""
 
 
 def load_eval_config(argv: list[str]) -> EvalConfig:
-    """The validated configuration of ``key=value ...``, in any order.
+    """The options of an evaluation.
 
     Raises:
         ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
     """
-    config = EvalConfig(**_given(argv, EvalConfig, ("tasks", "out")))
-    config.validate()
-    return config
+    return build(EvalConfig, given_by(EVAL, argv))
 
 
 def load_rows_config(argv: list[str]) -> RowsConfig:
     """The same for a choice of rows."""
-    return RowsConfig(**_given(argv, RowsConfig, ("out",)))
+    return build(RowsConfig, given_by(ROWS, argv))
 
 
-def load_paired_config(argv: list[str]) -> PairedConfig:
-    """The same for a comparison of rows."""
-    return PairedConfig(**_given(argv, PairedConfig, ("out", "against")))
-
-
-def load_kept_config(argv: list[str]) -> KeptConfig:
-    """The same for the view of what was kept."""
-    config = KeptConfig(**_given(argv, KeptConfig, ("out",)))
-    config.validate()
-    return config
-
-
-def _given(argv: list[str], kind: type, required: tuple[str, ...]) -> dict[str, Any]:
-    schema, given = get_type_hints(kind), dict[str, Any]()
-    for key, text in pairs_of(argv, "samples=20").items():
-        if key not in schema:
-            raise ValueError(f"unknown key {key!r}.{nearest(key, schema)} Keys: {', '.join(schema)}.")
-        given[key] = _value(key, text.strip(), schema[key])
-    for key in required:
-        if not given.get(key):
-            raise ValueError(f"{key}=... is missing")
-    return given
-
-
-def _value(key: str, text: str, kind: Any) -> Any:
-    """The text as a value of a field's type; ``null`` where the type allows it."""
-    if type(None) in get_args(kind):
-        if text == "null":
-            return None
-        kind = get_args(kind)[0]
-    if kind is str:
-        return text
-    if kind is int:
-        return _integer(key, text)
-    if kind is bool:
-        return _yes_or_no(key, text)
-    items = split_list(text)
-    return items if kind == list[str] else [_integer(key, item) for item in items]
-
-
-def split_list(text: str) -> list[str]:
-    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
-    from ..policies.grammar import split_outside
-
-    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [item for part in split_outside(inner, ",") if (item := part.strip().strip("\"'"))]
-
-
-def _integer(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{key}={text} must be an integer") from None
-
-
-def _yes_or_no(key: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"{key}={text} must be true or false")
-    return text == "true"
+def folder_command(name: str) -> Command[FolderConfig]:
+    """What takes ``out=FOLDER`` alone."""
+    return Command("locret-eval", FolderConfig, f"usage: locret-eval {name} out=FOLDER")

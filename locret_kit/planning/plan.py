@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..backbones.families import BackboneSpec, require_adapter, spec_of
+from ..backbones.families import BackboneSpec, has_adapter, spec_of
 from ..backbones.slices import SLICE
 from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
@@ -46,10 +46,12 @@ class Backbone:
 
     @classmethod
     def of(cls, config: Any) -> Backbone:
-        """Read a (text) configuration. Raises ``UnsupportedArchitecture`` where the kit has no adapter."""
-        require_adapter(config)
-        spec, hidden, inter = spec_of(config), config.hidden_size, config.intermediate_size
-        return cls(spec, config.vocab_size, hidden, inter, parameters_of(config))
+        """Read a (text) configuration. Of an architecture without an adapter, the weights are counted and the workspace is
+        that of a like model of a known family."""
+        hidden = config.hidden_size
+        inter = getattr(config, "intermediate_size", None) or 4 * hidden
+        count = parameters_of if has_adapter(config) else counted_parameters
+        return cls(spec_of(config), config.vocab_size, hidden, inter, count(config))
 
     @property
     def fused(self) -> bool:
@@ -69,6 +71,15 @@ class Backbone:
             return self.parameters * item
         layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
         return self.parameters * item - self.spec.n_layers * layer
+
+
+def counted_parameters(config: Any) -> int:
+    """Weights of any language model, made without memory for them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def parameters_of(config: Any) -> int:

@@ -20,6 +20,8 @@ def parse_bytes(text: str, field: str) -> int:
         raise ValueError(
             f"{field}={text} is not a size such as 24GiB or 24GB; units: {', '.join(filter(None, UNITS))}"
         ) from None
+    if unit == "" and 0 < size < 2**20:
+        raise ValueError(f"{field}={text} is {text.strip()} bytes; with a unit: {field}={text.strip()}GiB?")
     if not 0 < size < float("inf"):
         raise ValueError(f"{field}={text} must be above 0")
     return int(size)

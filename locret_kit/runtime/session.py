@@ -38,6 +38,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be at least 0, and finite")
+        if 0 < self.temperature < 1e-3:  # logits divided by it would overflow
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy), or at least 0.001")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps every token)")
         if not 0 < self.top_p <= 1:

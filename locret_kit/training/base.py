@@ -18,12 +18,6 @@ from .strategy import finish_gradients
 
 BAR = ("loss", "recall", "tok/s")
 """Figures that the progress bar shows, where a training has them."""
-INFERENCE = ("budget", "chunk", "stabilizers", "local_len", "positions")
-
-
-def inference_settings(cfg: Any) -> dict[str, Any]:
-    """The settings that a checkpoint brings to inference."""
-    return {name: getattr(cfg.infer, name) for name in INFERENCE}
 
 
 class FrozenTraining(L.LightningModule, ABC):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
 from ..heads import HeadsConfig, RetainingHeads
 from ..samples.chat import Sample
-from .base import FrozenTraining, inference_settings
+from .base import FrozenTraining
 from .board import cis_image, marked_text, most_kept
 from .callbacks import KeepBest
 from .data import Step
@@ -47,7 +47,7 @@ class HeadTraining(FrozenTraining):
                 cfg.heads.d_hidden,
                 target=cfg.target.kind,
                 adapter=cfg.backbone.adapter,
-                inference=inference_settings(cfg) | ({"policy": cfg.infer.policy} if cfg.infer.policy else {}),
+                inference=cfg.infer.published() | ({"policy": cfg.infer.policy} if cfg.infer.policy else {}),
             )
         )
         if cfg.heads.init is not None:

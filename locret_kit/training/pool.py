@@ -28,7 +28,7 @@ from ..policies.base import Folded, Merge, Policy, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..samples.chat import Sample
-from .base import FrozenTraining, inference_settings
+from .base import FrozenTraining
 from .data import Step
 
 
@@ -103,7 +103,7 @@ class PoolTraining(FrozenTraining):
         refuse(cfg, spec, self.policy)
         described = PoolConfig.for_backbone(
             spec, cfg.backbone.model, cfg.pool.slots, kernel=cfg.pool.kernel, policy=cfg.pool.policy,
-            inference=inference_settings(cfg),
+            inference=cfg.infer.published(),
         )  # fmt: skip
         self.pool = ConvPool(described, cfg.pool.gate)
 
@@ -130,7 +130,7 @@ class PoolTraining(FrozenTraining):
         """An empty cache; without merges, what the policy alone makes of the same budget."""
         make = LearningCache if merges else BoundedCache
         policy = replace(self.policy, merge=LearningMerge(self.pool) if merges else None)
-        return make(policy=policy, heads=self._heads[0], **inference_settings(self.cfg))
+        return make(policy=policy, heads=self._heads[0], **self.cfg.infer.published())
 
     def read(
         self, ids: Sequence[int], cache: BoundedCache, backward: Callable[[Tensor], None] | None = None

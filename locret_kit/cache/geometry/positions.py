@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...naming import nearest
+from ...settings import INT32_MAX
 
 NAMES = ("compact", "clipped", "original")
 _CALL = re.compile(r"^(\w+)(?:\((\d+)\))?$")
@@ -42,6 +43,8 @@ class Positions:
             raise ValueError(
                 f"positions={text!r} must be compact, original, clipped or clipped(SPAN).{nearest(text.split('(')[0], NAMES)}"
             )
+        if match[2] and (len(match[2]) > 10 or int(match[2]) > INT32_MAX):
+            raise ValueError(f"positions={text!r}: the span must be at most {INT32_MAX} tokens")
         if match[1] == "clipped":
             return cls(int(match[2]) if match[2] else max(1, window // 2))
         return cls(0 if match[1] == "compact" else None)

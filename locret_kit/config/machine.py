@@ -1,0 +1,46 @@
+"""Options of every command that loads a backbone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Predicate
+
+
+def is_size(text: str) -> bool:
+    """Whether a text is a number of bytes. Raises ValueError with what is."""
+    from ..planning.sizes import parse_bytes
+
+    return parse_bytes(text, "gpu_memory") > 0
+
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Bytes = Annotated[str, Predicate(is_size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """Policies of your own."""
+
+    plugin: str | None = None
+    """A module, or a Python file, that brings policies of your own."""
+
+    def load_plugin(self) -> None:
+        """Make the plugin's policies known."""
+        if self.plugin is not None:
+            from ..policies import registry
+
+            registry.load_plugin(self.plugin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Plugin):
+    """The machine."""
+
+    device: str | None = None
+    """'cpu', 'cuda', 'cuda:1', ... Default: the best there is."""
+    dtype: Dtype = "auto"
+    """Precision of backbone and cache; auto is bfloat16 where the hardware computes in it."""
+    weight_bits: Literal[8, 4] | None = None
+    """Bits of the layers' weights, quantised by bitsandbytes as they are loaded. Default: as ``dtype``."""

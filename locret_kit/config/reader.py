@@ -1,0 +1,380 @@
+"""One reader for the options of every command: ``--key value``, ``--key=value`` or ``key=value``, in any order. No torch.
+
+A command's options are the fields of a dataclass: types and bounds are its annotations, the docstring under a field is its
+help, and a field that is a dataclass is a section with dotted names. A field of ``HIDDEN`` is no option.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
+
+from ..naming import nearest
+from ..validation import annotations_of, checked, choices, metadata_of, parts
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+Values = dict[str, object]
+REQUIRED = object()
+OURS = {
+    "config": "FILE  read options from a YAML file; those of the command line come before them",
+    "print-config": "print every option as it would be used, as YAML that --config reads",
+    "version": "print the version",
+    "help": "print this",
+}
+
+
+class UsageError(ValueError):
+    """Words that are no options of the command."""
+
+
+class Each:
+    """Metadata of a list whose option is given once for each item, commas and all."""
+
+
+@dataclass(frozen=True)
+class Command(Generic[T]):
+    """What a command takes."""
+
+    name: str
+    schema: type[T]
+    usage: str
+    """Usage and examples, for ``--help``."""
+    positional: str | None = None
+    """The option that a bare word is."""
+    old: Mapping[str, str] = field(default_factory=dict)
+    """Deprecated: a name, or ``name=value``, and what it is called now."""
+    complete: Callable[[Values], Values] = dict
+    """Values to build the options from, made of those that are given."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of a schema, or of a section of it."""
+
+    annotation: object
+    default: object
+    owner: type
+    field: str
+
+
+@cache
+def options_of(schema: type[DataclassInstance]) -> dict[str, Option]:
+    """Options by name, dotted within sections, in the schema's order."""
+    found: dict[str, Option] = {}
+    for item in fields(schema):
+        annotation = annotations_of(schema)[item.name]
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            found |= {f"{item.name}.{name}": option for name, option in options_of(annotation).items()}
+        elif item.name not in getattr(schema, "HIDDEN", ()):
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            owner = next(kind for kind in schema.__mro__ if item.name in vars(kind).get("__annotations__", {}))
+            found[item.name] = Option(annotation, REQUIRED if default is MISSING else default, owner, item.name)
+    return found
+
+
+def read(command: Command[T], argv: list[str]) -> T | None:
+    """The options that the words of a command line give; None after ``--help``, ``--version`` or ``--print-config``, which it
+    answers on stdout.
+
+    Raises:
+        UsageError: an unknown option, suggests the nearest; one without a value, or given twice.
+        ValueError: a value of a wrong type or out of bounds; a file that cannot be read.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(help_of(command))
+        return None
+    if "--version" in argv:
+        from .. import __version__
+
+        print(f"{command.name} {__version__}")
+        return None
+    printing = "--print-config" in argv
+    values = command.complete(given_by(command, [word for word in argv if word != "--print-config"]))
+    options = build(command.schema, values)
+    if printing:
+        import yaml
+
+        tree = {name: _get(options, name) for name in options_of(command.schema)} | {
+            name: values[name] for name in ("recipe",) if name in values
+        }
+        print(yaml.safe_dump(nested(tree), sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
+        return None
+    return options
+
+
+def given_by(command: Command[T], argv: list[str]) -> Values:
+    """Values by option, those of a ``--config`` file below those of the command line."""
+    known, words = options_of(command.schema), list(_pairs(command, argv))
+    files = [text for name, text in words if name == "config"]
+    if len(files) > 1:
+        raise UsageError(f"config is given twice: {files[0]} and {files[1]}")
+    values: Values = {}
+    for file in files:
+        values |= values_of(command.schema, read_yaml(Path(file), f"config={file}"), f" in config={file}")
+    texts: dict[str, list[str]] = {}
+    for name, text in words:
+        texts.setdefault(name, []).append(text)
+    for name, found in texts.items():
+        if name == "config":
+            continue
+        if name not in known:
+            raise UsageError(unknown(name, known))
+        annotation = known[name].annotation
+        if any(isinstance(item, Each) for item in metadata_of(annotation)):
+            values[name] = checked(name, annotation, found)
+            continue
+        if len(found) > 1:
+            raise UsageError(f"{name} is given twice: {name}={found[0]} and {name}={found[1]}")
+        if not found[0].strip():
+            raise ValueError(f"{name} is empty: give it a value, or leave it out")
+        values[name] = checked(name, annotation, typed(annotation, found[0]))
+    return values
+
+
+def _pairs(command: Command[T], argv: list[str]) -> Iterator[tuple[str, str]]:
+    known, rest = options_of(command.schema), iter(argv)
+    for word in rest:
+        dashes = word.startswith("--")
+        if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
+            if command.positional is None:
+                raise UsageError(f"argument {word!r} must be --key value or key=value, such as {_example(known)}")
+            yield command.positional, word
+            continue
+        name, equals, text = word[2 * dashes :].partition("=")
+        name = name.replace("-", "_")
+        if not equals and _is_switch(known, name):
+            text = "true"
+        elif not equals and name.startswith("no_") and _is_switch(known, name[3:]):
+            name, text = name[3:], "false"
+        elif not equals and (name in known or name in (*command.old, "config")):
+            following = next(rest, None)
+            if following is None:
+                raise UsageError(f"{word} needs a value: {word} VALUE or {name}=VALUE")
+            text = following
+        for before in (f"{name}={text}", name):
+            if before in command.old:
+                now = command.old[before] if "=" in before else f"{command.old[before]}={text}"
+                print(f"{command.name}: {before} is called {now} now", file=sys.stderr)
+                name, _, text = now.partition("=")
+                break
+        yield name, text
+
+
+def _is_switch(known: Mapping[str, Option], name: str) -> bool:
+    return name in known and bool in parts(known[name].annotation)
+
+
+def _example(known: Mapping[str, Option]) -> str:
+    return next((f"{name}={option.default}" for name, option in known.items() if type(option.default) is int), "key=1")
+
+
+def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
+    """Words for a name that is no option: the nearest of the same name elsewhere, else of its section, else any; or the
+    section's fields."""
+    inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
+    if inside:
+        return f"{name}{where} is a section; its fields: {', '.join(inside)}"
+    section, _, last = name.rpartition(".")
+    same = [leaf for leaf in known if leaf.endswith(f".{last}")]
+    beside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
+    if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
+        return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
+    near = nearest(same[0] if same else name, beside or known)
+    return f"unknown key {name!r}{where}.{near} --help lists what there is"
+
+
+def typed(annotation: object, text: str) -> object:
+    """A text as a value of an annotation's type, unchecked; ``null`` where that is allowed."""
+    kinds, text = list(parts(annotation)), text.strip()
+    if text == "null" and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if get_origin(kind) is list:
+            return [typed(get_args(kind)[0], item) for item in split_list(text)]
+    if known := {str(choice): choice for choice in choices(annotation)}:
+        return known.get(text, text)
+    return text if str in kinds else scalar(text)
+
+
+def scalar(text: str) -> object:
+    """The number or truth value that a text writes, or the text."""
+    if re.fullmatch(r"[+-]?\d{1,300}", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text, text)
+
+
+def split_list(text: str) -> list[str]:
+    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
+    items, depth = [""], 0
+    for character in text[1:-1] if text.startswith("[") and text.endswith("]") else text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item for part in items if (item := part.strip().strip("\"'"))]
+
+
+def values_of(schema: type[DataclassInstance], tree: Values, where: str) -> Values:
+    """Checked values by option, of what a YAML file holds.
+
+    Raises:
+        ValueError: an unknown name, or a value of a wrong type or out of bounds.
+    """
+    known, found = options_of(schema), Values()
+    for name, value in flattened(tree).items():
+        if name not in known:
+            raise ValueError(unknown(name, known, where))
+        kinds = list(parts(known[name].annotation))
+        if isinstance(value, str) and str not in kinds:  # such as 1e-4, which YAML takes for a text
+            value = typed(known[name].annotation, value)
+        elif str in kinds and type(value) in (int, float):
+            value = str(value)
+        try:
+            found[name] = checked(name, known[name].annotation, value)
+        except ValueError as error:
+            raise ValueError(str(error).replace(" must be", f"{where} must be", 1)) from None
+    return found
+
+
+def build(schema: type[T], values: Values, prefix: str = "") -> T:
+    """The dataclass from values by option; the others have their defaults.
+
+    Raises:
+        ValueError: an option without a default is missing, or what the schema itself refuses.
+    """
+    given: Values = {}
+    for item in fields(schema):
+        annotation, name = annotations_of(schema)[item.name], f"{prefix}{item.name}"
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            given[item.name] = build(annotation, values, f"{name}.")
+        elif name in values:
+            given[item.name] = values[name]
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise UsageError(f"{name}=... is missing")
+    return schema(**given)
+
+
+def read_yaml(path: Path, said: str) -> Values:
+    """A YAML file of ``name: value``.
+
+    Raises:
+        ValueError: it cannot be read, is no YAML or holds something else; begins with ``said``.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses what would not be read as it is written: keys that are there twice, and aliases."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases are not read")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise yaml.YAMLError(f"{twice[0]} is there twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ValueError(f"{said} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ValueError(f"{said} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits, wrong UTF-8
+        raise ValueError(f"{said} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{said} must hold sections of key: value")
+    return loaded
+
+
+def flattened(tree: Mapping[str, object], prefix: str = "") -> Values:
+    """``{dotted name: value}`` of sections."""
+    found: Values = {}
+    for key, value in tree.items():
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def nested(values: Mapping[str, object]) -> Values:
+    """Sections of dotted names."""
+    tree: Values = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})  # type: ignore[assignment]
+        at[last] = value
+    return tree
+
+
+def _get(options: object, name: str) -> object:
+    for part in name.split("."):
+        options = getattr(options, part)
+    return options
+
+
+def help_of(command: Command[T]) -> str:
+    """Usage, examples, and every option with its type, meaning and default, in groups, as wide as the terminal."""
+    width = max(60, min(shutil.get_terminal_size().columns, 120))
+    lines, group = [command.usage.strip()], ""
+    known = options_of(command.schema)
+    order = {kind: place for place, kind in enumerate(command.schema.__mro__)}
+    for name, option in sorted(known.items(), key=lambda item: order.get(item[1].owner, -1)):
+        title = inspect.cleandoc(option.owner.__doc__ or "").splitlines()[0].rstrip(".")
+        if title != group:
+            group = title
+            lines.append(f"\n{textwrap.fill(title, width)}:")
+        lines.append(_line(name, option, width))
+    lines.append("\nEvery command:")
+    lines += [f"  --{name} {meaning}" for name, meaning in OURS.items()]
+    lines.append("\n--key value, --key=value and key=value are the same, in any order; - and _ are alike in names.")
+    return "\n".join(lines)
+
+
+def _line(name: str, option: Option, width: int) -> str:
+    flag, meaning = name.replace("_", "-"), _docstrings(option.owner).get(option.field, "")
+    if bool in parts(option.annotation):
+        head, default = f"--{flag}, --no-{flag}", "yes" if option.default else "no"
+    else:
+        names = choices(option.annotation)
+        head = f"--{flag} " + ("|".join(map(str, names)) if names else name.rpartition(".")[2].upper())
+        default = f"[{','.join(map(str, option.default))}]" if isinstance(option.default, list) else str(option.default)
+    if option.default is REQUIRED:
+        meaning += " Required."
+    elif option.default is not None:
+        meaning += f" (default: {default})"
+    indent = " " * 6
+    return f"  {head}\n" + textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent)
+
+
+@cache
+def _docstrings(schema: type) -> dict[str, str]:
+    """The string under each annotated field, of the class and of those that it extends, on one line each."""
+    found: dict[str, str] = {}
+    for kind in filter(is_dataclass, reversed(schema.__mro__)):
+        (made,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(made, ast.ClassDef)
+        for above, below in pairwise(made.body):
+            match above, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found

@@ -1,0 +1,59 @@
+"""Settings of a run: what they refuse, and what they come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from locret_kit.cache.geometry.schedule import Schedule
+from locret_kit.settings import RunSettings
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"budget": 0}, "budget=0 must be at least 1 slot (at most 2147483647), or with a point a share of the prompt"),
+        ({"budget": 1.5}, "budget=1.5 must be at least 1 slot"),
+        ({"budget": True}, "budget=True must be"),
+        ({"budget": float("nan")}, "budget=nan must be"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"chunk": "x"}, "chunk=x must be an integer, at least 1"),
+        ({"kv_bits": 3}, "kv_bits=3 must be one of: 4, 2"),
+        ({"positions": "clipt"}, "positions='clipt' must be compact, original, clipped or clipped(SPAN)"),
+        ({"positions": "clipped(99999999999999999999)"}, "the span must be at most 2147483647"),
+        ({"seed": 2**32}, "seed=4294967296 must be at least 0 and below 4294967296"),
+        ({"backend": "trito"}, "Did you mean 'triton'?"),
+        ({"one_shot": 1}, "one_shot=1 must be true or false"),
+        ({"chunck": 1}, "unknown setting 'chunck'. Did you mean 'chunk'?"),
+        ({"chunk": 10**5000}, "chunk=(an integer of thousands of digits) must be"),
+    ],
+)
+def test_errors(given, said):
+    with pytest.raises(ValueError) as caught:
+        RunSettings.of(given)
+    assert said in str(caught.value)
+
+
+def test_published_settings_are_scaled_to_the_budget():
+    published = {"budget": 1000, "chunk": 300, "stabilizers": 500, "local_len": 100, "positions": "compact"}
+    half, double = (RunSettings(budget=b).resolved(published, 9000) for b in (500, 2000))
+    assert (half.chunk, half.stabilizers, half.local_len, half.positions) == (300, 250, 50, "compact")
+    assert (double.stabilizers, double.local_len) == (1000, 100)
+    assert RunSettings().resolved(dict.fromkeys(published), 9) == RunSettings().resolved({}, 9)
+    assert RunSettings().resolved({}, None).budget == 1024
+
+
+def test_a_share_of_the_prompt():
+    for budget, slots in ((0.1, 900), (1.0, 9000), (0.00001, 1)):
+        one = RunSettings(budget=budget).resolved({}, 9000)
+        assert (one.budget, one.share) == (slots, budget)
+        assert one.resolved({"budget": 7}, 9000) == one
+    with pytest.raises(ValueError, match=r"budget=0\.1 is a share of the prompt: pass prompt_length="):
+        RunSettings(budget=0.1).resolved({}, None)
+
+
+def test_one_shot_has_the_prompt_as_its_chunk():
+    one = RunSettings(one_shot=True, chunk=7, stabilizers=3).resolved({}, 90)
+    assert (one.chunk, one.stabilizers, one.local_len) == (90, 0, 0)
+    assert Schedule.of(one, 90).piece(0) == 90
+    with pytest.raises(ValueError, match="one_shot=True needs prompt_length"):
+        RunSettings(one_shot=True).resolved({}, None)
