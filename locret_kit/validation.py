@@ -64,7 +64,7 @@ def checked(name: str, annotation: object, value: object) -> object:
     if reasons and reasons[-1]["type"] == "value_error":  # a validator's own words
         raise ValueError(str(reasons[-1]["ctx"]["error"]))
     near = nearest(str(value), map(str, choices(annotation))) if isinstance(value, str) else ""
-    beyond = any(reason["type"] in _BEYOND for reason in reasons)
+    beyond = any(reason["type"] in _BEYOND and not any(type(x) is int for x in reason["loc"]) for reason in reasons)
     raise ValueError(
         f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}" + (near and f".{near}")
     )

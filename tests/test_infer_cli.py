@@ -175,7 +175,7 @@ BAD = [
     (b"text", ["--policy", ""], "policy is empty"),
     (b"text", ["--seed", "4294967296"], "seed=4294967296 must be at least 0 and below 4294967296"),
     (b"text", ["--temperature", "nan"], "temperature=nan must be a number, at least 0"),
-    (b"text", ["--repetition-penalty", "inf"], "repetition_penalty=inf must be above 0, and finite"),
+    (b"text", ["--repetition-penalty", "inf"], "repetition_penalty=inf must be a number"),
     (b"text", ["--question", "caf\udce9"], "the question is not UTF-8: character 3"),
     (b"text", ["--model", "{place}/heads"], "cannot be loaded: it holds no tokenizer"),
     (b"text", ["--one-shot", "--policy", "rereading-locret"], "one_shot=True holds none of them back"),
@@ -198,6 +198,37 @@ def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
     status, out, err = infer(monkeypatch, capsys, text, *flags, "--quiet")
     assert (status, out) == (1, "")
     assert len(err.strip().splitlines()) == 1 and err.startswith("locret-infer: ") and said in err, err
+
+
+def test_a_file_several_questions_and_an_answer_that_was_cut(place, tmp_path, monkeypatch, capsys):
+    """Each question is answered as it is alone; a file reads as stdin does."""
+    (tmp_path / "long.txt").write_text(TEXT)
+    flags = (
+        "--ckpt",
+        str(place / "heads"),
+        "--budget",
+        "0.25",
+        "--max-new-tokens",
+        "3",
+        "--report",
+        str(tmp_path / "r"),
+    )
+    alone = []
+    for question in ("One, or?", "Two"):
+        status, out, err = infer(monkeypatch, capsys, TEXT, *flags, "--question", question)
+        report = json.loads((tmp_path / "r").read_text())
+        cut = report["new_tokens"] == 3
+        assert (report["finish_reason"] == "length") == cut == ("was cut after max_new_tokens=3" in err)
+        assert report["share"] == 0.25 and report["budget"] == report["prompt_tokens"] // 4
+        alone.append(out)
+    given = (str(tmp_path / "long.txt"), *flags, "--question", "One, or?", "question=Two")
+    status, out, err = infer(monkeypatch, capsys, b"", *given)
+    assert status == 0, err
+    assert out == f"question: One, or?\n{alone[0]}\nquestion: Two\n{alone[1]}"
+    answers = json.loads((tmp_path / "r").read_text())["answers"]
+    assert [(one["question"], one["answer"] + "\n") for one in answers] == [("One, or?", alone[0]), ("Two", alone[1])]
+    status, _, err = infer(monkeypatch, capsys, b"", str(tmp_path / "gone.txt"), *flags)
+    assert status == 1 and "gone.txt' cannot be read: No such file" in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

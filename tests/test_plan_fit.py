@@ -117,7 +117,7 @@ def test_the_promise_of_24_gib():
             {"kv_bits": 4, "policy": parse_policy("merge-locret")},
             "kv_bits=4 stores a slot once; policy='merge-locret' merges evicted slots into it",
         ),
-        ({"budget": 2**31}, "must be at most 2147483647 (32-bit positions)"),
+        ({"budget": 2**31 - 1}, "must be at most 2147483647 (32-bit positions)"),
     ],
 )
 def test_settings_out_of_bounds(change, message):

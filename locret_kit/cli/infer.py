@@ -209,7 +209,7 @@ def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any
     from ..runtime.tokens import stream_ids
     from ..samples.chat import has_template, render_prompt
 
-    text: Iterable[str] = _not_blank(_blocks(args.file))
+    text: Iterable[str] = _not_blank(_blocks(args.file), args.file)
     if len(questions) > 1:
         text = list(text)
     prompts = []
@@ -238,14 +238,15 @@ def _blocks(file: str | None) -> Iterator[str]:
     yield from read_utf8(sys.stdin.buffer)
 
 
-def _not_blank(blocks: Iterable[str]) -> Iterator[str]:
+def _not_blank(blocks: Iterable[str], file: str | None) -> Iterator[str]:
     """Pass the blocks on; an empty or blank text is an error."""
     blank = True
     for block in blocks:
         blank = blank and not block.strip()
         yield block
     if blank:
-        raise ValueError("the text is empty: locret-infer long.txt ..., or ... < long.txt")
+        source = "stdin" if file in (None, "-") else f"file={file!r}"
+        raise ValueError(f"{source} holds no text: locret-infer long.txt ..., or ... < long.txt")
 
 
 def _to_stdout(text: str) -> None:
