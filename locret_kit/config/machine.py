@@ -31,7 +31,7 @@ class Plugin:
         if self.plugin is not None:
             from ..policies import registry
 
-            registry.load_plugin(self.plugin)  # type: ignore[attr-defined]
+            registry.load_plugin(self.plugin)
 
 
 @dataclass(frozen=True, kw_only=True)
