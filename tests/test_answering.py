@@ -89,11 +89,11 @@ def test_any_policy_answers_from_what_it_reads_again(policy, positions):
     cache = bounded(f"{policy} reread=passages(6,4,3,2)", positions=positions)
     found = read(model, cache)
     with torch.no_grad():
-        wanted = model(input_ids=IDS[:, cache.passages]).logits[0, -1]
+        wanted = model(input_ids=IDS[:, cache.reread_positions]).logits[0, -1]
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
-    assert len(cache.passages) == 11 and cache.passages[-5:] == list(range(BODY, TOKENS))
+    assert len(cache.reread_positions) == 11 and cache.reread_positions[-5:] == list(range(BODY, TOKENS))
     for layer in range(len(cache.bounded)):
-        assert all(head.tolist() == cache.passages for head in cache.kept_positions(layer)[0])
+        assert all(head.tolist() == cache.reread_positions for head in cache.kept_positions(layer)[0])
 
 
 @pytest.mark.parametrize("kv_bits", [None, 4])
@@ -115,7 +115,7 @@ def test_decoding_goes_on_in_the_budget(policy, kv_bits):
     for layer in range(len(cache.bounded)):
         for head in cache.kept_positions(layer)[0]:
             held = head.tolist()
-            assert held == sorted(set(held)) and {t for t in held if t < TOKENS} <= set(cache.passages)
+            assert held == sorted(set(held)) and {t for t in held if t < TOKENS} <= set(cache.reread_positions)
 
 
 def test_layers_with_a_window_read_the_passages_too():
@@ -124,7 +124,7 @@ def test_layers_with_a_window_read_the_passages_too():
     cache = bounded("h2o reread=passages(6,4,3,2)")
     found = read(model, cache)
     with torch.no_grad():
-        wanted = model(input_ids=IDS[:, cache.passages]).logits[0, -1]
+        wanted = model(input_ids=IDS[:, cache.reread_positions]).logits[0, -1]
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_fits_is_read_once():
         cache = bounded("recency reread=passages(4)", budget=67, positions="original")
         found = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
         wanted = model(input_ids=IDS).logits[0, -1]
-    assert calls == sorted(set(calls)) and not cache.passages
+    assert calls == sorted(set(calls)) and not cache.reread_positions
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
 
 
@@ -180,8 +180,8 @@ def test_a_fork_reads_again_for_its_own_question(policy):
             forked, fresh = document.fork(TOKENS), bounded(text)
             logits, wanted = (prefill(model, ids[0].tolist(), cache) for cache in (forked, fresh))
             torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-6)
-            assert forked.passages == fresh.passages
-            found.append(fresh.passages)
+            assert forked.reread_positions == fresh.reread_positions
+            found.append(fresh.reread_positions)
     assert found[0] != found[1]
 
 
@@ -207,7 +207,7 @@ def test_windows_alone_are_read_once():
     model = tiny_model("mistral-window").double()
     cache, plain = bounded("score=random reread=passages", 24), bounded("score=random", 24)
     assert torch.equal(read(model, cache), read(model, plain))
-    assert not cache.passages and cache.get_seq_length() == plain.get_seq_length() == TOKENS
+    assert not cache.reread_positions and cache.get_seq_length() == plain.get_seq_length() == TOKENS
 
 
 def test_a_cache_that_was_reset_reads_a_text_twice_again():
@@ -217,4 +217,4 @@ def test_a_cache_that_was_reset_reads_a_text_twice_again():
     first = read(model, used)
     used.reset()
     assert torch.equal(read(model, used), read(model, fresh)) and torch.equal(first, read(model, bounded(policy)))
-    assert used.passages == fresh.passages and used.passages
+    assert used.reread_positions == fresh.reread_positions and used.reread_positions

@@ -256,7 +256,7 @@ def test_without_an_adapter_streaming_works_in_original_positions(model_type):
             ids, past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, prefill_chunk_size=11
         )
         assert torch.equal(got, want)
-        assert cache.positions == "original"
+        assert cache.settings.positions == "original"
         short = BoundedCache(20, "streaming", chunk=8, prompt_length=50)
         prefill(model, ids[0].tolist(), short)
     assert short.kept_rows == [20] * 3

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.rope import rotate
-from locret_kit.cache.block import read_block
+from locret_kit.cache.step import read_block
 from locret_kit.cache.storage.quantised import QuantisedLayer
 from locret_kit.cache.storage.ragged import RaggedLayer
 from locret_kit.cache.view import _keys
@@ -38,23 +38,23 @@ class Watch:
         real = read_block
         watch = self
 
-        def block(cache, layer, rows, q, k, v, scaling):
+        def block(ctx, layer, rows, q, *rest):
             before = rows.slots("stats").clone() if rows.is_initialized and rows.rows else None
-            out = real(cache, layer, rows, q, k, v, scaling)
+            out = real(ctx, layer, rows, q, *rest)
             if q.shape[2] == 1 and rows.reads_flat:
-                watch.compare(cache, layer, rows, q, scaling, out, before)
+                watch.compare(ctx, layer, rows, q, rows.scaling, out, before)
             return out
 
-        self.patch = mock.patch("locret_kit.cache.bounded.read_block", block)
+        self.patch = mock.patch("locret_kit.cache.step.read_block", block)
         self.patch.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.patch.stop()
 
-    def compare(self, cache, layer, rows, q, scaling, out, before) -> None:
-        keys, values, valid = _keys(cache, layer, rows), rows.slots("values"), rows.valid()
-        span, seen = cache.places.span, rows.seen
+    def compare(self, ctx, layer, rows, q, scaling, out, before) -> None:
+        keys, values, valid = _keys(ctx, layer, rows, rows.seen), rows.slots("values"), rows.valid()
+        span, seen = ctx.positions.span, rows.seen
         newest = seen - 1 if span is None else seen - 1 - max(0, seen - span)
         place_BH = torch.full(valid.shape[:2], newest)
         if span is not None:
@@ -64,15 +64,15 @@ class Watch:
         for b in range(q.shape[0]):
             for h in range(keys.shape[1]):
                 own = valid[b, h]
-                cos, sin = cache.ropes[layer].tables(place_BH[b, h][None], q.dtype)
+                cos, sin = ctx.ropes[layer].tables(place_BH[b, h][None], q.dtype)
                 query = rotate(q[b, h * G : (h + 1) * G], cos, sin)[:, 0].double()
                 weights = (query @ keys[b, h, own].double().T * scaling).softmax(-1)
                 oracle = (weights @ values[b, h, own].double()).to(out.dtype)
                 torch.testing.assert_close(out[b, h * G : (h + 1) * G, 0], oracle, rtol=0, atol=self.atol)
                 a = weights.mean(0)
-                for stat, name in zip(stats[:, b, h, own], cache.statistics, strict=True):
+                for stat, name in zip(stats[:, b, h, own], ctx.statistics, strict=True):
                     made = {"sum": a, "square": a * a, "above": (a > 1.00001 / len(a)).double()}[name]
-                    old = before[cache.statistics.index(name), b, h][-(len(a) - 1) :] if len(a) > 1 else a[:0]
+                    old = before[ctx.statistics.index(name), b, h][-(len(a) - 1) :] if len(a) > 1 else a[:0]
                     torch.testing.assert_close(stat[:-1], old + made[:-1].float(), rtol=1e-6, atol=1e-6)
                     torch.testing.assert_close(stat[-1], made[-1].float(), rtol=1e-6, atol=1e-6)
                     self.gains += 1
@@ -112,7 +112,7 @@ def test_rows_in_few_bits(policy, bits):
     watch = decoded(backbone(family), cache, tokens(150), steps=70)
     # All but those that find the tail full, one in 32, and what an eviction leaves in it.
     assert 3 * 64 <= watch.steps < 3 * 70
-    assert bool(watch.gains) == bool(cache.statistics)
+    assert bool(watch.gains) == bool(cache.context.statistics)
 
 
 @pytest.mark.parametrize(("policy", "bits"), [("ada-snapkv(6,3)", None), ("h2o", 4), ("ada-snapkv(6,3)", 2)])
@@ -136,7 +136,7 @@ def test_a_part_of_the_head_is_rotated():
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().double()
     cache = BoundedCache(24, "ada-snapkv(6,3)", chunk=13, prompt_length=LENGTH)
     assert decoded(model, cache, tokens()).steps == STEPS * 3
-    assert cache.ropes[0].inv_freq.shape == (2,), "of a head of eight, four are rotated"
+    assert cache.context.ropes[0].inv_freq.shape == (2,), "of a head of eight, four are rotated"
 
 
 @pytest.mark.parametrize("policy", ["h2o", "score=random allocation=adaptive"])
@@ -159,10 +159,10 @@ def test_a_token_reads_no_row_back(policy):
 
 def test_the_watch_sees_an_error():
     """The comparison is not empty: a thousandth on one layer's output, or a statistic that is not added, is found."""
-    from locret_kit.cache import block, decoding
+    from locret_kit.cache import decoding, step
 
     wrong = {
-        "decode_rows": (block, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
+        "decode_rows": (step, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
         "_accumulate_statistics": (decoding, "_accumulate_statistics", lambda *a: None),
     }
     for module, name, broken in wrong.values():

@@ -54,7 +54,7 @@ def read(
             mode.waits.clear()
             for token in range(steps):
                 decoder(token)
-    assert cache.counters.evictions >= 3 and cache.backend == "triton"
+    assert cache.counters.evictions >= 3 and cache.context.backend == "triton"
     return mode.waits, decoder, cache
 
 
@@ -104,7 +104,7 @@ def test_a_step_of_fixed_shapes_is_fit_for_a_graph(policy, family):
     ],
 )
 def test_what_waits_and_what_mixes_is_found(wrong, said, monkeypatch):
-    monkeypatch.setattr(Aas, "score", lambda self, slots: wrong(slots.stats["sum"]))
+    monkeypatch.setattr(Aas, "score_slots", lambda self, slots: wrong(slots.stats["sum"]))
     try:
         found = read("h2o")[0]
     except RuntimeError as error:

@@ -98,7 +98,7 @@ def test_a_deep_copy_goes_on_by_itself_and_shares_what_is_big(policy, kv_bits):
         step = lambda cache: model(input_ids=torch.tensor([tokens(9, seed=4)]), past_key_values=cache).logits  # noqa: E731
         moved = step(twin)
         assert held(cache) == before and torch.equal(step(cache), moved) and held(cache) == held(twin)
-    assert twin.model is cache.model and twin.heads is cache.heads
+    assert twin.context.model is cache.context.model and twin.heads is cache.heads
     with pytest.raises(TypeError, match="not pickled: fork"):
         pickle.dumps(cache)
 

@@ -254,7 +254,7 @@ def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_pat
         made = model.generate(ids, past_key_values=cache, prefill_chunk_size=50, max_new_tokens=8, do_sample=False)
     s, said = cache.schedule, json.loads(report.read_text())
     assert status == 0 and ids.shape[1] == said["prompt_tokens"]
-    assert (s.chunk, s.stabilizers, s.local_len, cache.positions) == (32, 16, 0, "compact")
+    assert (s.chunk, s.stabilizers, s.local_len, cache.settings.positions) == (32, 16, 0, "compact")
     assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == out.rstrip("\n")
 
 

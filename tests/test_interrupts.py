@@ -14,12 +14,23 @@ import torch
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit import BoundedCache, attach
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import active_handler, is_attached
 from locret_kit.runtime import session
 from locret_kit.runtime.session import prefill
 
 TOKENIZER = tiny_tokenizer()
+RESETS = [
+    ("streaming", 300, 450, {}),
+    ("h2o", 450, 300, {"positions": "original"}),
+    ("rereading-locret", 300, 450, {}),
+    ("ada-snapkv", 300, 320, {"kv_bits": 4}),
+    ("snapkv", 300, 120, {"one_shot": True}),
+    ("windowed-locret", 300, 450, {}),
+    ("full", 120, 300, {}),
+    ("h2o", 300, 450, {"settings": 0.2}),
+]
 
 
 def tokens(length, seed=0):
@@ -180,3 +191,61 @@ def test_a_streamer_that_raises_leaves_the_model_clean():
                 model.generate(ids, past_key_values=cache, **once, **chunked)
         cache.reset()
         assert torch.equal(model.generate(ids, past_key_values=cache, **once), wanted)
+
+
+# ---- another text in the same cache ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "first", "second", "more"), RESETS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
+def test_reset_for_another_length_equals_a_new_cache(family, policy, first, second, more):
+    model = tiny_model(family)
+    torch.manual_seed(1)
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
+    given = {"settings": 100, "chunk": 64, **more}
+    used, fresh = (BoundedCache(policy=policy, heads=heads, prompt_length=n, **given) for n in (first, second))
+    ids = tokens(second, seed=3)[0].tolist()
+    with attach(model):
+        prefill(model, tokens(first)[0].tolist(), used)
+        used.reset(prompt_length=second)
+        assert used.get_seq_length() == 0 and used.counters.evictions == 0
+        assert torch.equal(prefill(model, ids, used), prefill(model, ids, fresh))
+    assert used.settings == fresh.settings and used.nbytes == fresh.nbytes
+    for layer in range(3):
+        for a, b in zip(used.kept_positions(layer)[0], fresh.kept_positions(layer)[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_reset_keeps_the_buffers_where_their_size_stays():
+    model, cache = tiny_model("llama"), BoundedCache(16, "h2o", chunk=8, prompt_length=40)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(40)[0].tolist(), cache)
+        buffers = [rows.keys.data_ptr() for rows in cache.bounded]
+        cache.reset(prompt_length=60)
+        prefill(model, tokens(60)[0].tolist(), cache)
+    assert [rows.keys.data_ptr() for rows in cache.bounded] == buffers
+    with pytest.raises(ValueError, match="prompt_length=0 must be at least 1"):
+        cache.reset(prompt_length=0)
+    assert cache.schedule.prompt_length == 60 and cache.get_seq_length() == 60
+
+
+def test_a_prompt_of_another_length_is_refused():
+    model, ids = tiny_model("llama"), tokens(40)[0].tolist()
+    for length in (30, 50):
+        cache = BoundedCache(16, "h2o", chunk=8, prompt_length=length)
+        with pytest.raises(
+            ValueError, match=rf"prompt_length={length} of the cache must be the 40 tokens.*reset\(prompt_"
+        ):
+            session.generate(model, TOKENIZER, ids, cache, max_new_tokens=2)
+    with attach(model), pytest.raises(ValueError, match="prompt_length=30 of the cache"):
+        prefill(model, ids, BoundedCache(16, "h2o", chunk=8, prompt_length=30))
+
+
+@torch.no_grad()
+def test_a_cache_says_what_it_holds():
+    model, cache = tiny_model("llama"), BoundedCache(16, "h2o", chunk=8)
+    assert repr(cache) == "BoundedCache(budget=16, policy='h2o', seen=0 tokens, rows=none yet, 0.0 MiB)"
+    with attach(model):
+        model(input_ids=tokens(30), past_key_values=cache)
+    assert "seen=30 tokens, rows=22, 0." in repr(cache)

@@ -547,7 +547,7 @@ def test_a_bounded_run_keeps_what_the_scores_say(expression, run):
     recorder = Recorder()
     with attach(model) as attached, attached.handled_by(recorder):
         model(ids, use_cache=False)
-    alone = Layer(cache.policy.score, recorder.q, recorder.k, recorder.v, rope=cache.ropes[0])
+    alone = Layer(cache.policy.score, recorder.q, recorder.k, recorder.v, rope=cache.context.ropes[0])
     events = [(seen, keep) for seen, keep, _ in cache.schedule.evictions(length, 20)]
     if run == "decoding":  # full at budget + chunk = 36 rows: 20 after the prompt, so at 76 and 92 tokens
         events += [(76, 20), (92, 20)]

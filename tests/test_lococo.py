@@ -217,7 +217,7 @@ def test_a_run_is_the_definition(base, positions, pool):
             assert rows.head("positions", 0, h).tolist() == list(slots)
             got = rows.head("keys", 0, h)
             if positions == "original":
-                angle = torch.tensor(list(slots))[:, None] * cache.ropes[layer].inv_freq.double()
+                angle = torch.tensor(list(slots))[:, None] * cache.context.ropes[layer].inv_freq.double()
                 low, high = got.chunk(2, -1)
                 got = torch.cat((low * angle.cos() + high * angle.sin(), high * angle.cos() - low * angle.sin()), -1)
             np.testing.assert_allclose(got, [k for k, _ in slots.values()], rtol=1e-5, atol=1e-5)

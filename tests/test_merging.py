@@ -233,7 +233,7 @@ def test_a_run_is_the_definition(policy, positions):
             assert rows.head("positions", 0, h).tolist() == list(slots)
             want = np.array([key for key, _, _ in slots.values()])
             if positions == "original":
-                want = turned(want, list(slots), cache.ropes[layer].inv_freq.double().numpy())
+                want = turned(want, list(slots), cache.context.ropes[layer].inv_freq.double().numpy())
             np.testing.assert_allclose(rows.head("keys", 0, h), want, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(
                 rows.head("values", 0, h), [v for _, v, _ in slots.values()], rtol=1e-4, atol=1e-4
@@ -248,7 +248,7 @@ def test_a_run_is_the_definition(policy, positions):
 def test_budgets_stay_exact(policy):
     cache, heads = run(policy), 2
     assert cache.counters.evictions > 1
-    for budget, layer in zip(cache.budgets, held(cache), strict=True):
+    for budget, layer in zip(cache.context.budgets, held(cache), strict=True):
         assert sum(map(len, layer)) == heads * (budget + 4)
         if not cache.policy.ragged:
             assert [len(head) for head in layer] == [budget + 4] * heads

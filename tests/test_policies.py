@@ -142,7 +142,7 @@ def test_layers_with_a_window_take_no_part(policy):
     full = [layer for layer in cache.layers if layer.window is None]
     assert 0 < len(full) < 6 and cache.counters.evictions > 1
     assert sum(layer.rows for layer in full) == len(full) * (24 + 4)
-    assert sum(cache.budgets) == 24 * len(full)
+    assert sum(cache.context.budgets) == 24 * len(full)
     assert all(layer.statistics == layer.recent == 0 for layer in cache.layers if layer.window is not None)
 
 

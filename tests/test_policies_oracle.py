@@ -7,7 +7,7 @@ block of the prompt, in the tail and through evictions while decoding, and its a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -92,7 +92,7 @@ class Pair:
         self.model = backbone(s.H, s.G, s.layers)
         self.cache.bind(self.model)
         inv_freq = s.theta ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
-        self.cache.ropes = [ExactRope(inv_freq)] * s.layers
+        self.cache._context = replace(self.cache.context, ropes=[ExactRope(inv_freq)] * s.layers)
         self.layers = [OracleLayer(rule, s, layer) for layer in range(s.layers)]
         self.rng = np.random.default_rng(seed)
         self.hidden = np.empty((0, D * s.H * s.G))
@@ -104,7 +104,7 @@ class Pair:
         if self.heads is not None:
             return importance(self.heads, layer, q, k, v)
         tensors = (torch.from_numpy(x)[None] for x in (q, k, v))
-        entry = Entry(layer, self.layers[layer].seen, *tensors, head=None, seed=self.cache.seed)
+        entry = Entry(layer, self.layers[layer].seen, *tensors, head=None, seed=self.cache.settings.seed)
         values = self.policy.score.score_new_tokens(entry)
         return None if values is None else values[0].double().numpy()
 

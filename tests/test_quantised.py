@@ -331,7 +331,7 @@ def test_every_policy_reads_and_decodes(policy):
     long = [layer for layer in cache.bounded if layer.rows >= 64]  # a pyramid's last layers are all tail
     assert long and all(bool((layer.group[layer._held()] >= 0).any()) for layer in long)
     if policy != "full":
-        assert all(layer.rows <= budget + 1 for layer, budget in zip(cache.bounded, cache.budgets, strict=True))
+        assert all(layer.rows <= budget + 1 for layer, budget in zip(cache.bounded, cache.context.budgets, strict=True))
 
 
 @BITS

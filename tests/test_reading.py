@@ -99,9 +99,9 @@ def test_slots_out_of_sight_gain_no_attention():
         before = cache.bounded[0].slots("stats").clone()
         assert before.shape[-1] == 24
         model(input_ids=IDS[:, 32:40], past_key_values=cache)
-    gained = (cache.bounded[0].slots("stats")[..., :24] - before)[cache.statistics.index("sum")]
+    gained = (cache.bounded[0].slots("stats")[..., :24] - before)[cache.context.statistics.index("sum")]
     assert (gained[..., :2] > 0).all() and (gained[..., 18:] > 0).all() and not gained[..., 2:18].any()
-    everything = cache.bounded[0].slots("stats")[cache.statistics.index("sum")].sum(-1) - before.sum(-1)[0]
+    everything = cache.bounded[0].slots("stats")[cache.context.statistics.index("sum")].sum(-1) - before.sum(-1)[0]
     torch.testing.assert_close(everything, torch.full_like(everything, 8.0))  # a row of attention sums to 1
 
 

@@ -7,7 +7,7 @@ import torch
 from test_bounded_cache import doubled, random_heads, tokens
 
 from locret_kit import BoundedCache, attach
-from locret_kit.cache.block import read_block
+from locret_kit.cache.step import read_block
 
 POLICIES = ("locret", "streaming", "h2o", "tova", "ada-snapkv", "knorm", "sirllm", "full")
 
@@ -27,7 +27,7 @@ def test_one_piece_equals_token_by_token(monkeypatch, family, policy, decode_eve
     heads = random_heads(model) if policy == "locret" else None
     calls, one = [], read_block
     monkeypatch.setattr(
-        "locret_kit.cache.bounded.read_block", lambda cache, *args: calls.append(args[2].shape[2]) or one(cache, *args)
+        "locret_kit.cache.step.read_block", lambda cache, *args: calls.append(args[2].shape[2]) or one(cache, *args)
     )
     runs = []
     for pieces in ([1] * 70, [33, 1, 36]):

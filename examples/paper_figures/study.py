@@ -151,15 +151,16 @@ def held(cache: BoundedCache, layer: int) -> list[np.ndarray]:
 
 def chosen(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> list[np.ndarray]:
     """Positions that each head of a layer would hold if its policy cut it to ``keep`` slots now; nothing is evicted."""
-    slots = slots_of(cache, layer, keep, min(stabilizers, keep))
+    slots = slots_of(cache.context, layer, cache.bounded[layer], keep, min(stabilizers, keep))
     stay_HS = cache.policy.choose(slots)[0]
     return [position[stay].cpu().numpy() for position, stay in zip(slots.positions[0], stay_HS, strict=True)]
 
 
 def scores(cache: BoundedCache, layer: int) -> Tensor:
     """Scores ``[H, S]`` that the policy gives the slots of a layer that holds its whole text."""
-    rows = cache.bounded[layer].rows
-    return cache.policy.score.score_slots(slots_of(cache, layer, rows, cache.schedule.stabilizers))[0]
+    rows = cache.bounded[layer]
+    slots = slots_of(cache.context, layer, rows, rows.rows, cache.schedule.stabilizers)
+    return cache.policy.score.score_slots(slots)[0]
 
 
 @contextmanager

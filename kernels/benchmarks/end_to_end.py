@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
-from locret_kit.cache import block, bounded, eviction
+from locret_kit.cache import bounded, step
 from locret_kit.naming import first_line
 from locret_kit.planning.plan import ITEM_BYTES, Backbone, Setting, head_parameters, plan_inference
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -181,7 +181,7 @@ def synchronised(device: torch.device) -> Iterator[None]:
 
     now = SimpleNamespace(perf_counter=clock)
     with ExitStack() as patched:
-        for module in (block, bounded, eviction):
+        for module in (bounded, step):
             patched.enter_context(mock.patch.object(module, "time", now))
         yield
 

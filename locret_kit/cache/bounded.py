@@ -1,8 +1,8 @@
-"""A transformers ``Cache`` that never holds more than ``budget + chunk`` rows of a key/value head.
+"""Face of the bounded cache to transformers: a ``Cache`` that never holds more than ``budget + chunk`` rows per head.
 
 The model may be fed in pieces of any size: evictions happen at boundaries that the prompt and ``chunk`` fix (see
-``schedule``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for ``clipped``
-positions, which follow the newest token of a piece).
+``geometry.schedule``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for
+``clipped`` positions, which follow the newest token of a piece).
 """
 
 from __future__ import annotations
@@ -10,52 +10,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from locret_kernels.backend import choose
-
-from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
+from ..backbones.families import spec_of, text_config
 from ..backbones.intercept import active_handler
-from ..backbones.rope import Rope
-from ..policies.base import Entry, Policy
+from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..policies.methods.sirllm import token_entropy
 from ..settings import RunSettings
-from .block import read_block
-from .eviction import evict_if_due, make_room
-from .fork import fork
-from .geometry.positions import Positions
-from .geometry.rotation import RotationTables
+from .context import CacheCounters, Context
+from .fork import CannotFork, check_lengths, check_past
 from .geometry.schedule import Schedule
-from .reread import check_answering, in_prompt, source, start_reread
-from .storage.groups import SPARE
-from .storage.quantised import QuantisedLayer, Scratch, check_storage
-from .storage.ragged import RaggedLayer
-from .storage.ragged_quantised import RaggedQuantisedLayer
+from .reread import check_reread, choose_passages, in_prompt, prompt_positions
+from .step import Fixed, evict_if_due, read_block, read_tokens
+from .storage.make import make_layers
+from .storage.quantised import Scratch, check_storage
 from .storage.rows import BoundedLayer
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
-
-
-@dataclass
-class CacheCounters:
-    """What the cache did, for the report. Seconds are host time; scoring includes the statistics of attention, compacting
-    the merging of what goes."""
-
-    evictions: int = 0
-    """Of the layer that had most."""
-    evicted_rows: int = 0
-    score_s: float = 0.0
-    select_s: float = 0.0
-    compact_s: float = 0.0
-    decoding: str = "dynamic"
-    """How tokens were decoded: "graph", or "dynamic" and why."""
 
 
 class BoundedCache(Cache):
@@ -73,6 +51,13 @@ class BoundedCache(Cache):
             boundary is treated as one in the middle of the prompt.
         **given: fields of ``RunSettings`` by name, where ``settings`` is none.
 
+    Attributes:
+        settings: resolved for this prompt; positions and backend too once a model is bound.
+        context: constants of the bound cache.
+        counters: work done on this text.
+        reread_positions: positions in the prompt of the tokens that are read in its place, the tail's included; empty
+            where the prompt is read once, or not yet for the second time.
+
     Raises:
         ValueError: a setting out of range; names the setting, its value and the bound.
     """
@@ -84,7 +69,7 @@ class BoundedCache(Cache):
         heads: RetainingHeads | None = None,
         *,
         prompt_length: int | None = None,
-        **given: Any,
+        **given: object,
     ) -> None:
         super().__init__(layers=[])
         if policy is None:
@@ -96,39 +81,30 @@ class BoundedCache(Cache):
             raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
         if self.policy.needs_heads and heads is None:
             raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
+        check_storage(settings.kv_bits, self.policy)
+        self._published = heads.config.inference if heads is not None else {}
+        self._resolve(settings, prompt_length)
+        self.heads = heads if self.policy.needs_heads else None
+        self.scratch = Scratch()
+        self.counters = CacheCounters()
+        self._context: Context | None = None
+        self.last_hidden: Tensor | None = None
+        self.reread_positions: list[int] = []
+        # Whether a forward has begun that not every layer has finished.
+        self.unfinished = False
+        # Where a layer's token stands while it is decoded with fixed shapes (see runtime.static).
+        self.fixed: Callable[[int], Fixed] | None = None
+
+    def _resolve(self, settings: RunSettings, prompt_length: int | None) -> None:
+        """Settings and schedule of a prompt of so many tokens."""
         if self.policy.prefill_mask is not None and prompt_length is None:
             raise ValueError(
                 f"policy={self.policy.name!r} reads the prompt otherwise than what follows: pass prompt_length="
             )
-        check_storage(settings.kv_bits, self.policy)
-        self.settings = settings.resolved(heads.config.inference if heads is not None else {}, prompt_length)
-        self.schedule = Schedule.of(self.settings, prompt_length)
-        check_answering(self.policy, self.schedule)
-        self.heads = heads if self.policy.needs_heads else None
-        self.positions = self.settings.positions
-        self.places = Positions(None)
-        self.seed = settings.seed
-        self.kv_bits = settings.kv_bits
-        self.backend: str | None = settings.backend
-        self.scratch = Scratch()
-        self.counters = CacheCounters()
-        self.spec: BackboneSpec | None = None
-        self.wants_unrotated = False
-        self.ropes: list[Rope] | None = None
-        self.budgets: list[int] = []
-        """Slots of a head of each layer; a windowed layer has none and holds its window."""
-        # The statistics that are kept; a slot's count follows from its position.
-        self.statistics = tuple(sorted(self.policy.statistics - {"count"}))
-        self.tables = RotationTables()
-        self.model: Any = None
-        self.last_hidden: Tensor | None = None
-        self.passages: list[int] = []
-        """Where the tokens stand in the prompt that are read in its place, the tail's included, see ``policies.answering``;
-        empty where the prompt is read once, or not yet for the second time."""
-        self.unfinished = False
-        """Whether a forward has begun that not every layer has finished."""
-        self.stepping: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None
-        """What attends instead while a token is decoded with fixed shapes (see ``static``): layer, q, k, v."""
+        resolved = settings.resolved(self._published, prompt_length)
+        schedule = Schedule.of(resolved, prompt_length)
+        check_reread(self.policy, schedule)
+        self._asked, self.settings, self.schedule = settings, resolved, schedule
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
@@ -139,40 +115,28 @@ class BoundedCache(Cache):
             ValueError: the rows are of another model, or an interrupt left them half written.
         """
         self.refuse_interrupted()
-        spec = spec_of(text_config(model))
-        if self.spec is not None:
-            if self.spec != spec:
-                raise ValueError("this cache already holds rows of another model")
-            return
-        config = text_config(model)
-        # Where the architecture is known, the kit rotates: frequencies are then chosen once for the whole prompt.
-        self.wants_unrotated = has_adapter(config)
-        if self.positions is None:
-            self.positions = "compact" if self.wants_unrotated else "original"
-        self.places = Positions.parse(self.positions, getattr(config, "max_position_embeddings", 0))
-        if self.places.span is not None or self.policy.needs_adapter:
-            require_adapter(config)
-        if self.heads is not None:
-            self.heads.check_backbone(spec)
-            self.heads.to(model.device, model.dtype)
-        if self.policy.merge is not None:
-            self.policy.merge.bind(spec, model.device)
-        self.backend = choose(self.backend, model.device, spec.head_dim, model.dtype)
-        self.budgets = self._layer_budgets(spec.windows)
-        recent = self.policy.recent(self.schedule.chunk)
-        for window, budget in zip(spec.windows, self.budgets, strict=True):
-            if window is not None:  # the rows that the window can still see beside one block, and no more
-                self.layers.append(BoundedLayer(window - 1 + self.schedule.chunk, window))
-            elif self.policy.keeps_everything:
-                self.layers.append(self._layer(self.schedule.prompt_length or 0, spare=0.0))
-            else:
-                self.layers.append(self._layer(budget + self.schedule.chunk, len(self.statistics), recent))
-        for rows in self.bounded:
-            rows.backend = self.backend
-        if self.wants_unrotated:
-            self.ropes = ropes_of(model, self._span(spec))
-        self.model = model
-        self.spec = spec
+        if self._context is None:
+            self._context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
+            self.settings = self._context.settings
+            self.layers.extend(make_layers(self._context, self.scratch))
+        elif self._context.spec != spec_of(text_config(model)):
+            raise ValueError("this cache already holds rows of another model")
+
+    @property
+    def context(self) -> Context:
+        """Constants of the bound cache.
+
+        Raises:
+            RuntimeError: no model is bound yet.
+        """
+        if self._context is None:
+            raise RuntimeError("this cache has met no model yet: bind(model) it, or run a forward")
+        return self._context
+
+    @property
+    def wants_unrotated(self) -> bool:
+        """Whether q and k come before RoPE."""
+        return self.context.ropes is not None
 
     def refuse_interrupted(self) -> None:
         """Raise ValueError where a forward ended in the middle: layers have seen different numbers of tokens then."""
@@ -182,105 +146,26 @@ class BoundedCache(Cache):
                 f"this cache was interrupted inside a forward, after {seen[0]} to {seen[-1]} tokens: reset() it and read again"
             )
 
-    def _layer(self, capacity: int, statistics: int = 0, recent: int = 0, spare: float = SPARE) -> BoundedLayer:
-        """Rows of one layer without a window."""
-        if self.kv_bits is not None:
-            stored = RaggedQuantisedLayer if self.policy.ragged else QuantisedLayer
-            return stored(capacity, statistics, recent, bits=self.kv_bits, scratch=self.scratch, spare=spare)
-        make = RaggedLayer if self.policy.ragged else BoundedLayer
-        merges = self.policy.merge is not None and self.policy.merge.remembers
-        return make(capacity, None, statistics, recent, merges=merges)
-
-    def _layer_budgets(self, windows: tuple[int | None, ...]) -> list[int]:
-        s, full = self.schedule, sum(window is None for window in windows)
-        shares = iter(self.policy.layer_budgets(s.budget, full, s.chunk, s.stabilizers, s.tail, s.prompt_length))
-        return [next(shares) if window is None else 0 for window in windows]
-
-    def _span(self, spec: BackboneSpec) -> int:
-        """The largest position of a run plus one."""
-        s = self.schedule
-        if self.policy.keeps_everything or None not in spec.windows:  # rows of a window keep their place in the text
-            return s.prompt_length or 0
-        heads = spec.n_kv_heads if self.policy.ragged else 1
-        return self.places.largest(max(self.budgets, default=0) * heads + s.chunk, s.prompt_length)
-
     # ---- the handler ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
-        rows = self.bounded[layer]
+        rows, ctx = self.bounded[layer], self.context
         rows.scaling = scaling
-        if self.stepping is not None:
-            return self.stepping(layer, q_BQTD, k_BHTD, v_BHTD)
+        if self.fixed is not None:
+            return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
         if layer == 0:
-            self.tables.clear()
+            ctx.tables.clear()
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
                     "model.generate does not: use locret_kit.runtime.session.generate"
                 )
         self.unfinished = True
-        out, start, tokens = [], 0, q_BQTD.shape[2]
-        while start < tokens:
-            step = min(tokens - start, self._block_length(rows))
-            new = slice(start, start + step)
-            make_room(self, layer, rows, step)
-            out.append(read_block(self, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], scaling))
-            if not self.policy.needs_logits:
-                evict_if_due(self, layer, rows)
-            rows.finish_block()
-            start += step
+        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD)
         self.unfinished = layer + 1 < len(self.layers) or self.policy.needs_logits
-        return out[0] if len(out) == 1 else torch.cat(out, dim=2)
-
-    def _block_length(self, rows: BoundedLayer) -> int:
-        """Tokens that may be read before the next eviction could fall due."""
-        room = self.schedule.chunk if self.policy.keeps_everything else rows.capacity - rows.rows
-        later = None if self.policy.needs_logits else self.schedule.after_prompt(rows.seen, room)
-        return self.schedule.until_boundary(rows.seen) if later is None else later
-
-    @property
-    def needs_reread(self) -> bool:
-        """Whether the prompt's tail is yet to be read for the second time."""
-        s = self.schedule
-        asked = self.policy.reread is not None and any(self.budgets)  # windows alone hold no index to the text
-        return asked and not self.passages and (s.prompt_length or 0) > s.budget
-
-    def start_reread(self) -> None:
-        """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
-        start_reread(self)
-
-    def source(self, start: int, end: int) -> Sequence[int]:
-        """Where in the prompt the tokens stand that are fed as those of positions ``start`` to ``end``."""
-        return source(self, start, end)
-
-    def rotates_rows(self, rows: BoundedLayer) -> bool:
-        """Whether keys are stored before RoPE and rotated whenever they are read."""
-        return self.ropes is not None and self.places.span is not None and rows.window is None
-
-    def entry_scores(self, layer: int, rows: BoundedLayer, position: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Scores ``[B, H, T]`` of new tokens; the first is at ``position``, which only the device may know."""
-        began = time.perf_counter()
-        entry = Entry(
-            layer=layer,
-            position=position,
-            q=q,
-            k=k,
-            v=v,
-            head=self.heads[layer] if self.heads is not None else None,
-            seed=self.seed,
-            rope=self.ropes[layer] if self.ropes is not None else None,
-            state=rows.state,
-        )
-        # A windowed layer's scores are never read, and its score's memory would grow with the text.
-        score_BHT = self.policy.score.score_new_tokens(entry) if rows.window is None else None
-        if score_BHT is None:
-            score_BHT = torch.zeros((), device=k.device).expand(k.shape[:3])
-        self.counters.score_s += time.perf_counter() - began
-        return score_BHT
-
-    # ---- policies that read the backbone's logits --------------------------------------------------------------------
+        return out
 
     @property
     def needs_logits(self) -> bool:
@@ -294,17 +179,37 @@ class BoundedCache(Cache):
     @torch.no_grad()
     def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
         """Score the block that was just read by the final hidden states of its tokens, then evict where it is due."""
-        began = time.perf_counter()
-        score_BT, self.last_hidden = token_entropy(self.model, hidden_BTE, ids_BT, self.last_hidden)
+        ctx, began = self.context, time.perf_counter()
+        score_BT, self.last_hidden = token_entropy(ctx.model, hidden_BTE, ids_BT, self.last_hidden)
         for rows in self.bounded:
             if rows.window is None:
                 rows.score_newest(score_BT)
-        self.counters.score_s += time.perf_counter() - began
+        ctx.counters.score_s += time.perf_counter() - began
         for layer, rows in enumerate(self.bounded):
-            evict_if_due(self, layer, rows)
+            evict_if_due(ctx, layer, rows)
         self.unfinished = False
 
-    # ---- copies ------------------------------------------------------------------------------------------------------
+    # ---- two readings of the prompt's tail -------------------------------------------------------------------------
+
+    @property
+    def needs_reread(self) -> bool:
+        """Whether the prompt's tail is yet to be read for the second time."""
+        s = self.schedule
+        asked = self.policy.reread is not None and any(self.context.budgets)  # windows alone hold no index to the text
+        return asked and not self.reread_positions and (s.prompt_length or 0) > s.budget
+
+    def start_reread(self) -> None:
+        """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
+        total = self.get_seq_length()
+        if total == self.schedule.prompt_length and self.needs_reread:
+            self.reread_positions = choose_passages(self.context, self.bounded, total)
+            self.last_hidden = None
+
+    def prompt_positions(self, start: int, end: int) -> Sequence[int]:
+        """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""
+        return prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, start, end)
+
+    # ---- copies and other texts ------------------------------------------------------------------------------------
 
     def fork(self, prompt_length: int | None = None) -> BoundedCache:
         """An independent copy that goes on with another prompt of the same beginning: a document read once and asked
@@ -316,44 +221,93 @@ class BoundedCache(Cache):
             prompt_length: tokens of the new prompt, those read so far included; None leaves it unknown.
 
         Raises:
-            ValueError: what was read reaches into the new prompt's tail, or a fresh run of the new prompt would have evicted
-                otherwise so far.
+            ValueError: what was read reaches into the new prompt's tail, a fresh run of the new prompt would have evicted
+                otherwise so far, or this cache was interrupted.
         """
-        return fork(self, prompt_length)
+        self.refuse_interrupted()
+        s, seen = self.schedule, self.get_seq_length()
+        if s.one_shot and prompt_length != s.prompt_length:
+            raise CannotFork(
+                f"prompt_length={prompt_length}: a one-shot cache has the room and the schedule of its own "
+                f"{s.prompt_length} tokens"
+            )
+        settings = replace(self.settings.run, budget=self.settings.share or s.budget)
+        if prompt_length is None:
+            settings = replace(settings, decode_every=None)
+        new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length)
+        if self._context is None:
+            return new
+        check_lengths(s, new.schedule, seen)
+        new.bind(self._context.model)
+        if not self.policy.keeps_everything:
+            check_past(self._context, new.context, self._context.spec.windows, seen)
+        for mine, theirs in zip(new.bounded, self.bounded, strict=True):
+            mine.copy_from(theirs)
+        vars(new.counters).update(vars(self.counters))
+        new.last_hidden = None if self.last_hidden is None else self.last_hidden.clone()
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache:
         """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
-        memo.update({id(shared): shared for shared in (self.heads, self.policy, self.model)})
+        shared = (self.heads, self.policy, self._context and self._context.model)
+        memo.update({id(one): one for one in shared})
         memo[id(self)] = new = object.__new__(type(self))
         vars(new).update(deepcopy(vars(self), memo))
         return new
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError("a BoundedCache holds its model and is not pickled: fork() and copy.deepcopy() copy its rows")
 
-    def reset(self) -> None:
-        """Forget the text: what is read next is another one, as by a new cache, in the same buffers."""
+    def reset(self, prompt_length: int | None = None) -> None:
+        """Forget the text: what is read next is another one, as by a new cache, in the same buffers.
+
+        Args:
+            prompt_length: tokens of the next prompt; None where it is as long as the last one's, or both are unknown.
+                Buffers whose size depends on it are made anew.
+
+        Raises:
+            ValueError: a length with which the settings cannot be met; the cache is then as it was.
+        """
+        if prompt_length not in (None, self.schedule.prompt_length):
+            self._resolve(self._asked, prompt_length)
+            if self._context is not None:
+                old, model, self._context, self.unfinished = self.bounded, self._context.model, None, False
+                self.layers = []
+                self.bind(model)
+                pairs = zip(old, self.bounded, strict=True)
+                self.layers = [was if was.capacity == now.capacity else now for was, now in pairs]
         super().reset()
-        self.last_hidden, self.passages, self.counters, self.unfinished = None, [], CacheCounters(), False
+        self.counters.clear()
+        self.last_hidden, self.reread_positions, self.unfinished = None, [], False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         if self.last_hidden is not None:
             self.last_hidden = self.last_hidden.index_select(0, beam_idx.to(self.last_hidden.device))
 
+    # ---- what the rest of transformers and the report ask ----------------------------------------------------------
+
     def __bool__(self) -> bool:
         """False, since Phi-3's ``prepare_inputs_for_generation`` goes on without a cache that is true where a text outgrows the
         first factors of LongRoPE; here they are chosen once, and stay."""
         return False
+
+    def __repr__(self) -> str:
+        """Budget, policy, tokens seen, rows per head and the size of the buffers."""
+        rows = sorted({layer.rows for layer in self.bounded})
+        return (
+            f"BoundedCache(budget={self.settings.budget}, policy={self.policy.name!r}, seen={self.get_seq_length()} tokens, "
+            f"rows={'-'.join(str(n) for n in (rows[:1] + rows[1:][-1:])) or 'none yet'}, {self.nbytes / 2**20:.1f} MiB)"
+        )
 
     @property
     def bounded(self) -> list[BoundedLayer]:
         """The layers, by their type."""
         return self.layers  # type: ignore[return-value]
 
-    # ---- what the rest of transformers and the report ask ----------------------------------------------------------
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if active_handler() is not self:
             raise RuntimeError(
                 "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
@@ -369,11 +323,11 @@ class BoundedCache(Cache):
     def kept_positions(self, layer: int) -> Any:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
         of lists; ``kept_positions(layer)[b][h]`` is a head's either way."""
-        return in_prompt(self, self.bounded[layer].kept())
+        return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, self.bounded[layer].kept())
 
     @property
     def kept_rows(self) -> list[int]:
-        """Rows a head holds now (on average where heads differ), a layer each."""
+        """Rows a head holds now (on average where heads differ), per layer."""
         return [layer.rows for layer in self.bounded]
 
     @property

@@ -1,22 +1,27 @@
-"""Between the two readings of the prompt's tail: see ``policies.answering``."""
+"""Two-pass reading: after the first reading of the prompt's tail, the passages it asked for are read in the place of the text.
+
+See ``policies.methods.reread`` for the choice. The positions that are read twice, the tail's included, are those of the
+prompt; the cache takes them as the last tokens of a text of the same length.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..policies.base import Policy
-from .eviction import count_eviction
+from .context import Context
 from .geometry.schedule import Schedule
+from .storage.rows import BoundedLayer
 from .view import slots_of
 
-if TYPE_CHECKING:
-    from .bounded import BoundedCache
+Kept = TypeVar("Kept", Tensor, list[list[Tensor]])
 
 
-def check_answering(policy: Policy, schedule: Schedule) -> None:
+def check_reread(policy: Policy, schedule: Schedule) -> None:
     """Raise ValueError where the prompt's end cannot be read twice as the policy asks; names setting and bound."""
     if policy.reread is None:
         return
@@ -31,42 +36,37 @@ def check_answering(policy: Policy, schedule: Schedule) -> None:
         )
 
 
-def start_reread(cache: BoundedCache) -> None:
-    """Where the tail has been read for the first time: empty every layer, and choose the passages that are read in the place of
-    the text, right before the tail; what the cache has seen then ends before them."""
-    answering, total, body = cache.policy.reread, cache.get_seq_length(), cache.schedule.body or 0
-    if answering is None or not cache.needs_reread or total != cache.schedule.prompt_length:
-        return
-    tail = cache.schedule.tail
-    size = answering.size(min(budget for budget in cache.budgets if budget), tail)
-    score_P = torch.zeros(body, device=cache.model.device)
-    for layer, rows in enumerate(cache.bounded):
+def choose_passages(ctx: Context, layers: Sequence[BoundedLayer], total: int) -> list[int]:
+    """Positions in a prompt of ``total`` tokens that are read in its place, the tail's included. Every layer, which holds the
+    first reading of the tail, is emptied; what it has seen then ends before those tokens."""
+    body, tail, reread = ctx.schedule.body or 0, ctx.schedule.tail, ctx.policy.reread
+    size = reread.size(min(budget for budget in ctx.budgets if budget), tail)
+    score_P = torch.zeros(body, device=ctx.model.device)
+    for layer, rows in enumerate(layers):
         if rows.window is None:
-            slots = slots_of(cache, layer, rows.rows, 0)
-            answering.collect(score_P, slots, tail, size)
-            count_eviction(cache, rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
-    cache.passages = [*answering.choose(score_P, size).tolist(), *range(body, total)]
-    for rows in cache.bounded:
+            slots = slots_of(ctx, layer, rows, rows.rows, 0)
+            reread.collect(score_P, slots, tail, size)
+            ctx.counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
+    chosen = [*reread.choose(score_P, size).tolist(), *range(body, total)]
+    for rows in layers:
         rows.reset()
-        rows.seen = total - len(cache.passages)
-    cache.last_hidden = None
+        rows.seen = total - len(chosen)
+    return chosen
 
 
-def source(cache: BoundedCache, start: int, end: int) -> Sequence[int]:
-    """Where in the prompt the tokens stand that the cache takes as those of positions ``start`` to ``end``."""
-    moved = (cache.schedule.prompt_length or 0) - len(cache.passages)
-    if not cache.passages or start < moved:
-        return range(start, end)
-    return cache.passages[start - moved : end - moved]
+def prompt_positions(reread: Sequence[int], total: int, start: int, end: int) -> Sequence[int]:
+    """Positions in the prompt of ``total`` tokens of those that are fed as its tokens ``start`` to ``end``, where the
+    positions ``reread`` are read in the place of its last ones."""
+    first = total - len(reread)
+    return reread[start - first : end - first] if reread and start >= first else range(start, end)
 
 
-def in_prompt(cache: BoundedCache, positions: Any) -> Any:
-    """The positions at which a layer holds rows (a tensor, or lists of tensors) as positions in the prompt."""
-    if not cache.passages:
+def in_prompt(reread: Sequence[int], total: int, positions: Kept) -> Kept:
+    """Positions at which a layer holds rows (``[B, H, rows]``, or per batch item and head) as positions in the prompt."""
+    if not reread:
         return positions
     if isinstance(positions, list):
-        return [in_prompt(cache, some) for some in positions]
-    total = cache.schedule.prompt_length or 0
-    at = torch.tensor(cache.passages, dtype=positions.dtype, device=positions.device)
+        return [[in_prompt(reread, total, head) for head in heads] for heads in positions]
+    at = torch.tensor(reread, dtype=positions.dtype, device=positions.device)
     place = (positions - (total - len(at))).clamp(max=len(at) - 1)
     return torch.where(positions < total, at[place.long()], positions)

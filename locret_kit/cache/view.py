@@ -1,81 +1,78 @@
-"""What a policy sees of a layer: its slots, with keys, values and queries read only where they are asked for."""
+"""A policy's view of a layer: its slots, with keys, values and queries read only where they are asked for."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..backbones.rope import Rope, rotate
 from ..policies.base import Slots
+from .context import Context
 from .storage.rows import BoundedLayer
 
-if TYPE_CHECKING:
-    from .bounded import BoundedCache
 
-
-def slots_of(cache: BoundedCache, layer: int, keep: int, stabilizers: int) -> Slots:
-    """What the cache's policy sees of a layer that must be cut to ``keep`` slots a head."""
-    rows = cache.bounded[layer]
-    stats = dict(zip(cache.statistics, rows.slots("stats"), strict=True))
+def slots_of(
+    ctx: Context, layer: int, rows: BoundedLayer, keep: int, stabilizers: int, length: int | Tensor | None = None
+) -> Slots:
+    """Slots of a layer that must be cut to ``keep`` per head, in a text of ``length`` tokens so far: by default as many as
+    the host knows, or an integer tensor without axes that the host never reads."""
+    seen = rows.seen if length is None else length
+    stats = dict(zip(ctx.statistics, rows.slots("stats"), strict=True))
     positions, valid = rows.slots("positions"), rows.valid()
-    if "count" in cache.policy.statistics:
-        stats["count"] = (rows.seen - positions).float()
+    if "count" in ctx.policy.statistics:
+        stats["count"] = (seen - positions).float()
     return Slots(
         layer=layer,
-        layers=len(cache.layers),
+        layers=len(ctx.budgets),
         keep=keep,
         stabilizers=stabilizers,
-        chunk=cache.schedule.chunk,
+        chunk=ctx.schedule.chunk,
         since_eviction=rows.since_eviction,
-        seen=rows.seen,
+        seen=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
         positions=positions,
         valid=valid,
         entry_scores=rows.slots("scores"),
         stats=stats,
-        keys=lambda: _keys(cache, layer, rows),
+        keys=lambda: _keys(ctx, layer, rows, seen),
         values=lambda: rows.slots("values"),
-        raw_keys=lambda: _raw_keys(cache, layer, rows),
-        queries=lambda: _queries(cache, layer, rows),
+        raw_keys=lambda: _raw_keys(ctx, layer, rows),
+        queries=lambda: _queries(ctx, layer, rows, seen),
         scaling=rows.scaling,
-        seed=cache.seed,
-        target=cache.heads.config.target if cache.heads is not None else "logit",
+        seed=ctx.settings.seed,
+        target=ctx.heads.config.target if ctx.heads is not None else "logit",
         lengths=rows.head_lengths,
-        rope=cache.ropes[layer] if cache.ropes is not None else None,
-        next_position=cache.places.next_place(valid.sum(-1), rows.seen),
+        rope=ctx.ropes[layer] if ctx.ropes is not None else None,
+        next_position=ctx.positions.next_place(valid.sum(-1), seen),
         state=rows.state,
         backend=rows.backend,
     )
 
 
-def _keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
+def _keys(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
     """Keys ``[B, H, S, D]`` as attention sees them."""
-    keys = rows.slots("keys")
-    if not cache.rotates_rows(rows):
+    keys, rope = rows.slots("keys"), ctx.read_rope(layer, rows)
+    if rope is None:
         return keys
-    assert cache.ropes is not None
-    rope = cache.ropes[layer]
-    if cache.places.by_rank:
-        cos, sin = rows.per_head_tables(lambda n: cache.tables.first(rope, n, keys, rows.ragged), keys.shape[2])
+    if ctx.positions.by_rank:
+        cos, sin = rows.per_head_tables(lambda n: ctx.tables.first(rope, n, keys, rows.ragged), keys.shape[2])
     else:
-        cos, sin = cache.tables.at(rope, _places(cache, rows), cache.places.span, keys)
+        cos, sin = _tables(ctx, rope, rows, seen, keys)
     return rotate(keys, cos, sin)
 
 
-def _places(cache: BoundedCache, rows: BoundedLayer) -> Tensor:
-    """Positions ``[B, H, S]`` by which keys are rotated; 0 at padding."""
+def _tables(ctx: Context, rope: Rope, rows: BoundedLayer, seen: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[B, H, S, R]`` of every slot's position; those of position 0 at padding."""
     valid = rows.valid()
     rank_BHS = valid.cumsum(-1) - 1
-    return cache.places.place(rank_BHS, rows.slots("positions"), rows.seen).where(valid, 0)
+    place_BHS = ctx.positions.place(rank_BHS, rows.slots("positions"), seen).where(valid, 0)
+    return ctx.tables.at(rope, place_BHS, ctx.positions.span, like)
 
 
-def _raw_keys(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
+def _raw_keys(ctx: Context, layer: int, rows: BoundedLayer) -> Tensor:
     """Keys ``[B, H, S, D]`` before RoPE."""
     keys = rows.slots("keys")
-    if cache.rotates_rows(rows):
+    if ctx.read_rope(layer, rows) is not None:
         return keys
-    assert cache.ropes is not None  # the policy needs an adapter
-    return turned_back(cache.ropes[layer], keys, rows.slots("positions"))
+    return turned_back(ctx.rope(layer), keys, rows.slots("positions"))
 
 
 def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
@@ -86,21 +83,21 @@ def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
     return turned
 
 
-def _queries(cache: BoundedCache, layer: int, rows: BoundedLayer) -> Tensor:
+def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
     W = min(rows.recent, rows.valid().shape[-1])
     if not W:
-        raise ValueError(f"policy={cache.policy.name!r}: its score keeps no queries (Score.recent)")
+        raise ValueError(f"policy={ctx.policy.name!r}: its score keeps no queries (Score.recent)")
     q = rows.queries[:, :, rows.recent - W :]
-    if cache.ropes is None:
+    if ctx.ropes is None:
         return q
-    rope = cache.ropes[layer]
-    if not cache.rotates_rows(rows):
-        return rotate(q, *cache.tables.between(rope, rows.seen - W, W, q))
-    if cache.places.by_rank:
-        cos, sin = rows.per_head_tables(lambda n: cache.tables.between(rope, n - W, W, q), W)
+    rope = ctx.read_rope(layer, rows)
+    if rope is None:
+        return rotate(q, *ctx.tables.between(ctx.ropes[layer], seen - W, W, q))
+    if ctx.positions.by_rank:
+        cos, sin = rows.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
     else:
-        cos, sin = (table[:, :, -W:] for table in cache.tables.at(rope, _places(cache, rows), cache.places.span, q))
+        cos, sin = (table[:, :, -W:] for table in _tables(ctx, rope, rows, seen, q))
         if not rows.ragged:
             cos, sin = cos[:, :1], sin[:, :1]
     if rows.ragged:

@@ -145,8 +145,9 @@ def beyond_window(model: Any, cache: BoundedCache) -> str | None:
     from ..backbones.families import text_config
 
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
-    rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(cache.budgets) + s.chunk
-    if window is None or not any(cache.budgets) or (reach := cache.places.largest(rows, s.prompt_length)) <= window:
+    budgets, places = cache.context.budgets, cache.context.positions
+    rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(budgets) + s.chunk
+    if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
         return None
     advice = "--positions compact, with budget and chunk together below it, does not"
     return f"warning: positions go up to {reach - 1}, beyond the backbone's window of {window}; {advice}"

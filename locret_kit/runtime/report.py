@@ -43,9 +43,9 @@ class Report:
     @classmethod
     def of(cls, model: Any, cache: BoundedCache, **measured: Any) -> Report:
         """Gather the figures of a finished run."""
-        c, chosen = cache.counters, {"positions": cache.positions or "original", "backend": cache.backend}
+        c = cache.counters
         return cls(
-            policy=cache.policy.name, settings=Resolved(**vars(cache.settings) | chosen),
+            policy=cache.policy.name, settings=cache.settings,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),

@@ -66,19 +66,28 @@ class Sampling:
 def prefill(
     model: Any, ids: Sequence[int], cache: BoundedCache, progress: Callable[[int, int], None] | None = None
 ) -> Tensor:
-    """Read the prompt through ``cache`` and return the logits ``[V]`` behind its last token. What the cache has seen already
-    (a fork) is taken as the prompt's beginning and not read again.
+    """Read the prompt through ``cache``: logits ``[V]`` after its last token. What the cache has seen already (a fork) is taken
+    as the prompt's beginning and not read again.
 
-    ``model`` must be attached; ``ids`` may be any integer sequence. ``progress(done, total)`` is called a piece.
+    Args:
+        model: attached.
+        ids: any integer sequence; fewer than the cache's ``prompt_length`` are the beginning of a prompt.
+        progress: called as ``progress(done, total)`` after every piece.
+
+    Raises:
+        ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
     """
     total, done, logits = len(ids), cache.get_seq_length(), None
+    expected = cache.schedule.prompt_length
+    if expected is not None and done < expected < total:
+        raise _other_length(cache, total)
     if not total:
         raise ValueError("the prompt holds no tokens")
     if done >= total:
         raise ValueError(f"the cache has seen {done} tokens already, the prompt has {total}")
     text = torch.as_tensor(ids, dtype=torch.long).to(model.device)  # once: for every copy the host waits
     while done < total:
-        at = cache.source(done, min(done + cache.schedule.piece(done), total))
+        at = cache.prompt_positions(done, min(done + cache.schedule.piece(done), total))
         piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]
         logits = model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         cache.start_reread()
@@ -89,6 +98,13 @@ def prefill(
     if logits.is_cuda:  # so that the time of a prefill is a prefill's
         torch.cuda.synchronize(logits.device)
     return logits[0, -1].float()
+
+
+def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
+    return ValueError(
+        f"prompt_length={cache.schedule.prompt_length} of the cache must be the {tokens} tokens of the prompt: "
+        f"reset(prompt_length={tokens}) it, or make a new cache"
+    )
 
 
 @torch.inference_mode()
@@ -104,7 +120,7 @@ def decode(
     seed: int = 0,
     graph: bool | None = False,
 ) -> Iterator[int]:
-    """Token ids as they come, the first chosen from ``logits``; ends before an id of ``stop``.
+    """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``.
 
     ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; ``cache.counters.decoding`` says
     what was done. Not the default before it has run on a GPU.
@@ -134,7 +150,7 @@ def decode(
 
 
 def _decoder(model: Any, cache: BoundedCache, graph: bool | None) -> Callable[[int], Tensor]:
-    """What gives the logits ``[V]`` behind a token."""
+    """The step that gives the logits ``[V]`` after a token."""
 
     def dynamic(token: int) -> Tensor:
         piece = torch.tensor([[token]], device=model.device)
@@ -195,8 +211,10 @@ def generate(
 
     Raises:
         OutOfMemory: says what was asked, what was free and which settings fit.
-        ValueError: ``graph=True`` where it is not possible; says why.
+        ValueError: ``graph=True`` where it is not possible, and why; a prompt of another length than the cache's.
     """
+    if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
+        raise _other_length(cache, len(ids))
     cache.bind(model)
     if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
         raise ValueError(f"graph=True is not possible here: {reason}")

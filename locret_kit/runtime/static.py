@@ -8,7 +8,6 @@ Host-side counts follow every step, so decoding may change to the dynamic form a
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,19 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..backbones.rope import rotate
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
-from ..cache.decoding import RowRotation, VarlenRows, decode_rows
-from ..cache.eviction import count_eviction
-from ..cache.view import slots_of
+from ..cache.step import Fixed, evict_if_due, make_room
 from ..naming import first_line
-from ..policies.base import Slots
 
 WARM = 2
 """Steps before the first capture: kernels are compiled and workspaces allocated in them."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
+COUNTS = ("rows", "seen", "since_eviction", "evictions")
+"""Counts of a layer that a step changes."""
 READS = frozenset(
     {
         "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
@@ -43,14 +40,14 @@ READS = frozenset(
 def reason_against(model: Any, cache: BoundedCache) -> str | None:
     """Why this cache cannot be decoded with fixed shapes; None where it can, as far as settings tell."""
     policy = cache.policy
-    if cache.ropes is None:
+    if cache.context.ropes is None:
         return "this architecture has no adapter, so the backbone rotates by positions of the host"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the backbone lies on several devices"
     if weight_bits_of(model) == 8:
         return "weights of 8 bits, whose products make the host look for large activations"
-    if cache.kv_bits is not None:
-        return f"kv_bits={cache.kv_bits}: rows are quantised when the host says"
+    if cache.settings.kv_bits is not None:
+        return f"kv_bits={cache.settings.kv_bits}: rows are quantised when the host says"
     for flag, why in (
         (policy.ragged, "heads of different lengths, which the host lays out"),
         (policy.keeps_everything, "buffers that grow"),
@@ -70,8 +67,7 @@ class Cut:
 
     layer: int
     rows: int
-    keep: int
-    fresh: int
+    since_eviction: int
     """Tokens since the layer's last eviction; 0 for a layer with a window, where nothing asks."""
 
 
@@ -129,25 +125,19 @@ class StaticDecoder:
         self.captures = model.device.type == "cuda"
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
+        self.evictions = cache.counters.evictions
+        """Of the layer that had most, before the first token."""
         self.graphs: dict[tuple[Cuts, Cuts], tuple[Any, Tensor]] = {}
+        self.changes: dict[tuple[Cuts, Cuts], list[int]] = {}
+        """What a graph's step adds to the host's counts."""
         self.ran: dict[tuple[Cuts, Cuts], int] = {}
-        self._held: list[Any] = []
+        self._held: list[list[tuple[Tensor, Tensor]]] = []
         """Tables of rotation that graphs read: a dynamic forward in between would free them."""
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
             self.seen = torch.full((), cache.get_seq_length(), device=model.device)
             self.length_L = torch.tensor(cache.kept_rows, device=model.device)
             self.flats = [rows.flat() for rows in cache.bounded]
-            self.tables = {
-                layer: self._table(layer) for layer, rows in enumerate(cache.bounded) if cache.rotates_rows(rows)
-            }
-
-    def _table(self, layer: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of every place a row of the layer may have; equal ones are made once."""
-        cache = self.cache
-        assert cache.ropes is not None and cache.places.span is not None
-        rope, size = cache.ropes[layer], max(cache.places.span, cache.bounded[layer].capacity)
-        return cache.tables.between(rope, 0, size, cache.bounded[layer].keys)
 
     # ---- a token -------------------------------------------------------------------------------------------------
 
@@ -157,23 +147,21 @@ class StaticDecoder:
         if self.cuts_captured or form == ((), ()):
             return self._run(*form).clone()
         before, after = form
-        self._cut_all(before)
+        self._make_room(before)
         logits = self._run((), ()).clone()
-        self._cut_all(after)
+        self._evict(after)
         return logits
 
     def _cuts(self) -> tuple[Cuts, Cuts]:
         """Which layers must be cut to make room for a token, and which are due after it."""
-        before, after = [], []
+        before, after, schedule = [], [], self.cache.schedule
         for layer, rows in enumerate(self.cache.bounded):
-            held, fresh, budget = rows.rows, rows.since_eviction, self.cache.budgets[layer]
+            held, fresh, budget = rows.rows, rows.since_eviction, self.cache.context.budgets[layer]
             if held == rows.capacity:
-                keep = budget if rows.window is None else rows.window - 1
-                before.append(Cut(layer, held, keep, fresh if rows.window is None else 0))
-                held, fresh = keep, 0
-            due = None if rows.window else self.cache.schedule.keep_at(rows.seen + 1, held + 1, budget)
-            if due is not None:
-                after.append(Cut(layer, held + 1, due, fresh + 1))
+                before.append(Cut(layer, held, fresh if rows.window is None else 0))
+                held, fresh = budget if rows.window is None else rows.window - 1, 0
+            if rows.window is None and schedule.keep_at(rows.seen + 1, held + 1, budget) is not None:
+                after.append(Cut(layer, held + 1, fresh + 1))
         return tuple(before), tuple(after)
 
     def _run(self, before: Cuts, after: Cuts) -> Tensor:
@@ -182,21 +170,25 @@ class StaticDecoder:
         if form in self.graphs:
             graph, logits = self.graphs[form]
             graph.replay()
-            self._count(before, after)
+            self._set_counts([n + more for n, more in zip(self._counts(), self.changes[form], strict=True)])
             return logits
         ran = self.ran[form] = self.ran.get(form, 0) + 1
         warm = sum(self.ran.values()) > WARM
         if self.captures and self.reason is None and warm and ran > 1 and len(self.graphs) < MOST_GRAPHS:
+            counts = self._counts()
             try:
                 self.graphs[form] = self._captured(before, after)
             except RuntimeError as error:  # nothing of it has run: the token is still to come
                 self.reason = f"its capture failed: {first_line(error)}"
             else:
-                self._held.append(self.cache.tables.made())
+                self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
+                self._held.append(self.cache.context.tables.made())
+            finally:
+                self._set_counts(counts)
+            if form in self.graphs:
                 return self._run(before, after)
         with HostReads() as reads:
             logits = self._step(before, after)
-        self._count(before, after)
         self._judge(reads.found, bool(before or after))
         return logits
 
@@ -220,100 +212,53 @@ class StaticDecoder:
             return
         self.reason = f"a token of policy={self.cache.policy.name!r} makes the host wait ({', '.join(sorted(found))})"
 
-    # ---- what is captured: no count of the host changes here --------------------------------------------------------
+    # ---- what is captured: no number of the host may matter on the device -------------------------------------------
 
     def _step(self, before: Cuts, after: Cuts) -> Tensor:
-        for cut in before:
-            self._cut(cut)
-        self.cache.stepping = self._attend
+        self._make_room(before)
+        self.cache.fixed = self._fixed
         try:
             out = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         finally:
-            self.cache.stepping = None
+            self.cache.fixed = None
         self.seen += 1
         self.length_L += 1
-        for cut in after:
-            self._cut(cut)
+        self._evict(after)
         return out.logits[0, -1].float()
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the newest token ``[B, Q, 1, D]``, which becomes a row."""
-        cache, rows = self.cache, self.cache.bounded[layer]
-        assert cache.ropes is not None and cache.backend is not None
-        score_BHT = cache.entry_scores(layer, rows, self.seen, q, k, v)
-        rows.remember(q)
-        turn = None
-        if layer in self.tables:
-            turn = RowRotation(*self.tables[layer], cache.places.span or 0, self.seen + 1)
-        else:
-            cos, sin = cache.ropes[layer].tables(self.seen[None], q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        length_1 = self.length_L[layer : layer + 1]
-        rows.put(length_1, k, v, score_BHT, self.seen.int())
-        statistics = cache.statistics if rows.window is None else ()
-        return decode_rows(q, self._flat(layer, length_1 + 1), rows.scaling, cache.backend, statistics, turn)
-
-    def _flat(self, layer: int, length_1: Tensor) -> VarlenRows:
-        """The rows that a token sees, as many as the device says."""
-        flat, rows = self.flats[layer], self.cache.bounded[layer]
+    def _fixed(self, layer: int) -> Fixed:
+        """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
+        flat, rows, row_1 = self.flats[layer], self.cache.bounded[layer], self.length_L[layer : layer + 1]
+        length_1, starts_BH = row_1 + 1, flat.starts_BH
         if rows.window is not None:
             seen_1 = length_1.clamp(max=rows.window)
-            flat = replace(flat, starts_BH=flat.starts_BH + (length_1 - seen_1))
-            length_1 = seen_1
-        return replace(flat, lengths_BH=length_1.expand_as(flat.starts_BH), longest=rows.capacity)
+            length_1, starts_BH = seen_1, starts_BH + (length_1 - seen_1)
+        lengths_BH = length_1.expand_as(starts_BH)
+        return Fixed(self.seen, row_1, replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, longest=rows.capacity))
 
-    def _cut(self, cut: Cut) -> None:
-        """Cut a layer as ``evict`` does, with what depends on the text's length taken from the device."""
-        rows, policy = self.cache.bounded[cut.layer], self.cache.policy
-        host = rows.rows, rows.since_eviction, rows.seen
-        rows.rows, rows.since_eviction = cut.rows, cut.fresh
-        try:
-            if rows.window is not None:
-                rows.drop_oldest(cut.keep)
-            else:
-                slots = self._slots(cut)
-                rows.seen = self.seen  # type: ignore[assignment]  # what keys and queries are rotated by: no number of now
-                scores_BHS = policy.score.score_slots(slots)
-                rows.set_entry_scores(slots.entry_scores)
-                rows.keep(policy.choose(slots, scores_BHS), cut.keep)
-        finally:
-            rows.rows, rows.since_eviction, rows.seen = host
-        self.length_L[cut.layer].fill_(cut.keep)
-
-    def _slots(self, cut: Cut) -> Slots:
-        """What the policy sees; the text's length and what follows from it are the device's."""
-        cache, span = self.cache, self.cache.places.span
-        slots = slots_of(cache, cut.layer, cut.keep, min(cache.schedule.stabilizers, cut.keep))
-        held_BH = slots.valid.sum(-1)
-        next_BH = self.seen.expand_as(held_BH) if span is None else torch.maximum(held_BH, self.seen.clamp(max=span))
-        stats = dict(slots.stats)
-        if "count" in stats:
-            stats["count"] = (self.seen - slots.positions).float()
-        seen: Any = self.seen
-        return replace(slots, seen=seen, next_position=next_BH, stats=stats)
-
-    # ---- what the host knows -----------------------------------------------------------------------------------------
-
-    def _count(self, before: Cuts, after: Cuts) -> None:
-        """Bring the host's counts up to a step that was launched."""
-        for cut in before:
-            self._note(cut)
-        for rows in self.cache.bounded:
-            rows.count(1)
-        for cut in after:
-            self._note(cut)
-
-    def _note(self, cut: Cut) -> None:
-        rows = self.cache.bounded[cut.layer]
-        rows.rows = cut.keep
-        if rows.window is None:
-            rows.since_eviction = 0
-            count_eviction(self.cache, rows, rows.positions.shape[:2].numel() * (cut.rows - cut.keep))
-
-    def _cut_all(self, cuts: Cuts) -> None:
-        """Cut layers outside of any graph."""
-        began = time.perf_counter()
+    def _make_room(self, cuts: Cuts) -> None:
         for cut in cuts:
-            self._cut(cut)
-            self._note(cut)
-        self.cache.counters.select_s += time.perf_counter() - began
+            rows = self.cache.bounded[cut.layer]
+            make_room(self.cache.context, cut.layer, rows, 1, self.seen)
+            self.length_L[cut.layer].fill_(rows.rows)
+
+    def _evict(self, cuts: Cuts) -> None:
+        for cut in cuts:
+            rows = self.cache.bounded[cut.layer]
+            evict_if_due(self.cache.context, cut.layer, rows, self.seen)
+            self.length_L[cut.layer].fill_(rows.rows)
+
+    # ---- the host's counts, which a replayed graph does not touch ----------------------------------------------------
+
+    def _counts(self) -> list[int]:
+        counts = [getattr(rows, name) for rows in self.cache.bounded for name in COUNTS]
+        return [*counts, self.cache.counters.evicted_rows]
+
+    def _set_counts(self, counts: list[int]) -> None:
+        numbers, bounded = iter(counts), self.cache.bounded
+        for rows in bounded:
+            for name in COUNTS:
+                setattr(rows, name, next(numbers))
+        counters = self.cache.counters
+        counters.evicted_rows = next(numbers)
+        counters.evictions = max(self.evictions, *(rows.evictions for rows in bounded))

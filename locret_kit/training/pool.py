@@ -69,8 +69,7 @@ class LearningCache(BoundedCache):
         values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)
         merger.grad = torch.is_grad_enabled()
         super().attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)  # without a graph: statistics, rows and evictions
-        assert self.ropes is not None
-        cos, sin = self.tables.between(self.ropes[layer], 0, keys.shape[2], keys)
+        cos, sin = self.context.tables.between(self.context.rope(layer), 0, keys.shape[2], keys)
         return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, scaling)
 
 

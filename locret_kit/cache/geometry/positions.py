@@ -61,13 +61,15 @@ class Positions:
         most = max(self.span, rows)
         return most if tokens is None else min(most, tokens)
 
-    def place(self, rank: Tensor, position: Tensor, seen: int) -> Tensor:
-        """Positions (int64) to rotate by; ``rank`` and ``position`` broadcast. Not for ``original``."""
-        assert self.span is not None
-        return torch.maximum(rank, position.long() - max(0, seen - self.span))
+    def place(self, rank: Tensor, position: Tensor, seen: int | Tensor) -> Tensor:
+        """Positions (int64) to rotate by after ``seen`` tokens; ``rank`` and ``position`` broadcast. Not for ``original``."""
+        before = seen - (self.span or 0)
+        moved = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
+        return torch.maximum(rank, position.long() - moved)
 
-    def next_place(self, rows_BH: Tensor, seen: int) -> Tensor:
+    def next_place(self, rows_BH: Tensor, seen: int | Tensor) -> Tensor:
         """Position ``[B, H]`` (int64) of the next token, for heads with so many rows."""
         if self.span is None:
-            return torch.full_like(rows_BH, seen)
-        return rows_BH.clamp(min=min(seen, self.span))
+            return torch.zeros_like(rows_BH) + seen
+        low = seen.clamp(max=self.span) if isinstance(seen, Tensor) else min(seen, self.span)
+        return rows_BH.clamp(min=low)

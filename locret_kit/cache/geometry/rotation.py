@@ -25,8 +25,11 @@ class RotationTables:
         """All of them."""
         return list(self._made.values())
 
-    def between(self, rope: Rope, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """``[length, R]`` of the positions from ``start`` on, with the dtype and device of ``like``."""
+    def between(self, rope: Rope, start: int | Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """``[length, R]`` of the positions from ``start`` on, with the dtype and device of ``like``. Those from a number of
+        the device on are not remembered: it changes."""
+        if isinstance(start, Tensor):
+            return rope.tables(start + torch.arange(length, device=like.device), like.dtype)
         key = (id(rope), start, length)
         if key not in self._made:
             pos_T = torch.arange(start, start + length, device=like.device)

@@ -70,10 +70,10 @@ class Repetition:
         read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (held - T, held))]
         index_N = torch.cat(read).to(q_BQTD.device)
         k_BHND = self.cache.bounded[layer].slots("keys")[:, :, index_N]
-        if self.cache.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position
-            cos, sin = self.cache.ropes[layer].tables(index_N, q_BQTD.dtype)
+        if self.cache.context.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position
+            cos, sin = self.cache.context.ropes[layer].tables(index_N, q_BQTD.dtype)
             q_BQTD = rotate(q_BQTD, cos[-T:], sin[-T:])
-            if self.cache.places.span is not None:
+            if self.cache.context.positions.span is not None:
                 k_BHND = rotate(k_BHND, cos, sin)
         self.scores.append(most_attention(q_BQTD, k_BHND, sinks, scaling))
         return out

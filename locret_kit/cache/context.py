@@ -1,0 +1,151 @@
+"""Constants of a bound cache: made once when the cache meets its model, read by every step, changed by none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from locret_kernels.backend import choose
+
+from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
+from ..backbones.rope import Rope
+from ..policies.base import Policy
+from ..settings import Resolved
+from .geometry.positions import Positions
+from .geometry.rotation import RotationTables
+from .geometry.schedule import Schedule
+from .storage.rows import BoundedLayer
+
+if TYPE_CHECKING:
+    from ..heads import RetainingHeads
+
+
+@dataclass
+class CacheCounters:
+    """Work of a cache on one text, for the report. Seconds are host time; scoring includes the statistics of attention,
+    compacting the merging of evicted slots."""
+
+    evictions: int = 0
+    """Of the layer that had most."""
+    evicted_rows: int = 0
+    score_s: float = 0.0
+    select_s: float = 0.0
+    compact_s: float = 0.0
+    decoding: str = "dynamic"
+    """How tokens were decoded: "graph", or "dynamic" and why."""
+
+    def clear(self) -> None:
+        """Back to zero, for another text."""
+        vars(self).update(vars(CacheCounters()))
+
+    def count_eviction(self, rows: BoundedLayer, evicted: int) -> None:
+        """An eviction of ``evicted`` rows of a layer, of all its heads together."""
+        rows.evictions += 1
+        self.evictions = max(self.evictions, rows.evictions)
+        self.evicted_rows += evicted
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step needs beside the rows of its layer. Only the counters and the tables of a forward change."""
+
+    policy: Policy
+    schedule: Schedule
+    heads: RetainingHeads | None
+    settings: Resolved
+    """Positions and backend included, which depend on the model."""
+    positions: Positions
+    """The position by which a cached key is rotated."""
+    ropes: Sequence[Rope] | None
+    """One per layer; None where the architecture has no adapter, so that the backbone rotates."""
+    budgets: Sequence[int]
+    """Slots of a head, per layer; a windowed layer has 0 and holds its window."""
+    statistics: tuple[str, ...]
+    """Running statistics that rows carry; the count of a slot follows from its position."""
+    backend: str
+    """Of ``locret_kernels``."""
+    model: Any
+    spec: BackboneSpec
+    tables: RotationTables
+    counters: CacheCounters
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        policy: Policy,
+        schedule: Schedule,
+        heads: RetainingHeads | None,
+        settings: Resolved,
+        counters: CacheCounters,
+    ) -> Context:
+        """The context of a run on ``model``, to whose device and dtype the heads move.
+
+        Raises:
+            ValueError: heads or a policy of another backbone.
+            UnsupportedArchitecture: the policy or the positions need an adapter that is missing.
+        """
+        config = text_config(model)
+        spec = spec_of(config)
+        adapted = has_adapter(config)
+        # Where the architecture is known, the kit rotates: frequencies are then chosen once for the whole prompt.
+        scheme = settings.positions or ("compact" if adapted else "original")
+        backend = choose(settings.backend, model.device, spec.head_dim, model.dtype)
+        placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", 0))
+        if placed.span is not None or policy.needs_adapter:
+            require_adapter(config)
+        if heads is not None:
+            heads.check_backbone(spec)
+            heads.to(model.device, model.dtype)
+        if policy.merge is not None:
+            policy.merge.bind(spec, model.device)
+        budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
+        if policy.keeps_everything or None not in spec.windows:  # rows of a window keep their place in the text
+            span = s.prompt_length or 0
+        else:
+            rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + s.chunk
+            span = placed.largest(rows, s.prompt_length)
+        return cls(
+            policy=policy,
+            schedule=schedule,
+            heads=heads,
+            settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend}),
+            positions=placed,
+            ropes=ropes_of(model, span) if adapted else None,
+            budgets=budgets,
+            statistics=tuple(sorted(policy.statistics - {"count"})),
+            backend=backend,
+            model=model,
+            spec=spec,
+            tables=RotationTables(),
+            counters=counters,
+        )
+
+    def rope(self, layer: int) -> Rope:
+        """The rotation of a layer, for policies that need an adapter.
+
+        Raises:
+            ValueError: the architecture has none.
+        """
+        if self.ropes is None:
+            raise ValueError(
+                f"policy={self.policy.name!r} needs keys before RoPE, which this architecture does not show"
+            )
+        return self.ropes[layer]
+
+    def read_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
+        """The rotation of keys that are stored before RoPE and rotated whenever they are read; None where they are not."""
+        stored_raw = self.positions.span is not None and rows.window is None
+        return self.ropes[layer] if self.ropes is not None and stored_raw else None
+
+    def write_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
+        """The rotation of keys that are rotated once, before they are stored; None where they are not, or by the backbone."""
+        return self.ropes[layer] if self.ropes is not None and self.read_rope(layer, rows) is None else None
+
+
+def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | None]) -> list[int]:
+    """Slots of a head, per layer: the policy's allocation among the layers without a window, 0 for the others."""
+    s, full = schedule, sum(window is None for window in windows)
+    shares = iter(policy.layer_budgets(s.budget, full, s.chunk, s.stabilizers, s.tail, s.prompt_length))
+    return [next(shares) if window is None else 0 for window in windows]

@@ -1,0 +1,38 @@
+"""Layers of a bound cache: which store each of them has, and its size."""
+
+from __future__ import annotations
+
+from ..context import Context
+from .groups import SPARE
+from .quantised import QuantisedLayer, Scratch
+from .ragged import RaggedLayer
+from .ragged_quantised import RaggedQuantisedLayer
+from .rows import BoundedLayer
+
+
+def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
+    """One store per layer; quantised ones are read through ``scratch``."""
+    chunk, policy = ctx.schedule.chunk, ctx.policy
+    layers = []
+    for window, budget in zip(ctx.spec.windows, ctx.budgets, strict=True):
+        if window is not None:  # the rows that the window can still see beside one block, and no more
+            rows = BoundedLayer(window - 1 + chunk, window)
+        elif policy.keeps_everything:
+            rows = _store(ctx, scratch, ctx.schedule.prompt_length or 0, spare=0.0)
+        else:
+            rows = _store(ctx, scratch, budget + chunk, len(ctx.statistics), policy.recent(chunk))
+        rows.backend = ctx.backend
+        layers.append(rows)
+    return layers
+
+
+def _store(
+    ctx: Context, scratch: Scratch, capacity: int, statistics: int = 0, recent: int = 0, spare: float = SPARE
+) -> BoundedLayer:
+    """Rows of one layer without a window."""
+    policy, bits = ctx.policy, ctx.settings.kv_bits
+    if bits is not None:
+        stored = RaggedQuantisedLayer if policy.ragged else QuantisedLayer
+        return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
+    make = RaggedLayer if policy.ragged else BoundedLayer
+    return make(capacity, None, statistics, recent, merges=policy.merge is not None and policy.merge.remembers)
