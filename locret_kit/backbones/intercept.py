@@ -92,7 +92,7 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def _refuse_padding(mask: Any) -> None:
+def _refuse_padding(mask: object) -> None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask={shape}: a bounded cache is causal, it takes ones [batch, tokens] or none")
@@ -103,7 +103,7 @@ def _refuse_padding(mask: Any) -> None:
         )
 
 
-def _refuse_other_places(seen: int, tokens: int, position_ids: Any) -> None:
+def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
     """New tokens must continue where the cache ends. Calling `generate` twice with the same text or with ``use_cache=False``
     violates this, and so does a packed text."""
     if not tokens or (isinstance(position_ids, Tensor) and not position_ids.numel()):

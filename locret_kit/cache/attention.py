@@ -25,13 +25,13 @@ def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, dev
 
 @lru_cache(maxsize=2)
 def _lower_right_bias(T: int, S: int) -> Tensor:
-    """PyTorch's bias; each one is a tensor ``[2, T, S]`` of the host beside what it means, so layers share it."""
+    """Cached ``causal_lower_right`` bias. It allocates a ``[2, T, S]`` host tensor, so all layers share one."""
     return causal_lower_right(T, S)
 
 
 def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What hides later rows in the form that is fast on ``device``. On CUDA PyTorch's own bias, which reaches flash attention:
-    a mask rules it out, and with grouped queries leaves the kernel that builds the matrix of logits."""
+    """Causal mask in the fastest form for ``device``. On CUDA that is PyTorch's own bias, which reaches flash attention: a mask
+    rules it out, and with grouped queries leaves the kernel that builds the matrix of logits."""
     if device.type == "cuda" and window is None:
         return _lower_right_bias(T, S)
     return lower_right_mask(T, S, window, dtype, device)

@@ -64,7 +64,7 @@ def decode_rows(
 ) -> Tensor:
     """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already; slots gain its
     ``statistics``. With ``turn`` the query comes before RoPE, as the keys are."""
-    q_BQD, form = q_BQ1D.squeeze(2), {}
+    q_BQD, form = q_BQ1D.squeeze(2), {}  # one token: no axis of its own
     if turn is not None:
         newest_BH, place_N = turn.places(flat)
         G = q_BQD.shape[1] // newest_BH.shape[1]
@@ -89,6 +89,7 @@ def _accumulate_statistics(flat: VarlenRows, received_BHS: Tensor, statistics: S
         "above": lambda: received_BHS > (1 + MARGIN) / flat.lengths_BH[..., None],
     }
     rank_S = torch.arange(flat.longest, device=received_BHS.device)
+    # Row [B, H, longest] of each rank; ranks past a head's end add zero to its first row.
     index_BHS = flat.starts_BH[..., None] + rank_S.where(rank_S < flat.lengths_BH[..., None], 0)  # 0 is added there
     for stat_N, name in zip(flat.stats_XN, statistics, strict=True):
         stat_N.index_add_(0, index_BHS.flatten(), made[name]().flatten().to(stat_N.dtype))

@@ -7,7 +7,6 @@ prompt; the cache takes them as the last tokens of a text of the same length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from .geometry.schedule import Schedule
 from .storage.rows import BoundedLayer
 from .view import slots_of
 
-Kept = TypeVar("Kept", Tensor, list[list[Tensor]])
+Kept = Tensor | list[list[Tensor]]
 
 
 def check_reread(policy: Policy, schedule: Schedule) -> None:
@@ -47,6 +46,7 @@ def choose_passages(ctx: Context, layers: Sequence[BoundedLayer], total: int) ->
             slots = slots_of(ctx, layer, rows, rows.rows, 0)
             reread.collect(score_P, slots, tail, size)
             ctx.counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
+    # Layers without a window have pooled their votes; all layers then start again before the chosen tokens.
     chosen = [*reread.choose(score_P, size).tolist(), *range(body, total)]
     for rows in layers:
         rows.reset()
@@ -63,10 +63,13 @@ def prompt_positions(reread: Sequence[int], total: int, start: int, end: int) ->
 
 def in_prompt(reread: Sequence[int], total: int, positions: Kept) -> Kept:
     """Positions at which a layer holds rows (``[B, H, rows]``, or per batch item and head) as positions in the prompt."""
+
+    def moved(position: Tensor) -> Tensor:
+        # Position p of the last len(reread) ones holds prompt token reread[p - (total - len)]; later ones were decoded.
+        at = torch.tensor(reread, dtype=position.dtype, device=position.device)
+        place = (position - (total - len(at))).clamp(max=len(at) - 1)
+        return torch.where(position < total, at[place.long()], position)
+
     if not reread:
         return positions
-    if isinstance(positions, list):
-        return [[in_prompt(reread, total, head) for head in heads] for heads in positions]
-    at = torch.tensor(reread, dtype=positions.dtype, device=positions.device)
-    place = (positions - (total - len(at))).clamp(max=len(at) - 1)
-    return torch.where(positions < total, at[place.long()], positions)
+    return [[moved(head) for head in heads] for heads in positions] if isinstance(positions, list) else moved(positions)

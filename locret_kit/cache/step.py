@@ -68,7 +68,7 @@ def read_block(
     """Attend over the rows and one block of new tokens, which become rows: ``[B, Q, T, D]``."""
     seen = rows.seen if fixed is None else fixed.seen
     score_BHT = _entry_scores(ctx, layer, rows, seen, q, k, v)
-    rows.remember(q)
+    rows.remember(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
         turned, (cos, sin) = function("rotate_rows", ctx.backend), ctx.tables.between(rope, seen, q.shape[2], q)
         q, k = turned(q, cos, sin), turned(k, cos, sin)
@@ -81,6 +81,7 @@ def read_block(
         if q.shape[2] > 1 or not rows.reads_flat or _masked(ctx, rows):
             return _attend_parts(ctx, layer, rows, q, q.shape[1] // k.shape[1])
         flat = rows.flat()
+    # One token over all heads in one call: rows [N], heads at starts [B, H] with lengths [B, H].
     turn = None
     if (rope := ctx.read_rope(layer, rows)) is not None:
         span = ctx.positions.span or 0
@@ -97,7 +98,7 @@ def _entry_scores(
     began = time.perf_counter()
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
     score_BHT = None
-    if rows.window is None:
+    if rows.window is None:  # [B, H, T]
         entry = Entry(
             layer=layer,
             position=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
@@ -120,7 +121,7 @@ def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: in
     """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length."""
     out = []
     for part in rows.parts():
-        queries = slice(part.heads.start * G, part.heads.stop * G)
+        queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
         out.append(_attend_part(ctx, ctx.read_rope(layer, rows), rows, part, q[part.batch, queries]))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
 
@@ -144,6 +145,7 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
             newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
         turned = function("rotate_rows", ctx.backend)
         keys, q = turned(keys, cos, sin), turned(q, *newest)
+    # Statistics need the log-sum-exp of every query; without them plain attention is faster.
     if not len(part.stats):
         return attend_rows(q, keys, values, rows.scaling, rows.window)
     out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
@@ -214,6 +216,7 @@ def evict(
     t1 = time.perf_counter()
     stay_BHS = policy.choose(slots, scores_BHS)
     t2 = time.perf_counter()
+    # Counted and merged before rows move: positions and slots still belong together.
     counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
     if policy.merge is not None:
         _merge(ctx, layer, rows, slots, scores_BHS, stay_BHS)
@@ -232,7 +235,7 @@ def _merge(ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BH
     B, H, S = stay_BHS.shape
     for b, h in product(range(B), range(H)):
         keys, values, positions = (rows.head(name, b, h) for name in ("keys", "values", "positions"))
-        held = slice(S - len(keys), S)
+        held = slice(S - len(keys), S)  # slots are padded on the left
         told_S = told_BHS[b, h, held]
         if merger.remembers:
             told_S = torch.logaddexp(told_S, rows.head("absorbed", b, h))

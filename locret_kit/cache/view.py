@@ -79,12 +79,14 @@ def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
     """Keys ``[..., D]`` before RoPE of keys rotated for ``positions [...]``."""
     cos, sin = (table.view(*positions.shape, -1) for table in rope.tables(positions.flatten(), keys.dtype))
     turned = rotate(keys, cos, -sin)
+    # LongRoPE scales cos and sin: turning there and back does so twice.
     turned[..., : cos.shape[-1]] /= rope.scaling**2
     return turned
 
 
 def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
+    # The newest W of the buffer [B, Q, recent, D]; the newest is last.
     W = min(rows.recent, rows.valid().shape[-1])
     if not W:
         raise ValueError(f"policy={ctx.policy.name!r}: its score keeps no queries (Score.recent)")
@@ -98,9 +100,9 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
         cos, sin = rows.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
     else:
         cos, sin = (table[:, :, -W:] for table in _tables(ctx, rope, rows, seen, q))
-        if not rows.ragged:
+        if not rows.ragged:  # placed alike in heads of equal length: [B, 1, W, R] for all Q
             cos, sin = cos[:, :1], sin[:, :1]
     if rows.ragged:
-        G = q.shape[1] // cos.shape[1]
+        G = q.shape[1] // cos.shape[1]  # [B, H, W, R] -> [B, Q, W, R]
         cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)
     return rotate(q, cos, sin)

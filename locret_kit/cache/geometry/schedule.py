@@ -108,6 +108,7 @@ class Schedule:
         ``budget`` is the layer's, where layers have their own.
         """
         budget = self.budget if budget is None else budget
+        # Decoding: every `decode_every` tokens, or in make_room where the buffers are full.
         if self.decoding(seen):
             due = self.decode_every is not None and (seen - (self.prompt_length or 0)) % self.decode_every == 0
             return budget if due and rows > budget else None
@@ -115,6 +116,7 @@ class Schedule:
             return budget if seen % self.chunk == 0 and rows > budget else None
         if self.prompt_length is not None and self.prompt_length <= self.budget:
             return None
+        # The last boundary leaves room for the tail, which is appended without eviction.
         if seen == self.body:
             keep = budget - self.tail
             return keep if rows > keep else None

@@ -23,9 +23,11 @@ def levels(lo: Tensor, hi: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Step and zero point (float16, the shape of ``lo``) of groups whose smallest and largest number (float32) are given. Those
     of limits that were read back from codes are the same again, so that quantising anew does not drift."""
     most = 2**bits - 1
+    # Rounded down, never up: a zero point above the smallest number would clip it.
     zero = lo.clamp(-HALF_MAX, HALF_MAX).half()
     below = (lo - lo.abs() * ROUNDING - SUBNORMAL).clamp(-HALF_MAX, HALF_MAX).half()
     zero = torch.where(zero.float() > lo, below, zero)
+    # From the stored zero point, not from lo; a step that float16 rounded too small is made one unit larger.
     reach = hi - zero.float()
     step = (reach / most).clamp(SUBNORMAL, HALF_MAX).half()
     above = (reach / most * (1 + ROUNDING) + SUBNORMAL).clamp(max=HALF_MAX).half()
@@ -45,6 +47,7 @@ def decode(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Bytes ``[..., D * bits / 8]`` of codes ``[..., D]`` (uint8, below ``2^bits``); the first code has the lowest bits."""
     per_byte = 8 // bits
+    # [..., D] -> [..., D / per_byte, per_byte], each code at its shift, summed to one byte
     return (codes.unflatten(-1, (-1, per_byte)) << _shifts(codes, bits)).sum(-1, dtype=torch.uint8)
 
 

@@ -22,8 +22,6 @@ pieces change the result by rounding.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,7 +32,7 @@ from locret_kernels.spread import hadamard
 from ...policies.base import Policy
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
 from .packing import BITS, decode, encode, levels, pack, unpack
-from .rows import BoundedLayer
+from .rows import BoundedLayer, Index
 
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
@@ -150,15 +148,18 @@ class QuantisedLayer(BoundedLayer):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         with torch.inference_mode(False):
+            # Per row: packed codes, and for values one step and one zero point per group of channels.
             self.key_codes = made(torch.uint8, *by_row, self.key_size // per_byte)
             self.value_codes = made(torch.uint8, *by_row, self.value_size // per_byte)
             self.value_step = made(torch.float16, *by_row, self.value_size // self.value_group)
             self.value_zero = torch.empty_like(self.value_step)
             self.group = made(torch.int16 if groups < 2**15 else torch.int32, *by_row)
             self.positions, self.scores = made(torch.int32, *by_row), made(torch.float32, *by_row)
+            # The newest rows as they came: [B, H, residual + group - 1, D].
             self.tail_keys = made(self.dtype, *tail, self.key_size)
             self.tail_values = made(self.dtype, *tail, self.value_size)
             self.stats = made(torch.float32, self.statistics, *by_row)
+            # Per key group, not per row: one step and one zero point per channel.
             self.key_step = made(torch.float16, self.B, tables, groups, self.key_size)
             self.key_zero = torch.empty_like(self.key_step)
         self.is_initialized = True
@@ -174,15 +175,15 @@ class QuantisedLayer(BoundedLayer):
         """Rows of the longest head."""
         return self.rows
 
-    def _written(self, new: slice | Tensor) -> Any:
+    def _written(self, new: slice | Tensor) -> Index:
         """Index of new rows ``[B, H, T]``."""
         return slice(None), slice(None), new
 
-    def _newest(self, older: int, newer: int) -> Any:
+    def _newest(self, older: int, newer: int) -> Index:
         """Index of the rows that are among the newest ``older`` of their head and not among its newest ``newer``."""
         return slice(None), slice(None), slice(self.rows - older, self.rows - newer)
 
-    def _held(self) -> Any:
+    def _held(self) -> Index:
         """Index of all rows ``[B, tables, S]``: those that share a table side by side."""
         return self._newest(self.rows, 0)
 
@@ -190,11 +191,11 @@ class QuantisedLayer(BoundedLayer):
         """Which of the heads that share a table each of all rows ``[B, tables, S]`` (int64) is of, and how many share it."""
         return torch.zeros((), dtype=torch.int64, device=self.device).expand(self.B, self.H, self.rows), 1
 
-    def _in_tail(self) -> Any:
+    def _in_tail(self) -> Index:
         """Index of the rows that are in the tail, among the tail's."""
         return slice(None), slice(None), slice(0, self.tail)
 
-    def _next_in_tail(self) -> Any:
+    def _next_in_tail(self) -> Index:
         """Index of the tail's next row ``[B, H]``."""
         return slice(None), slice(None), self.tail
 
@@ -238,6 +239,7 @@ class QuantisedLayer(BoundedLayer):
             return
         self.scratch.lend(self)
         held, newest, in_tail = self._held(), self._newest(self.tail, 0), self._in_tail()
+        # All rows from their codes first, then the tail's over them: rows of the tail have no codes, or keep exact ones.
         for lent, read, tail in (
             (self._lent("keys"), self._read_keys, self.tail_keys),
             (self._lent("values"), self._read_values, self.tail_values),
@@ -245,27 +247,30 @@ class QuantisedLayer(BoundedLayer):
             lent[held] = read(held)
             lent[newest] = tail[in_tail]
 
-    def _read_keys(self, at: Any) -> Tensor:
+    def _read_keys(self, at: Index) -> Tensor:
         """Keys of rows ``[B, tables, S]``; anything where a row is not quantised."""
-        codes = unpack(self.key_codes[at], self.bits)
+        codes = unpack(self.key_codes[at], self.bits)  # [B, tables, S, D]
         return decode(codes, *self._key_levels(self.group[at].long().clamp(min=0))).to(self.dtype)
 
     def _key_levels(self, group_BTS: Tensor) -> tuple[Tensor, Tensor]:
         """Step and zero point ``[B, tables, S, D]`` of groups."""
+        # Tables end to end [B * tables * M, D]: group m of table t is row t * M + m.
         B, tables, M, D = self.key_step.shape
         index = group_BTS + M * torch.arange(B * tables, device=self.device).view(B, tables, 1)
         return F.embedding(index, self.key_step.view(-1, D)), F.embedding(index, self.key_zero.view(-1, D))
 
-    def _read_values(self, at: Any) -> Tensor:
+    def _read_values(self, at: Index) -> Tensor:
         """Values of rows; anything where a row is not quantised."""
+        # [..., D] -> [..., channel groups, channels of a group]; levels broadcast over the last axis
         codes = unpack(self.value_codes[at], self.bits).unflatten(-1, (-1, self.value_group))
         x = decode(codes, self.value_step[at][..., None], self.value_zero[at][..., None]).flatten(-2)
-        return (x @ hadamard(self.value_size, x.device)).to(self.dtype)
+        return (x @ hadamard(self.value_size, x.device)).to(self.dtype)  # orthogonal and symmetric: its own inverse
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
         T, at = k.shape[2], self._written(new)
+        # One token while no row is open: it joins the tail, and attention reads codes; otherwise all goes to the scratch.
         if T == 1 and self.reads_flat and self.tail < self.tail_keys.shape[2]:
             next_one = self._next_in_tail()
             self.tail_keys[next_one], self.tail_values[next_one] = k[:, :, 0], v[:, :, 0]
@@ -278,6 +283,7 @@ class QuantisedLayer(BoundedLayer):
     def finish_block(self) -> None:
         if self.scratch.owner is not self:
             return
+        # Whole groups leave the tail, and `residual` rows stay in it.
         ready = max(0, self.tail - self.residual) // self.group_rows * self.group_rows
         if ready:
             self._quantise(ready)
@@ -288,6 +294,7 @@ class QuantisedLayer(BoundedLayer):
 
     def _quantise(self, ready: int) -> None:
         """Quantise those of the tail's oldest ``ready`` rows that are not yet."""
+        # held: [B, tables, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
         held, oldest = self._held(), self._newest(self.tail, self.tail - ready)
         leaving = torch.zeros_like(self.group, dtype=torch.bool)
         leaving[oldest] = self.group[oldest] < 0
@@ -304,8 +311,9 @@ class QuantisedLayer(BoundedLayer):
         )
         self._store_keys(held, keys, target_BTS, made_BTM)
 
-    def _store_values(self, at: Any, leaving: Tensor) -> None:
+    def _store_values(self, at: Index, leaving: Tensor) -> None:
         """Quantise the values of those of the rows ``at`` that are ``leaving``."""
+        # Values are quantised once, in groups of channels: [..., D] -> rotated -> [..., channel groups, channels of a group]
         x = self._lent("values")[at].float()
         x = (x @ hadamard(self.value_size, x.device)).unflatten(-1, (-1, self.value_group))
         step, zero = levels(x.amin(-1), x.amax(-1), self.bits)
@@ -313,8 +321,9 @@ class QuantisedLayer(BoundedLayer):
         for held, new in ((self.value_codes, codes), (self.value_step, step), (self.value_zero, zero)):
             held[at] = torch.where(leaving[..., None], new, held[at])
 
-    def _store_keys(self, at: Any, x: Tensor, target_BTS: Tensor, made_BTM: Tensor) -> None:
+    def _store_keys(self, at: Index, x: Tensor, target_BTS: Tensor, made_BTM: Tensor) -> None:
         """Quantise those of the keys ``x`` of rows whose target is a group, by the limits of all that have the same target."""
+        # Groups that are made anew get new levels; rows of other groups keep levels and codes.
         chosen_BTS = target_BTS >= 0
         step, zero = levels(*self._limits(x, target_BTS, made_BTM.shape[-1]), self.bits)
         self.key_step.copy_(torch.where(made_BTM[..., None], step, self.key_step))
@@ -326,6 +335,7 @@ class QuantisedLayer(BoundedLayer):
 
     def _limits(self, x: Tensor, target_BTS: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         """The smallest and the largest number ``[B, tables, groups, D]`` of each channel of the keys of a group."""
+        # Rows without a target go to one group too many, which is cut off: [B, tables, groups + 1, D] -> groups.
         B, tables, _ = target_BTS.shape
         index = torch.where(target_BTS >= 0, target_BTS, groups)[..., None].expand_as(x)
         lo, hi = (
@@ -337,7 +347,7 @@ class QuantisedLayer(BoundedLayer):
     # ---- eviction and the rest -----------------------------------------------------------------------------------
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
-        self._open()
+        self._open()  # rows move beside their codes, so that those of the tail are at hand
         super().keep(stay_BHS, mean)
         self.tail = min(self.tail, self.longest)
         self.finish_block()
@@ -360,7 +370,7 @@ class QuantisedLayer(BoundedLayer):
         super().reset()
         self.tail, self.scratch.owner = 0, None
 
-    def copy_from(self, other: Any) -> None:
+    def copy_from(self, other: BoundedLayer) -> None:
         scratch = self.scratch
         super().copy_from(other)
         self.scratch = scratch

@@ -1,14 +1,18 @@
-"""The rows of one layer whose heads hold different numbers of slots, as adaptive allocations ask for."""
+"""Rows of one layer whose heads hold different numbers of slots, as adaptive allocations ask for.
+
+Letters beside the legend's: P = B * H, the heads of the whole batch, item after item; N, rows of all of them, end to end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from locret_kernels.ragged_decode import PackedRows
 
 from ...policies.base import rows_of
 from ..decoding import VarlenRows
@@ -19,7 +23,7 @@ def each_row(first_P: Tensor, count_P: Tensor, total: int) -> tuple[Tensor, Tens
     """Head and row ``[total]`` (int64) of the ``count`` rows from ``first`` on of every head, head after head. The host knows
     their ``total``, so it waits for nothing."""
     head_N = torch.arange(len(count_P), device=count_P.device).repeat_interleave(count_P, output_size=total)
-    before_P = count_P.cumsum(0) - count_P
+    before_P = count_P.cumsum(0) - count_P  # [P]: rows of the heads before
     return head_N, torch.arange(total, device=count_P.device) + (first_P - before_P)[head_N]
 
 
@@ -47,8 +51,9 @@ class RaggedLayer(BoundedLayer):
 
     def _lay_out(self, lengths: Tensor) -> None:
         """Give every head a stretch for its rows and its room. Here the host waits, and nowhere else."""
-        held = lengths.tolist()
+        held = lengths.tolist()  # the one synchronisation per eviction
         self.lengths, self.rows = lengths, sum(held[: self.H]) // self.H
+        # Stretch of head p: its rows, then `room` free ones. Sum over heads: P * rows + P * room = P * capacity.
         room = self.capacity - self.rows
         self.starts = lengths.cumsum(0) - lengths + room * torch.arange(len(held), device=self.device)
         starts = accumulate((length + room for length in held[:-1]), initial=0)
@@ -60,6 +65,7 @@ class RaggedLayer(BoundedLayer):
 
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
         T = k.shape[2]
+        # First free row of each head [P, 1] + [T] -> rows [B, H, T] of the flat buffers
         new_BHT = ((self.starts + self.lengths)[:, None] + torch.arange(T, device=self.device)).view(self.B, self.H, T)
         self._write(new_BHT, k, v)
         self.scores[new_BHT] = score_BHT
@@ -77,6 +83,7 @@ class RaggedLayer(BoundedLayer):
 
     def score_newest(self, score_BT: Tensor) -> None:
         T = score_BT.shape[1]
+        # [P, T]: the newest rows of each head; every head of a text gets the same scores
         newest = (self.starts + self.lengths - T)[:, None] + torch.arange(T, device=self.device)
         self.scores[newest] = score_BT.repeat_interleave(self.H, 0)
 
@@ -87,6 +94,7 @@ class RaggedLayer(BoundedLayer):
     def parts(self) -> Iterator[EqualLengthHeads]:
         keys, values = self.buffer("keys"), self.buffer("values")
         for i, (start, length) in enumerate(self._stretches):
+            # A stretch is contiguous, so a head is read in place: [1, 1, length, D].
             b, h, rows = i // self.H, i % self.H, slice(start, start + length)
             yield EqualLengthHeads(
                 slice(b, b + 1), slice(h, h + 1), keys[None, None, rows], values[None, None, rows],
@@ -101,7 +109,7 @@ class RaggedLayer(BoundedLayer):
         starts, lengths = (x.view(self.B, self.H) for x in (self.starts, self.lengths))
         return VarlenRows(self._flat_rows(), self.positions, self.stats, starts, lengths, self.longest)
 
-    def _flat_rows(self) -> Any:
+    def _flat_rows(self) -> tuple[Tensor, Tensor] | PackedRows:
         return self.keys, self.values
 
     def head(self, name: str, b: int, h: int) -> Tensor:
@@ -128,6 +136,7 @@ class RaggedLayer(BoundedLayer):
         return (slot_S >= S - self.lengths[:, None]).view(self.B, self.H, S)
 
     def slots(self, name: str) -> Tensor:
+        # Gathers [P, S] rows; those before a head's first (padding, on the left) are some other row's and then zeroed.
         index = self._row_of_slot().clamp(min=0)
         buffer, valid = self.buffer(name), self.valid()
         if name == "stats":
@@ -137,6 +146,7 @@ class RaggedLayer(BoundedLayer):
 
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
         """Tables ``[B, H, size, R]``, aligned to the right; zero at padding."""
+        # Per head [2, rows, R] -> the last `size`, padded on the left -> [2, P, size, R]
         made = [torch.stack(tables(length))[:, -size:] for _, length in self._stretches]
         padded = torch.stack([F.pad(x, (0, 0, size - x.shape[1], 0)) for x in made], dim=1)
         cos, sin = padded.view(2, self.B, self.H, size, -1)
@@ -157,6 +167,7 @@ class RaggedLayer(BoundedLayer):
         return [rows[b * self.H : (b + 1) * self.H] for b in range(self.B)]
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
+        # slots [P, S] -> rows [N], head after head; rows_of takes the N that stay in order
         stay_PS, (row_N, slot_N) = stay_BHS.flatten(0, 1), self._rows()
         self._move(row_N[rows_of(stay_PS[slot_N], self.B * self.H * mean)], stay_PS.sum(-1))
         self.since_eviction = 0
@@ -165,6 +176,7 @@ class RaggedLayer(BoundedLayer):
         """Lay the rows ``source`` out anew, head after head."""
         self._lay_out(lengths)
         _, target = each_row(self.starts, lengths, len(source))
+        # buffer[source] is a copy, so targets may overlap sources.
         for buffer in self._moving():
             buffer[target] = buffer[source]
 
@@ -176,6 +188,7 @@ class RaggedLayer(BoundedLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
             beam_idx = beam_idx.to(self.device)
+            # [batch] -> the heads [P] of the chosen batch items
             heads = (beam_idx[:, None] * self.H + torch.arange(self.H, device=self.device)).flatten()
             rows = [
                 torch.arange(start, start + length) for start, length in (self._stretches[i] for i in heads.tolist())

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .groups import table_size
 from .quantised import QuantisedLayer
 from .ragged import RaggedLayer, each_row
+from .rows import Index
 
 
 class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
@@ -40,28 +39,28 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
     def _lent(self, name: str) -> Tensor:
         return super()._lent(name).flatten(0, 2)
 
-    def _written(self, new: slice | Tensor) -> Any:
+    def _written(self, new: slice | Tensor) -> Index:
         return new
 
-    def _newest(self, older: int, newer: int) -> Any:
+    def _newest(self, older: int, newer: int) -> Tensor:
         first, end = ((self.lengths - n).clamp(min=0) for n in (older, newer))
         total = sum(max(0, length - newer) - max(0, length - older) for length in self.head_lengths)
         return each_row(self.starts + first, end - first, total)[1]
 
-    def _held(self) -> Any:
+    def _held(self) -> Index:
         return self._newest(self.longest, 0).view(self.B, 1, -1)
 
     def _heads(self) -> tuple[Tensor, int]:
         head, _ = each_row(self.starts, self.lengths, self.B * self.H * self.rows)
         return (head % self.H).view(self.B, 1, -1), self.H
 
-    def _in_tail(self) -> Any:
+    def _in_tail(self) -> Index:
         count = self.lengths.clamp(max=self.tail)
         total = sum(min(self.tail, length) for length in self.head_lengths)
         head, row = each_row(torch.zeros_like(count), count, total)
         return head // self.H, head % self.H, row
 
-    def _next_in_tail(self) -> Any:
+    def _next_in_tail(self) -> Index:
         head = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H)
         return head // self.H, head % self.H, self._tails().long()
 

@@ -1,27 +1,29 @@
-"""The rows of one layer: key, value, position, entry score and running statistics of a slot, side by side; as many for
-every head (``ragged`` lets heads differ)."""
+"""Rows of one layer: key, value, position, entry score and running statistics per slot, the same number in every head
+(``ragged`` lets heads differ). The methods of ``BoundedLayer`` are the interface of every store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret_kernels.backend import function
+from locret_kernels.ragged_decode import PackedRows
 
 from ...policies.base import rows_of
 from ..decoding import VarlenRows
 
+Index = slice | Tensor | tuple[slice | Tensor | int, ...]
+"""Index of rows in a layer's buffers."""
 PER_ROW = ("keys", "values", "positions", "scores")
 
 
 @dataclass(frozen=True)
 class EqualLengthHeads:
-    """Heads that hold as many rows: what one attention call reads, in place."""
+    """View of the heads with equal row counts: input of one attention call."""
 
     batch: slice
     heads: slice
@@ -87,7 +89,9 @@ class BoundedLayer(CacheLayerMixin):
         """Shape of a buffer with one number a row."""
         return B, H, self.capacity
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif key_states.shape[0] != self.batch:
@@ -96,13 +100,13 @@ class BoundedLayer(CacheLayerMixin):
 
     @property
     def batch(self) -> int:
-        """Texts that are read side by side."""
+        """Batch size."""
         return self.positions.shape[0]
 
     # ---- new rows ------------------------------------------------------------------------------------------------
 
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
-        """Write new rows behind the newest one."""
+        """Write new rows after the newest one."""
         T = k.shape[2]
         self.put(slice(self.rows, self.rows + T), k, v, score_BHT, self._new_positions(T))
         self.count(T)
@@ -118,14 +122,14 @@ class BoundedLayer(CacheLayerMixin):
         self.keys[:, :, new], self.values[:, :, new] = k, v
 
     def _begin(self, new: slice | Tensor) -> None:
-        """Statistics of new rows. A number of Python's that is written at an index of the device is copied there, and the host
-        waits for it; so numbers of the device are written."""
+        """Zero the statistics of new rows. Writing a Python scalar through a device index copies it host-to-device and
+        synchronises, so device scalars are written."""
         self.stats[..., new] = self.stats.new_zeros(())
         if self.merges:
             self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
 
     def finish_block(self) -> None:
-        """After a block's attention and eviction: bring the new rows into the form in which they are kept."""
+        """Bring new rows into the form in which they are kept, after their block's attention and eviction."""
 
     def _new_positions(self, T: int) -> Tensor:
         return torch.arange(self.seen, self.seen + T, device=self.device, dtype=torch.int32)
@@ -145,6 +149,7 @@ class BoundedLayer(CacheLayerMixin):
             with torch.inference_mode(False):
                 self.queries = q_BQTD.new_zeros(B, Q, self.recent, D)
         T = q_BQTD.shape[2]
+        # The buffer [B, Q, recent, D] moves up by T; clone, since source and target overlap.
         if self.recent > T:
             self.queries[:, :, :-T] = self.queries[:, :, T:].clone()
         self.queries[:, :, -T:] = q_BQTD[:, :, -self.recent :]
@@ -175,6 +180,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def flat(self) -> VarlenRows:
         """The rows as they lie, of all heads together."""
+        # All heads end to end [B * H * capacity]: head (b, h) begins at its multiple of the capacity.
         B, H = self.positions.shape[:2]
         starts = self.capacity * torch.arange(B * H, device=self.device).view(B, H)
         lengths = torch.full_like(starts, self.rows)
@@ -182,7 +188,7 @@ class BoundedLayer(CacheLayerMixin):
             self._flat_rows(), self.positions.flatten(), self.stats.flatten(1), starts, lengths, self.rows
         )
 
-    def _flat_rows(self) -> Any:
+    def _flat_rows(self) -> tuple[Tensor, Tensor] | PackedRows:
         return self.keys.flatten(0, 2), self.values.flatten(0, 2)
 
     def head(self, name: str, b: int, h: int) -> Tensor:
@@ -208,7 +214,7 @@ class BoundedLayer(CacheLayerMixin):
         """Rows of every head, where heads differ."""
         return None
 
-    def kept(self) -> Any:
+    def kept(self) -> Tensor | list[list[Tensor]]:
         """Positions ``[B, H, rows]`` held now."""
         return self.positions[:, :, : self.rows].clone()
 
@@ -219,6 +225,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
+        # In place: row i moves to a row that is not above it, so order by age is kept.
         function("compact_rows", self.backend)(self._moving(), rows_of(stay_BHS, mean))
         self.rows = mean
         self.since_eviction = 0
@@ -230,12 +237,14 @@ class BoundedLayer(CacheLayerMixin):
     def drop_oldest(self, keep: int) -> None:
         """Keep the newest ``keep`` rows (layers with a window)."""
         if self.rows > keep:
+            # clone, since source and target overlap where more than half stays
             old, self.rows = self.rows, keep
             for rows in (self.keys, self.values, self.positions, self.scores):
                 rows[:, :, :keep] = rows[:, :, old - keep : old].clone()
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length)."""
+        # Doubling makes the copies of a whole text linear in its length.
         self.capacity = max(rows, 2 * self.capacity)
         for name in self.per_row:
             old = getattr(self, name)
@@ -295,5 +304,6 @@ class BoundedLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of the preallocated buffers and of what the score remembers."""
+        # Every tensor that the layer holds is a buffer, so none can be forgotten here.
         held = (*vars(self).values(), *self.state.values())
         return sum(int(value.nbytes) for value in held if isinstance(value, Tensor))
