@@ -200,9 +200,9 @@ class BoundedCache(Cache):
 
     def start_reread(self) -> None:
         """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
-        total = self.get_seq_length()
-        if total == self.schedule.prompt_length and self.needs_reread:
-            self.reread_positions = choose_passages(self.context, self.bounded, total)
+        total, reread = self.get_seq_length(), self.policy.reread
+        if reread is not None and total == self.schedule.prompt_length and self.needs_reread:
+            self.reread_positions = choose_passages(self.context, reread, self.bounded, total)
             self.last_hidden = None
 
     def prompt_positions(self, start: int, end: int) -> Sequence[int]:

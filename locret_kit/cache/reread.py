@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..policies.base import Policy
+from ..policies.base import Policy, Reread
 from .context import Context
 from .geometry.schedule import Schedule
 from .storage.rows import BoundedLayer
@@ -35,10 +35,10 @@ def check_reread(policy: Policy, schedule: Schedule) -> None:
         )
 
 
-def choose_passages(ctx: Context, layers: Sequence[BoundedLayer], total: int) -> list[int]:
+def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer], total: int) -> list[int]:
     """Positions in a prompt of ``total`` tokens that are read in its place, the tail's included. Every layer, which holds the
     first reading of the tail, is emptied; what it has seen then ends before those tokens."""
-    body, tail, reread = ctx.schedule.body or 0, ctx.schedule.tail, ctx.policy.reread
+    body, tail = ctx.schedule.body or 0, ctx.schedule.tail
     size = reread.size(min(budget for budget in ctx.budgets if budget), tail)
     score_P = torch.zeros(body, device=ctx.model.device)
     for layer, rows in enumerate(layers):

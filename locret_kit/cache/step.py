@@ -17,7 +17,7 @@ from torch import Tensor
 from locret_kernels.backend import function
 
 from ..backbones.rope import Rope, rotate
-from ..policies.base import Entry, Slots
+from ..policies.base import Entry, Merge, PrefillMask, Slots
 from .attention import attend_rows, attend_rows_lse
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
@@ -78,7 +78,7 @@ def read_block(
         flat = fixed.flat
     else:
         rows.append(k, v, score_BHT)
-        if q.shape[2] > 1 or not rows.reads_flat or _masked(ctx, rows):
+        if q.shape[2] > 1 or not rows.reads_flat or _mask(ctx, rows) is not None:
             return _attend_parts(ctx, layer, rows, q, q.shape[1] // k.shape[1])
         flat = rows.flat()
     # One token over all heads in one call: rows [N], heads at starts [B, H] with lengths [B, H].
@@ -130,8 +130,8 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
     """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, unless the policy's
     prefill mask hides some of them."""
     T, seen = q.shape[2], None
-    if _masked(ctx, rows):
-        seen = ctx.policy.prefill_mask.visible(part.keys.shape[2], rows.since_eviction)
+    if (mask := _mask(ctx, rows)) is not None:
+        seen = mask.visible(part.keys.shape[2], rows.since_eviction)
     keys, values = _picked(part.keys, seen), _picked(part.values, seen)
     n = keys.shape[2]
     if rope is not None:
@@ -157,11 +157,10 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
     return out
 
 
-def _masked(ctx: Context, rows: BoundedLayer) -> bool:
-    """Whether the policy's prefill mask holds for the tokens that this layer took last."""
-    if ctx.policy.prefill_mask is None or rows.window is not None or not rows.evictions:
-        return False
-    return rows.seen <= (ctx.schedule.body or 0)
+def _mask(ctx: Context, rows: BoundedLayer) -> PrefillMask | None:
+    """The policy's prefill mask, where it holds for the tokens that this layer took last."""
+    holds = rows.window is None and rows.evictions and rows.seen <= (ctx.schedule.body or 0)
+    return ctx.policy.prefill_mask if holds else None
 
 
 def _picked(rows: Tensor, seen: Sequence[slice] | None) -> Tensor:
@@ -219,18 +218,20 @@ def evict(
     # Counted and merged before rows move: positions and slots still belong together.
     counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
     if policy.merge is not None:
-        _merge(ctx, layer, rows, slots, scores_BHS, stay_BHS)
+        _merge(ctx, policy.merge, layer, rows, slots, scores_BHS, stay_BHS)
     rows.keep(stay_BHS, keep)
     counters.score_s += t1 - t0
     counters.select_s += t2 - t1
     counters.compact_s += time.perf_counter() - t2
 
 
-def _merge(ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
+def _merge(
+    ctx: Context, merger: Merge, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
+) -> None:
     """Fold the slots that go into those that stay, in place and one head at a time: beside the buffers there are never more
     than a head's rows in float32."""
     raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
-    rope, merger = ctx.rope(layer), ctx.policy.merge
+    rope = ctx.rope(layer)
     told_BHS = merger.told(ctx.policy, slots, scores_BHS, stay_BHS)
     B, H, S = stay_BHS.shape
     for b, h in product(range(B), range(H)):
@@ -246,6 +247,6 @@ def _merge(ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BH
         if not raw:
             folded = rotate(folded, *rope.tables(positions[at], exact))
         keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
-        if merger.remembers:
+        if merger.remembers and new.gained_R is not None:
             absorbed = rows.head("absorbed", b, h)
             absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
