@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import ast
+import runpy
 from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,13 +29,23 @@ def test_kernels_never_resolves_into_this_repository():
         assert not is_kernels_available()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_every_package_is_installed():
-    """The list in pyproject.toml, which setuptools cannot find by itself while it renames `recipes`."""
-    import tomllib
-
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    roots = ((ROOT, "locret_kit"), (ROOT / "kernels", "locret_kernels"))
-    files = [(base, file) for base, package in roots for file in (base / package).rglob("__init__.py")]
+def test_every_package_is_installed(monkeypatch):
+    with mock.patch("setuptools.setup") as setup:
+        monkeypatch.chdir(ROOT)
+        runpy.run_path("setup.py")
+    given = setup.call_args.kwargs
+    roots = {"locret_kit": ROOT, "locret_kernels": ROOT / "kernels"}
+    files = [(base, file) for package, base in roots.items() for file in (base / package).rglob("*.py")]
     found = {".".join(file.parent.relative_to(base).parts) for base, file in files}
-    assert sorted(listed) == sorted(found | {"locret_recipes"})
+    assert sorted(given["packages"]) == sorted(found | {"locret_recipes"}), "a folder lacks its __init__.py"
+    for package in given["packages"]:
+        top, *rest = package.split(".")
+        assert ROOT.joinpath(given["package_dir"].get(top, top), *rest, "__init__.py").exists()
+
+
+def test_kernels_imports_nothing_of_the_kit():
+    for file in (ROOT / "kernels").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in names if name.split(".")[0] == "locret_kit"], file
