@@ -16,12 +16,12 @@ import torch
 with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
     import triton.experimental.gluon  # noqa: F401  (imported at the first launch otherwise, and asks again)
 
-    from locret_kernels import backend, tiles
+    from locret_kernels import backend, common
 
-    KERNELS = {name: backend.function(name, "triton") for name in backend.FUNCTIONS}
-assert tiles.INTERPRETED, "a test imported the Triton kernels before tests/interpreted.py did"
+    KERNELS = {name: backend.function(name, "triton") for name in backend.functions()}
+assert common.INTERPRETED, "a test imported the Triton kernels before tests/interpreted.py did"
 
-REFERENCES = {name: backend.function(name, "reference") for name in backend.FUNCTIONS}
+REFERENCES = {name: backend.function(name, "reference") for name in backend.functions()}
 TOLERANCE = {
     torch.float32: dict(rtol=1e-5, atol=2e-5),
     torch.float16: dict(rtol=2e-3, atol=2e-3),

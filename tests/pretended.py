@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from interpreted import tiles
+from interpreted import common
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,7 +147,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_
 def card() -> Iterator[Card]:
     """The device, inside the block."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(tiles, "launch", _launch))
+        stack.enter_context(mock.patch.object(common, "launch", _launch))
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
         stack.enter_context(mock.patch.object(attention, "_lower_right_bias", _mask))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, poisoned
 
 from locret_kernels.column_stats import STATISTICS
-from locret_kernels.ragged_decode import PackedRows
+from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
 from locret_kit.cache.storage.packing import unpack
 from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
 
@@ -182,11 +182,11 @@ def test_packed_decode(group, D, blocks, share, bits):
     shift = 5  # where rows that are quantised stand above their rank
     place = (torch.arange(layer.capacity) + shift).repeat(B * H) if R else None
     angle = torch.arange(layer.capacity + shift)[:, None].double() * (0.3 ** torch.arange(R // 2).double()).repeat(2)
-    tables = dict(cos_SR=angle.cos().float(), sin_SR=angle.sin().float(), place_N=place) if R else {}
-    q = random(B, Q, D, seed=99)
+    turn = Rotation(angle.cos().float(), angle.sin().float(), place) if R else None
+    q, spans = random(B, Q, D, seed=99), Spans(starts, lengths, n)
     with poisoned():
-        mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, received=True, **tables)
-    theirs = REFERENCES["packed_decode"](q, rows, starts, lengths, 0.1, longest=n, received=True, **tables)
+        mine = KERNELS["packed_decode"](q, rows, spans, 0.1, turn, received=True)
+    theirs = REFERENCES["packed_decode"](q, rows, spans, 0.1, turn, received=True)
     k, v = dequantised(layer)
     if R:
         k = torch.cat((turned(k[..., :R], angle[shift : shift + n]), k[..., R:]), -1)
@@ -207,7 +207,7 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
     lengths, tails = torch.tensor([[first, n, 4]]), torch.tensor([[0, tail, 4]])
     q = random(1, 3, 64, seed=1)
     for functions in (KERNELS, REFERENCES):
-        mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), starts, lengths, 0.1, longest=n).out_BQD
+        mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), Spans(starts, lengths, n), 0.1).out_BQD
         for h, seen in enumerate((slice(0, first), slice(0, n), slice(first, first + 4))):
             oracle = attention(q[:, h : h + 1, None], k[:, h : h + 1, seen], v[:, h : h + 1, seen], 0.1)[0]
             close(mine[:, h], oracle[:, 0, 0].float())
@@ -223,9 +223,8 @@ def test_packed_decode_of_heads_that_share_a_table():
     shared = rows._replace(key_step_TMD=table[0], key_zero_TMD=table[1], group_N=group.int().flatten())
     q = random(B, 2 * H, D, seed=1)
     for functions in (KERNELS, REFERENCES):
-        own, theirs = (
-            functions["packed_decode"](q, r, starts, lengths, 0.1, longest=layer.rows) for r in (rows, shared)
-        )
+        spans = Spans(starts, lengths, layer.rows)
+        own, theirs = (functions["packed_decode"](q, r, spans, 0.1) for r in (rows, shared))
         assert torch.equal(own.out_BQD, theirs.out_BQD)
 
 
@@ -234,7 +233,7 @@ def test_packed_decode_in_half_precision(dtype):
     layer = stored(4, 1, 2, 64, (60, 20), dtype)
     rows, starts, lengths = packed(layer)
     q = random(1, 4, 64, seed=1, dtype=dtype)
-    mine = KERNELS["packed_decode"](q, rows, starts, lengths, 0.1, longest=layer.rows).out_BQD
+    mine = KERNELS["packed_decode"](q, rows, Spans(starts, lengths, layer.rows), 0.1).out_BQD
     oracle = attention(q[:, :, None], *dequantised(layer), 0.1)[0][:, :, 0]
     assert mine.dtype == dtype
     close(mine.float(), oracle.float(), dtype)
@@ -252,5 +251,5 @@ def test_what_packed_decode_refuses(change, message):
     layer = stored(4, 1, 2, 64, (40,))
     rows, starts, lengths = packed(layer)
     with pytest.raises(ValueError) as caught:
-        KERNELS["packed_decode"](random(1, 4, 64), change(rows), starts, lengths, 0.1, longest=layer.rows)
+        KERNELS["packed_decode"](random(1, 4, 64), change(rows), Spans(starts, lengths, layer.rows), 0.1)
     assert message in str(caught.value)

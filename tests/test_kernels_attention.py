@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import KERNELS, REFERENCES, close, poisoned
+from interpreted import KERNELS, REFERENCES, close, common, poisoned
 
 from locret_kernels.column_stats import STATISTICS
+from locret_kernels.ragged_decode import Rotation, Spans
 from locret_kit.cis import cis_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -110,6 +111,27 @@ def test_half_precision(dtype):
         close(a, b, dtype)
 
 
+def test_float16_as_a_card_computes_it(monkeypatch):
+    """Without the interpreter's turn to float32: products of float16, weights rounded to float16 before the values."""
+    monkeypatch.setattr(common, "UPCAST", False)
+    q, k = queries_and_keys(4, 2, 9, 300, 96, dtype=torch.float16)
+    v, spans = (
+        random(1, 2, 300, 96, seed=3, dtype=torch.float16),
+        Spans(torch.tensor([[0, 300]]), torch.full((1, 2), 300), 300),
+    )
+    flat = (k.reshape(-1, 96), v.reshape(-1, 96))
+    pos = torch.arange(291, 300)
+    calls = {
+        "attend": (q, k, v, 0.2), "window_attention": (q, k, 0.2), "column_max": (q, k, pos, 0.2),
+        "ragged_decode": (q[:, :, 0].contiguous(), flat, spans, 0.2, tables_of(300, 96)),
+    }  # fmt: skip
+    for name, arguments in calls.items():
+        mine, theirs = (functions[name](*arguments) for functions in (KERNELS, REFERENCES))
+        for a, b in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (mine, theirs)), strict=True):
+            if b is not None:
+                close(a.float(), b.float(), torch.float16)
+
+
 # ---- the CIS target ----------------------------------------------------------------------------------------------
 
 
@@ -139,6 +161,15 @@ def test_slots_that_no_query_sees():
 
 
 @pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+def test_a_query_that_sees_no_slot(functions):
+    """It counts for no slot; the others' log-probabilities stay."""
+    q, k = queries_and_keys(2, 1, 2, 9, 64)
+    out = functions["column_max"](q, k, torch.tensor([-1, 3]), 0.2, log_prob=True)
+    close(out, REFERENCES["column_max"](q[:, :, 1:], k, torch.tensor([3]), 0.2, log_prob=True))
+    assert out[..., :4].isfinite().all() and (out[..., 4:] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 def test_no_query(functions):
     q, k = queries_and_keys(2, 1, 0, 9, 64)
     with pytest.raises(ValueError, match="q: 0 answer queries must be at least 1"):
@@ -158,7 +189,7 @@ def turned_by_hand(k, place, R):
 
 def tables_of(places, R):
     angle = torch.arange(places)[:, None].double() * (0.3 ** torch.arange(R // 2).double()).repeat(2)
-    return dict(cos_SR=angle.cos().float(), sin_SR=angle.sin().float())
+    return Rotation(angle.cos().float(), angle.sin().float())
 
 
 @pytest.mark.parametrize("share", [0, 1, 0.75], ids=["still", "rotated", "partly rotated"])
@@ -176,12 +207,12 @@ def test_ragged_decode(lengths, D, group, share):
     for seed, (start, rows) in enumerate(zip(starts.flatten().tolist(), lengths.flatten().tolist(), strict=True)):
         keys[start : start + rows] = random(rows, D, seed=10 + seed)
         values[start : start + rows] = random(rows, D, seed=20 + seed)
-    tables = tables_of(longest, R) if R else {}
-    arguments = (random(2, Q, D), keys, values, starts, lengths, 0.2)
+    turn = tables_of(longest, R) if R else None
+    arguments = (random(2, Q, D), (keys, values), Spans(starts, lengths, longest), 0.2, turn)
     with poisoned():
-        mine = KERNELS["ragged_decode"](*arguments, longest=longest, received=True, **tables)
-        alone = KERNELS["ragged_decode"](*arguments, longest=longest, **tables)
-    theirs = REFERENCES["ragged_decode"](*arguments, longest=longest, received=True, **tables)
+        mine = KERNELS["ragged_decode"](*arguments, received=True)
+        alone = KERNELS["ragged_decode"](*arguments)
+    theirs = REFERENCES["ragged_decode"](*arguments, received=True)
     close(mine.out_BQD, theirs.out_BQD)
     close(mine.received_BHS, theirs.received_BHS)
     assert torch.equal(alone.out_BQD, mine.out_BQD) and alone.received_BHS is None
@@ -199,9 +230,8 @@ def test_rows_are_rotated_by_a_place_above_their_rank():
     starts, lengths = torch.tensor([[0, 24]]), torch.tensor([[20, 36]])
     place = torch.randint(-30, 50, (60,), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
     for functions in (KERNELS, REFERENCES):
-        mine = functions["ragged_decode"](
-            q, keys, values, starts, lengths, 0.2, longest=36, place_N=place, **tables_of(50, 64)
-        )
+        turn = tables_of(50, 64)._replace(place_N=place)
+        mine = functions["ragged_decode"](q, (keys, values), Spans(starts, lengths, 36), 0.2, turn)
         for h, (start, rows) in enumerate(((0, 20), (24, 36))):
             own = slice(start, start + rows)
             k = turned_by_hand(keys[own].double(), torch.maximum(torch.arange(rows), place[own]), 64)
@@ -209,13 +239,38 @@ def test_rows_are_rotated_by_a_place_above_their_rank():
             close(mine.out_BQD[0, 2 * h : 2 * h + 2], oracle.float())
 
 
-def test_places_without_tables():
-    rows = torch.zeros(4, 64)
-    one = torch.ones(1, 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="place_N is of keys that are rotated: give cos and sin too"):
-        KERNELS["ragged_decode"](
-            random(1, 1, 64), rows, rows, one, one, 1.0, longest=4, place_N=torch.zeros(4, dtype=torch.int32)
-        )
+FUNCTIONS = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("longest", [30, 700], ids=["one split", "several splits"])
+def test_a_head_without_rows(functions, longest):
+    """Its output is 0 and nothing receives attention; it may start after the last row. The other head is as without it."""
+    keys, values = random(longest, 64, seed=1), random(longest, 64, seed=2)
+    starts, lengths = torch.tensor([[0, longest]]), torch.tensor([[longest, 0]])
+    with poisoned():
+        q = random(1, 4, 64)
+        spans = Spans(starts, lengths, longest)
+        mine = functions["ragged_decode"](q, (keys, values), spans, 0.2, tables_of(longest, 64), received=True)
+        alone = Spans(starts[:, :1], lengths[:, :1], longest)
+        other = functions["ragged_decode"](q[:, :2], (keys, values), alone, 0.2, tables_of(longest, 64), received=True)
+    assert not mine.out_BQD[:, 2:].any() and not mine.received_BHS[:, 1].any()
+    close(mine.out_BQD[:, :2], other.out_BQD)
+    close(mine.received_BHS[:, :1], other.received_BHS)
+
+
+def test_rows_of_many_heads_may_be_over_2_to_the_31_elements(monkeypatch):
+    """Offsets of heads are 64-bit, so the rows of one head alone are bounded. Meta tensors: nothing is allocated."""
+    launched = []
+    monkeypatch.setattr(common, "launch", lambda kernel, *rest, **options: launched.append(kernel))
+    B, H, S, D = 4, 32, 131072, 128
+    rows, q = torch.empty(B * H * S, D, device="meta"), torch.empty(B, H, D, device="meta")
+    starts = torch.empty(B, H, dtype=torch.int64, device="meta")
+    assert rows.numel() >= 2**31
+    KERNELS["ragged_decode"](q, (rows, rows), Spans(starts, starts, S), 0.1)
+    assert launched
+    with pytest.raises(ValueError, match=f"keys spans {2**31} elements per head, which must be below 2"):
+        KERNELS["ragged_decode"](q, (rows, rows), Spans(starts, starts, 2**24), 0.1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import tiles
+from interpreted import common
 from scripts_loaded import load_script
 
 bench = load_script("kernels/benchmarks/bench.py")
@@ -14,26 +14,21 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def cases():
     """Every operation at sizes for the interpreter, with what its kernel and its reference return."""
-    assert tiles.INTERPRETED
+    assert common.INTERPRETED
     torch.manual_seed(0)
     found = []
     for case in bench.cases("tiny", bench.TINY, CPU):
-        runs = case.checked or case.runs
-        found.append((case, runs["triton"](), runs["reference"]()))
+        found.append((case, bench.outputs(case, "triton"), bench.outputs(case, "reference")))
     return found
-
-
-def listed(result) -> list[torch.Tensor | None]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def test_every_operation_passes(cases):
     from locret_kernels import backend
 
     for case, mine, theirs in cases:
-        bench.agree(mine, theirs, case.operation, exact=case.exact)
+        bench.agree(mine, theirs, case.operation, exact=bool(case.state))
     timed = {case.function for case, *_ in cases}
-    assert timed == set(backend.FUNCTIONS)
+    assert timed == set(backend.functions())
 
 
 @pytest.mark.parametrize(
@@ -50,17 +45,17 @@ def test_no_spoilt_result_passes(cases, spoil, request):
     """One element that is wrong shows wherever it is large beside the bound; the smallest may be lost in the noise."""
     one = "one element" in request.node.name
     for case, mine, theirs in cases:
-        for i, (a, b) in enumerate(zip(listed(mine), listed(theirs), strict=True)):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if a is None:
                 continue
             spoilt = spoil(a)
-            if one and b.is_floating_point() and not case.exact:
+            if one and b.is_floating_point() and not case.state:
                 size = b.double()[b.isfinite()].square().mean().sqrt()
                 if (spoilt.double() - b).abs().nan_to_num().max() < 0.2 * size:
                     continue
-            outputs = [*listed(mine)[:i], spoilt, *listed(mine)[i + 1 :]]
+            outputs = [*mine[:i], spoilt, *mine[i + 1 :]]
             with pytest.raises(bench.Disagreement, match="disagrees with its reference"):
-                bench.agree(outputs, listed(theirs), case.operation, exact=case.exact)
+                bench.agree(outputs, theirs, case.operation, exact=bool(case.state))
 
 
 SMALL = 1e-4 * torch.randn(4, 500, generator=torch.Generator().manual_seed(0))
@@ -92,24 +87,24 @@ def test_one_wrong_block_of_many_rows():
     spoilt = large.clone()
     spoilt[1000:1016] = 0
     with pytest.raises(bench.Disagreement, match="largest error is"):
-        bench.agree(spoilt, large, "x")
+        bench.agree([spoilt], [large], "x")
 
 
 def test_what_rounding_may_do():
     bench.agree([SMALL.bfloat16(), None], [SMALL, None], "x")
     infinite = torch.tensor([float("-inf"), 1.0, 2.0])
-    bench.agree(infinite, infinite.clone(), "x")
+    bench.agree([infinite], [infinite.clone()], "x")
 
 
 def test_a_tree_without_git_can_say_its_commit(monkeypatch):
     monkeypatch.setenv("LOCRET_COMMIT", "abc1234")
-    assert bench.provenance(CPU)["commit"] == "abc1234"
+    assert bench.origin(CPU)["commit"] == "abc1234"
 
 
 def test_rows_are_of_one_device(tmp_path):
-    where = bench.provenance(CPU)
+    where = bench.origin(CPU)
     case = next(bench.ceilings(CPU))
-    row = bench.measure(case, case.runs["torch"], "torch", 1, where, CPU)
+    row = bench.measure(case, "torch", 1, where, CPU)
     assert row.device == "cpu" and row.p20_ms <= row.p50_ms <= row.p80_ms and row.tflops > 0
     path = tmp_path / "new" / "rows.csv"
     bench.append(path, row)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreted import tiles
+from interpreted import common
 from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -58,7 +58,7 @@ def run(
     ],
 )
 def test_backends_agree(model, policy, bits, kernel, positions):
-    assert tiles.INTERPRETED
+    assert common.INTERPRETED
     with mock.patch.object(decoding, "function", wraps=decoding.function) as used:
         mine, theirs = (run(model, policy, bits, backend, positions) for backend in ("triton", "reference"))
     calls = [call.args for call in used.call_args_list]

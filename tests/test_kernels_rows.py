@@ -1,4 +1,4 @@
-"""The head's score, selection and compaction: Triton (interpreted) against the references, those against plain Python."""
+"""Compaction and rotation of rows, and the choice of a backend: Triton (interpreted) against the references and plain torch."""
 
 from __future__ import annotations
 
@@ -8,86 +8,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, poisoned
 
 from locret_kernels import backend
-from locret_kit.heads import HeadsConfig, RetainingHead
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-FEW = settings(max_examples=12)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-# ---- the head --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize(
-    ("Q", "H", "D", "T", "R"), [(4, 2, 64, 7, 24), (3, 3, 96, 70, 65), (3, 1, 128, 1, 16), (2, 1, 256, 5, 130)]
-)
-def test_score_head(Q, H, D, T, R, activation):
-    torch.manual_seed(0)
-    head = RetainingHead(HeadsConfig("x", "llama", 1, Q, H, D, activation, R))
-    q, k, v = random(2, Q, T, D, seed=1), random(2, H, T, D, seed=2), random(2, H, T, D, seed=3)
-    with poisoned(), torch.no_grad():
-        mine = KERNELS["score_head"](q, k, v, head.fc1.weight, head.fc2.weight, activation=activation)
-        theirs = REFERENCES["score_head"](q, k, v, head.fc1.weight, head.fc2.weight, activation=activation)
-        close(mine, theirs)
-        close(mine, head(q, k, v))
-
-
-@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
-def test_an_activation_that_is_not_there(functions):
-    x = torch.zeros(1, 1, 2, 64)
-    with pytest.raises(ValueError, match="activation='relu' must be one of: silu, gelu_pytorch_tanh"):
-        functions["score_head"](x, x, x, torch.zeros(16, 192), torch.zeros(1, 16), activation="relu")
-
-
-# ---- selection ---------------------------------------------------------------------------------------------------------
-
-
-def by_hand(scores: list[float], protected: list[bool], keep: int) -> list[int]:
-    """Protected rows are all worth the same; of equal rows the newer stays."""
-    worth = [float("inf") if p else x for x, p in zip(scores, protected, strict=True)]
-    return sorted(sorted(range(len(worth)), key=lambda s: (worth[s], s))[-keep:])
-
-
-@FEW
-@given(
-    S=st.integers(1, 70), share=st.floats(0, 1), seed=st.integers(0, 99), levels=st.sampled_from([1, 3, 1000]),
-    guarded=st.sampled_from([0.0, 0.2, 0.9]),
-)  # fmt: skip
-def test_select_rows(S, share, seed, levels, guarded):
-    keep = max(1, round(share * S))
-    score = random(1, 2, S, seed=seed).mul(levels).round().div(levels)
-    score[random(1, 2, S, seed=seed + 1) > 1.5] = float("-inf")
-    score[random(1, 2, S, seed=seed + 2) > 1.5] = -0.0
-    protected = torch.rand(1, 2, S, generator=torch.Generator().manual_seed(seed)) < guarded
-    expected = [by_hand(score[0, h].tolist(), protected[0, h].tolist(), keep) for h in range(2)]
-    assert REFERENCES["select_rows"](score, protected, keep)[0].tolist() == expected
-    with poisoned():
-        assert KERNELS["select_rows"](score, protected, keep)[0].tolist() == expected
-
-
-def test_selection_over_several_blocks():
-    """More rows than one block of the kernel, most of them equal."""
-    score = random(1, 1, 9000).mul(2).round()
-    protected = torch.arange(9000) >= 8990
-    theirs = REFERENCES["select_rows"](score, protected.expand_as(score), 5000)
-    assert torch.equal(KERNELS["select_rows"](score, protected.expand_as(score), 5000), theirs)
-
-
-@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
-@pytest.mark.parametrize("keep", [0, 6])
-def test_keep_out_of_bounds(functions, keep):
-    with pytest.raises(ValueError, match=f"keep={keep} must be at least 1 and at most the 5 rows there are"):
-        functions["select_rows"](torch.zeros(1, 1, 5), torch.zeros(1, 1, 5, dtype=torch.bool), keep)
 
 
 # ---- compaction --------------------------------------------------------------------------------------------------------
@@ -116,7 +45,7 @@ def test_compact_rows(functions, S, K, D):
 def test_unknown_names():
     with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
         backend.function("column_max", "cuda")
-    with pytest.raises(ValueError, match="function='softmax' must be one of: attend, column_stats"):
+    with pytest.raises(ValueError, match="function='softmax' must be one of: attend, column_max, column_stats"):
         backend.function("softmax", "reference")
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from locret_kernels.provenance import commit
 from locret_kit import HeadsConfig, RetainingHeads
 from locret_kit.runtime import provenance
-from locret_kit.runtime.provenance import commit, weights_hash
+from locret_kit.runtime.provenance import weights_hash
 
 CONFIG = HeadsConfig("lab/tiny", "llama", 3, 4, 2, 8, "silu", 16)
 
@@ -72,7 +73,7 @@ def test_there_need_not_be_a_commit(monkeypatch, tmp_path):
 
     commit.cache_clear()
     (tmp_path / ".git").mkdir()
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance.origin, "ROOT", tmp_path)
     monkeypatch.setattr(subprocess, "run", no_git)
     assert provenance.versions().keys() == {"python", "torch", "transformers", "locret_kit"}
     made = provenance.provenance("lab/tiny", None, "", None, None)

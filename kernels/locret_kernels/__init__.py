@@ -1,2 +1,5 @@
-"""Fused operations, one folder each: ``reference.py`` (torch, float32 inside, the definition) beside ``triton.py``, same
-signatures. ``locret_kernels.backend.function(name, backend)`` picks one; nothing here falls back silently."""
+"""Fused operations for a bounded cache, one folder each.
+
+``reference.py`` is the definition, in torch; ``triton.py`` has the same functions with the same signatures.
+``locret_kernels.backend.function(name, backend)`` picks one and never falls back silently.
+"""

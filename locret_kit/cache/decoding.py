@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 from locret_kernels.column_stats.reference import MARGIN
-from locret_kernels.ragged_decode import PackedRows
+from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
 
 from ..backbones.rope import rotate
 
@@ -64,18 +64,16 @@ def decode_rows(
 ) -> Tensor:
     """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already; slots gain its
     ``statistics``. With ``turn`` the query comes before RoPE, as the keys are."""
-    q_BQD, form = q_BQ1D.squeeze(2), {}  # one token: no axis of its own
+    q_BQD, rotation = q_BQ1D.squeeze(2), None  # one token: no axis of its own
     if turn is not None:
         newest_BH, place_N = turn.places(flat)
         G = q_BQD.shape[1] // newest_BH.shape[1]
         at_BQ = newest_BH.repeat_interleave(G, 1)
         q_BQD = rotate(q_BQD, turn.cos_SR[at_BQ], turn.sin_SR[at_BQ])
-        form = dict(cos_SR=turn.cos_SR, sin_SR=turn.sin_SR, place_N=place_N)
-    packed = isinstance(flat.rows, PackedRows)
-    decoded = function("packed_decode" if packed else "ragged_decode", backend)(
-        q_BQD, *((flat.rows,) if packed else flat.rows), flat.starts_BH, flat.lengths_BH, scaling,
-        longest=flat.longest, received=bool(statistics), **form,
-    )  # fmt: skip
+        rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
+    decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
+    spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
+    decoded = decode(q_BQD, flat.rows, spans, scaling, rotation, received=bool(statistics))
     if statistics:
         _accumulate_statistics(flat, decoded.received_BHS, statistics)
     return decoded.out_BQD.unsqueeze(2)

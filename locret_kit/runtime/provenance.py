@@ -1,27 +1,23 @@
-"""Where a figure comes from: the backbone, the heads with a hash of their weights, the kit with its commit."""
+"""Origin of a report or a row: the backbone, the heads with a hash of their weights, the kit with its commit."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
-import subprocess
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
+
+from locret_kernels import provenance as origin
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def provenance(
     model: str, heads: str | None, heads_hash: str, adapter: str | None, backend: str | None
-) -> dict[str, Any]:
-    """What a report or a row says of its origin.
+) -> dict[str, object]:
+    """Origin that a report or a row states.
 
     Args:
         model: the backbone as it was named. heads: the checkpoint as it was named; None without heads.
@@ -48,36 +44,7 @@ def weights_hash(heads: RetainingHeads) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of python, torch, transformers and locret_kit; of a checkout also its commit."""
-    from .. import __version__
-
-    found = {
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "locret_kit": __version__,
-    }  # fmt: skip
-    here = commit(ROOT)
+    """Versions of python, torch, transformers and locret_kit; of a checkout also its commit."""
+    found = {"python": platform.python_version(), **origin.versions("torch", "transformers", "locret_kit")}
+    here = origin.commit(origin.ROOT)
     return {**found, "commit": here} if here else found
-
-
-@lru_cache(maxsize=1)
-def commit(root: Path) -> str | None:
-    """The commit that is checked out in ``root``, with ``-dirty`` where files differ from it; None where it is no checkout
-    of its own."""
-    if not (root / ".git").exists():
-        return None
-    command = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--exclude=*",
-        "--abbrev=12",
-    ]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return said.stdout.strip() or None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from locret_kernels.provenance import peak_memory
+
 from ..backbones.weight_bits import precision_of
-from ..peak import peak_memory
 from ..settings import Resolved
 from .provenance import versions
 

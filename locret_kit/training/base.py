@@ -11,8 +11,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from locret_kernels.provenance import peak_memory
+
 from ..backbones.intercept import attach
-from ..peak import peak_memory
 from .board import flat
 from .strategy import finish_gradients
 

@@ -1,4 +1,4 @@
-"""The largest logit of each slot over answer queries and group: the definition, in torch.
+"""Largest logit of each slot over answer queries and group: the definition, in torch.
 
 Source: Locret, section 3.3 (``log_prob=False``); the log-probability is this project's.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bounds import check_some
+from ..checks import check_some
 
 TILE = 64
-"""Queries at a time."""
+"""Queries at a time, so that ``[Q, TILE, S]`` logits exist and not all of them."""
 
 
 def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, *, log_prob: bool = False) -> Tensor:
-    """``[B, H, S]`` (float32): the maximum over queries and group of the scaled logit, minus the log-sum-exp of the query's
-    row with ``log_prob``. Query ``t`` sees the slots up to ``q_pos_T[t]``; ``-inf`` where none sees a slot.
+    """Maximum ``[B, H, S]`` (float32) over queries and group of the scaled logit, or with ``log_prob`` of the logit minus the
+    log-sum-exp of the query's row. Query ``t`` sees the slots up to ``q_pos_T[t]``; ``-inf`` where none sees a slot.
 
     Args:
         q_BQTD: queries and keys after RoPE; slot ``s`` is at position ``s``.
@@ -27,15 +27,16 @@ def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, 
     B, Q, T, D = q_BQTD.shape
     H, S = k_BHSD.shape[1:3]
     check_some("q", T, "answer queries")
-    k = k_BHSD.float().transpose(-1, -2)
+    k = k_BHSD.float().transpose(-1, -2)  # [B, H, D, S]
     best_BHS = torch.full((B, H, S), float("-inf"), device=q_BQTD.device)
     for start in range(0, T, TILE):
         part = slice(start, start + TILE)
-        q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling
-        logits = (q @ k).view(B, H, Q // H, -1, S)
+        q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling  # [B, H, G * t, D]
+        logits = (q @ k).view(B, H, Q // H, -1, S)  # [B, H, G, t, S]
         future_TS = torch.arange(S, device=q.device) > q_pos_T[part, None]
         logits = logits.masked_fill_(future_TS, float("-inf"))
         if log_prob:
-            logits -= logits.logsumexp(-1, keepdim=True)
+            lse = logits.logsumexp(-1, keepdim=True)  # [B, H, G, t, 1]
+            logits -= lse.masked_fill_(lse.isneginf(), 0.0)  # a query that sees no slot: -inf - -inf is NaN
         best_BHS = torch.maximum(best_BHS, logits.amax((2, 3)))
     return best_BHS

@@ -1,7 +1,6 @@
 """Column statistics as Triton kernels; ``reference.py`` defines them.
 
-A program owns a block of slots: it holds their keys and walks over the queries that can see them, so each statistic is a
-plain sum in registers, without atomics, and repeats exactly.
+A program of ``_column_stats`` owns a block of slots: it holds their keys and walks over the queries that can see them.
 """
 
 from __future__ import annotations
@@ -10,10 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
-from .. import tiles
-from ..bounds import check_queries
-from ..tiles import cdiv, check_heads, dot_rows, head_blocks, load_rows
+from .. import common
+from ..checks import check_queries
+from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows
+from ..split_merge import split_rows
 from .reference import MARGIN, STATISTICS, ColumnStats
 
 
@@ -22,40 +23,41 @@ def _column_stats(
     q, k, lse, out_sum, out_square, out_above, out_last, scale, margin,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    SUM: tl.constexpr, SQUARE: tl.constexpr, ABOVE: tl.constexpr, LAST: tl.constexpr, UPCAST: tl.constexpr,
+    SUM: tl.constexpr, SQUARE: tl.constexpr, ABOVE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    LOG2: tl.constexpr = 1.4426950408889634  # log2(e)
+    """Program axes: blocks of slots (BS of them), key/value heads of all batches; queries are read BT at a time."""
     first_slot = tl.program_id(0) * BLOCK_S
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
-    slots = first_slot + tl.arange(0, BLOCK_S)
+    slots = first_slot + tl.arange(0, BLOCK_S)  # [BS]
     there = slots < S
     keys = k + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
-    k0, k1 = load_rows(keys, slots, there, stride_ks, D0, D1, UPCAST)
+    k0, k1 = load_rows(keys, slots, there, stride_ks, D0, D1)  # [BS, D0], [BS, D1]
     zero = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     queries = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * G * stride_qh
+    # Each statistic is a sum over the queries so far, in registers: no atomics, so runs repeat exactly.
     total = tl.zeros([BLOCK_S], tl.float32)
     square = tl.zeros([BLOCK_S], tl.float32)
     above = tl.zeros([BLOCK_S], tl.float32)
     last = tl.zeros([BLOCK_S], tl.float32)
     first = tl.maximum(first_slot - (S - T), 0) // BLOCK_T * BLOCK_T  # earlier queries see none of these slots
     for t in range(first, T, BLOCK_T):
-        rows = t + tl.arange(0, BLOCK_T)
+        rows = t + tl.arange(0, BLOCK_T)  # [BT]
         alive = rows < T
-        a = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+        a = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)  # attention, summed over the group
         for g in range(G):
-            q0, q1 = load_rows(queries + g * stride_qh, rows, alive, stride_qt, D0, D1, UPCAST)
-            norm = tl.load(lse + ((b * H + h) * G + g) * T + rows, mask=alive, other=float("inf"))
-            a += tl.exp2(dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2) - (norm * LOG2)[:, None])
-        seen = rows + (S - T + 1)
-        a = tl.where((slots[None, :] < seen[:, None]) & alive[:, None], a * (1.0 / G), 0.0)
+            q0, q1 = load_rows(queries + g * stride_qh, rows, alive, stride_qt, D0, D1)  # [BT, D0], [BT, D1]
+            norm = tl.load(lse + ((b * H + h) * G + g) * T + rows, mask=alive, other=float("inf"))  # [BT]
+            a += tl.exp2(dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2E) - (norm * LOG2E)[:, None])
+        seen = rows + (S - T + 1)  # [BT]: slots that each query sees
+        a = tl.where((slots[None, :] < seen[:, None]) & alive[:, None], a * (1.0 / G), 0.0)  # [BT, BS]
         if SUM:
-            total += tl.sum(a, 0)
+            total += tl.sum(a, 0)  # [BS]
         if SQUARE:
-            square += tl.sum(a * a, 0)
+            square += tl.sum(a * a, 0)  # [BS]
         if ABOVE:
-            above += tl.sum(tl.where(a * seen[:, None] > margin, 1.0, 0.0), 0)
+            above += tl.sum(tl.where(a * seen[:, None] > margin, 1.0, 0.0), 0)  # [BS]
         if LAST:
-            last += tl.sum(tl.where(rows[:, None] == T - 1, a, 0.0), 0)
+            last += tl.sum(tl.where(rows[:, None] == T - 1, a, 0.0), 0)  # [BS]
     at = tl.program_id(1).to(tl.int64) * S + slots
     if SUM:
         tl.store(out_sum + at, total, mask=there)
@@ -71,34 +73,35 @@ def _column_stats(
 def _log_sum_exp(
     q, k, pos, out, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S, per_split,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_POS: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_POS: tl.constexpr,
 ):  # fmt: skip
-    LOG2: tl.constexpr = 1.4426950408889634  # log2(e)
+    """Program axes: blocks of queries (BT of them), query heads of all batches, splits of the slots (read BS at a time)."""
     b, head = tl.program_id(1) // (H * G), tl.program_id(1) % (H * G)
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BT]
     alive = rows < T
-    q0, q1 = load_rows(
-        q + b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh, rows, alive, stride_qt, D0, D1, UPCAST
+    q0, q1 = load_rows(  # [BT, D0], [BT, D1]
+        q + b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh, rows, alive, stride_qt, D0, D1
     )
     keys = k + b.to(tl.int64) * stride_kb + (head // G).to(tl.int64) * stride_kh
     zero = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-    seen = rows + (S - T + 1)
+    seen = rows + (S - T + 1)  # [BT]: slots that each query sees
     if HAS_POS:
         seen = tl.load(pos + rows, mask=alive, other=0).to(tl.int32) + 1
+    # Online softmax: `total` is the sum over the slots so far, scaled by 2**-top; `top` is their largest logit.
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     begin = tl.program_id(2) * per_split
     end = tl.minimum(tl.minimum(begin + per_split, S), tl.max(tl.where(alive, seen, 0), 0))
     for s in range(begin, end, BLOCK_S):
-        slots = s + tl.arange(0, BLOCK_S)
-        k0, k1 = load_rows(keys, slots, slots < S, stride_ks, D0, D1, UPCAST)
-        x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2)
+        slots = s + tl.arange(0, BLOCK_S)  # [BS]
+        k0, k1 = load_rows(keys, slots, slots < S, stride_ks, D0, D1)  # [BS, D0], [BS, D1]
+        x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2E)  # [BT, BS]: logits to base 2
         x = tl.where((slots[None, :] < seen[:, None]) & (slots < end)[None, :], x, float("-inf"))
-        new = tl.maximum(top, tl.max(x, 1))
-        shift = tl.where(new == float("-inf"), 0.0, new)
+        new = tl.maximum(top, tl.max(x, 1))  # [BT]
+        shift = tl.where(new == float("-inf"), 0.0, new)  # a query that has seen nothing yet: -inf - -inf is NaN
         total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[:, None]), 1)
         top = new
-    part = tl.where(total > 0.0, (top + tl.log2(tl.where(total > 0.0, total, 1.0))) / LOG2, float("-inf"))
+    part = tl.where(total > 0.0, (top + tl.log2(tl.where(total > 0.0, total, 1.0))) / LOG2E, float("-inf"))
     at = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * T + rows
     tl.store(out + at, part, mask=alive)
 
@@ -111,16 +114,16 @@ def column_stats(
         raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
     check_queries(q_BQTD, k_BHSD)
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
-    tiles.check(lse=lse_BQT)
+    check(lse=lse_BQT)
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     lse = lse_BQT.contiguous()
     names = ("sum", "square", "above", "last")
     out = {name: torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device) for name in names if name in want}
     block_t, block_s = (64, 128) if D < 256 else (32, 64)
-    tiles.launch(
+    common.launch(
         _column_stats, (cdiv(S, block_s), B * H), q_BQTD, k_BHSD, lse, *(out.get(name, lse) for name in names),
         scaling, 1.0 + MARGIN, *q_BQTD.stride()[:3], *k_BHSD.stride()[:3], H, T, S,
-        G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s, UPCAST=tiles.INTERPRETED,
+        G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s,
         **{name.upper(): name in want for name in names}, num_warps=8, num_stages=2,
     )  # fmt: skip
     return ColumnStats(**out)
@@ -133,23 +136,20 @@ def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
 
 
 def norms(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor | None) -> Tensor:
-    """``log_sum_exp``, or with ``q_pos_T`` that over the slots up to ``q_pos_T[t]`` for query ``t``.
+    """Log-sum-exp ``[B, Q, T]`` of each query over the slots it sees, or with ``q_pos_T`` over the slots up to ``q_pos_T[t]``.
 
-    Few queries are spread over the card by splitting the slots; the parts are joined afterwards.
+    Few queries are spread over the card by splitting the slots; the parts are merged afterwards.
     """
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     block_t, block_s = (64, 64) if D < 256 else (32, 64)
-    programs = cdiv(T, block_t) * B * H * G
-    splits = max(1, min(cdiv(S, 4 * block_s), cdiv(512, programs)))
-    per_split = cdiv(cdiv(S, splits), block_s) * block_s
-    splits = cdiv(S, per_split)
+    splits, per_split = split_rows(S, block_s, cdiv(T, block_t) * B * H * G)
     parts = torch.empty(splits, B, H * G, T, dtype=torch.float32, device=q_BQTD.device)
-    tiles.launch(
+    common.launch(
         _log_sum_exp, (cdiv(T, block_t), B * H * G, splits), q_BQTD, k_BHSD,
         parts if q_pos_T is None else q_pos_T, parts, scaling, *q_BQTD.stride()[:3], *k_BHSD.stride()[:3],
         H, T, S, per_split, G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s, HAS_POS=q_pos_T is not None,
-        UPCAST=tiles.INTERPRETED, num_warps=4, num_stages=2,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts[0] if splits == 1 else parts.logsumexp(0)
 

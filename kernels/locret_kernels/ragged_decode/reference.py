@@ -8,34 +8,56 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bounds import check_some
-from ..spread import hadamard
+from ..checks import check_some
+from ..hadamard import hadamard
+
+
+class Spans(NamedTuple):
+    """Where the rows of each head lie among the ``N`` rows of all heads."""
+
+    starts_BH: Tensor
+    """Integer: first row of each head, ``B * H`` heads in all."""
+    lengths_BH: Tensor
+    """Integer: number of rows of each head; the output of a head without rows is 0."""
+    longest: int
+    """At least the longest length. A host integer, so that nothing waits for the device."""
+
+
+class Rotation(NamedTuple):
+    """Rotary embedding of the first ``R`` columns of keys (halves convention); queries come rotated."""
+
+    cos_SR: Tensor
+    sin_SR: Tensor
+    place_N: Tensor | None = None
+    """Integer: a row is rotated to its rank within its head, or to this place where it is higher."""
+
+
+FullRows = tuple[Tensor, Tensor]
+"""Keys and values ``[N, D]`` of all heads, one head's rows after another's; a uniform cache is a view of this form."""
 
 
 class PackedRows(NamedTuple):
-    """Keys and values of all heads in 4 or 2 bits, flat as ``ragged_decode`` takes them: ``N`` rows, one stretch after
-    another. A head's newest rows, its tail, are held as they came beside the codes.
+    """Keys and values of all heads in 4 or 2 bits: ``N`` rows, one head's after another's. The newest rows of a head, its
+    tail, are held in full beside the codes.
 
-    A number is ``zero + code * step``; of the codes in a byte the first has the lowest bits. Keys have a step and a zero
-    point a channel for a group of rows, values have theirs for a group of channels of each row (KIVI, arXiv 2402.02750) and are
-    stored rotated (``spread.hadamard``).
-    ``P`` is heads of all batches, ``B * H``.
+    A number is ``zero + code * step``; of the codes in a byte the first has the lowest bits. Keys have a step and a zero point
+    per channel for a group of rows, values per row for a group of channels (KIVI, arXiv 2402.02750). Values are stored rotated
+    (``hadamard.py``). ``P`` counts the heads of all batches, ``B * H``.
     """
 
     key_codes_NX: Tensor
-    """uint8 ``[N, D * bits / 8]``, and so are the values'."""
+    """uint8 ``[N, D * bits / 8]``, as the values'."""
     value_codes_NX: Tensor
     group_N: Tensor
-    """Integer: a row's key group, counted in its table. Of rows in a tail it may be anything."""
+    """Integer: a row's key group, as an index into its table. Anything for rows of a tail."""
     key_step_TMD: Tensor
-    """float16, of the ``M`` groups of each table, and so is the zero point; ``P / T`` heads that follow one another share a
-    table."""
+    """float16, for the ``M`` groups of each table, as the zero point; ``P / T`` consecutive heads share a table."""
     key_zero_TMD: Tensor
     value_step_NC: Tensor
-    """float16 ``[N, groups of channels]``, and so is the zero point."""
+    """float16 ``[N, groups of channels]``, as the zero point."""
     value_zero_NC: Tensor
     tail_keys_PRD: Tensor
-    """In the queries' type, and so are the values; the oldest row of the tail first."""
+    """In the queries' type, as the values; the oldest row of the tail first."""
     tail_values_PRD: Tensor
     tail_BH: Tensor
     """Integer: rows of each head that are in its tail, at most its rows and ``R``."""
@@ -47,86 +69,56 @@ class PackedRows(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What one token's attention gives."""
+    """Attention of one token."""
 
     out_BQD: Tensor
     received_BHS: Tensor | None
-    """Attention (float32 or wider) that each of a head's first ``longest`` rows got, mean over the group, 0 behind the
+    """Attention (float32 or wider) that each of a head's first ``longest`` rows received, mean over the group, 0 after the
     head's rows; None where it was not wanted."""
 
 
 def ragged_decode(
-    q_BQD: Tensor,
-    keys_ND: Tensor,
-    values_ND: Tensor,
-    starts_BH: Tensor,
-    lengths_BH: Tensor,
-    scaling: float,
-    *,
-    longest: int,
-    cos_SR: Tensor | None = None,
-    sin_SR: Tensor | None = None,
-    place_N: Tensor | None = None,
-    received: bool = False,
+    q_BQD: Tensor, rows: FullRows, spans: Spans, scaling: float, turn: Rotation | None = None, received: bool = False
 ) -> Decoded:
-    """Attention of one query a head over the rows ``starts .. starts + lengths`` of its key/value head. Nothing is read back
-    to the host.
+    """Attention of one query per head over the rows of its key/value head. Nothing is read back to the host.
 
     Args:
-        keys_ND: rows of all heads, one stretch after another; a uniform cache is a view of this form.
-        starts_BH: first row and number of rows (integers; at least one row) of each head.
-        longest: at least the longest length; host integer, so that nothing waits for the device.
-        cos_SR: with ``sin_SR``, the first ``R`` columns of keys are rotated by their rank in the stretch before they are used
-            (halves convention); the query comes rotated.
-        place_N: integers; a row is rotated by this where it is more than its rank.
-        received: return what each row got, too.
+        turn: rotation of the keys before they are used.
+        received: whether to return what each row received, too.
 
     Raises:
         ValueError: ``longest`` below 1.
     """
 
     def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
-        return keys_ND[row_S], values_ND[row_S]
+        return rows[0][row_S], rows[1][row_S]
 
-    return _decode(q_BQD, starts_BH, lengths_BH, read, scaling, longest, cos_SR, sin_SR, place_N, received)
+    return _decode(q_BQD, len(rows[0]), read, spans, scaling, turn, received)
 
 
 def packed_decode(
-    q_BQD: Tensor,
-    rows: PackedRows,
-    starts_BH: Tensor,
-    lengths_BH: Tensor,
-    scaling: float,
-    *,
-    longest: int,
-    cos_SR: Tensor | None = None,
-    sin_SR: Tensor | None = None,
-    place_N: Tensor | None = None,
-    received: bool = False,
+    q_BQD: Tensor, rows: PackedRows, spans: Spans, scaling: float, turn: Rotation | None = None, received: bool = False
 ) -> Decoded:
     """``ragged_decode`` over rows in few bits."""
     channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
-    first_of_tail_P = (lengths_BH - rows.tail_BH).flatten()
-    sharing = lengths_BH.numel() // len(rows.key_step_TMD)
+    first_of_tail_P = (spans.lengths_BH - rows.tail_BH).flatten()
+    sharing = spans.lengths_BH.numel() // len(rows.key_step_TMD)
     rotation = hadamard(q_BQD.shape[2], q_BQD.device)
 
     def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
         rank_S = torch.arange(len(row_S), device=row_S.device)
         packed_S1 = (there_S & (rank_S < first_of_tail_P[p]))[:, None]
         group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
-        step, zero = (x[p // sharing, group_S].float() for x in (rows.key_step_TMD, rows.key_zero_TMD))
+        step, zero = (x[p // sharing, group_S].float() for x in (rows.key_step_TMD, rows.key_zero_TMD))  # [S, D]
         k = zero + _codes(rows.key_codes_NX[row_S], rows.bits) * step
-        step, zero = (
-            x[row_S].float().repeat_interleave(channels, -1) for x in (rows.value_step_NC, rows.value_zero_NC)
-        )
+        levels = (x[row_S].float() for x in (rows.value_step_NC, rows.value_zero_NC))  # [S, C]
+        step, zero = (x.repeat_interleave(channels, -1) for x in levels)  # [S, D]
         v = (zero + _codes(rows.value_codes_NX[row_S], rows.bits) * step) @ rotation
         newest_S = (rank_S - first_of_tail_P[p]).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
-        return (
-            torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S]),
-            torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S]),
-        )
+        k = torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S])
+        return k, torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S])
 
-    return _decode(q_BQD, starts_BH, lengths_BH, read, scaling, longest, cos_SR, sin_SR, place_N, received)
+    return _decode(q_BQD, len(rows.group_N), read, spans, scaling, turn, received)
 
 
 def _codes(packed_NX: Tensor, bits: int) -> Tensor:
@@ -137,17 +129,15 @@ def _codes(packed_NX: Tensor, bits: int) -> Tensor:
 
 def _decode(
     q_BQD: Tensor,
-    starts_BH: Tensor,
-    lengths_BH: Tensor,
+    N: int,
     read: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+    spans: Spans,
     scaling: float,
-    longest: int,
-    cos_SR: Tensor | None,
-    sin_SR: Tensor | None,
-    place_N: Tensor | None,
+    turn: Rotation | None,
     received: bool,
 ) -> Decoded:
     """Attention over keys and values ``[S, D]`` that ``read(b * H + h, rows, which of them the head has)`` returns."""
+    starts_BH, lengths_BH, longest = spans
     check_some("longest", longest, "rows")
     dtype = torch.promote_types(q_BQD.dtype, torch.float32)
     (B, Q, _), H = q_BQD.shape, starts_BH.shape[1]
@@ -157,22 +147,23 @@ def _decode(
     for b in range(B):
         for h in range(H):
             there_S = rank_S < lengths_BH[b, h]
-            row_S = starts_BH[b, h] + rank_S.where(there_S, 0)
-            k, v = (x.to(dtype) for x in read(b * H + h, row_S, there_S))
-            if cos_SR is not None and sin_SR is not None:
-                place_S = rank_S if place_N is None else torch.maximum(rank_S, place_N[row_S])
-                k = _turned(k, cos_SR[place_S].to(dtype), sin_SR[place_S].to(dtype))
+            # Some row stands in for those that a head lacks; a head without rows may start after the last one.
+            row_S = (starts_BH[b, h] + rank_S.where(there_S, 0)).clamp(max=N - 1)
+            k, v = (x.to(dtype) for x in read(b * H + h, row_S, there_S))  # [S, D]
+            if turn is not None:
+                place_S = rank_S if turn.place_N is None else torch.maximum(rank_S, turn.place_N[row_S])
+                k = _rotated(k, turn.cos_SR[place_S].to(dtype), turn.sin_SR[place_S].to(dtype))
             group = slice(h * G, (h + 1) * G)
             logits_GS = (q_BQD[b, group].to(dtype) @ k.T * scaling).masked_fill(~there_S, float("-inf"))
-            weights_GS = logits_GS.softmax(-1)
-            v = v.where(there_S[:, None], 0)  # what lies behind a head's rows may be anything, and 0 times NaN is NaN
+            weights_GS = logits_GS.softmax(-1).masked_fill(~there_S, 0.0)  # NaN without rows
+            v = v.where(there_S[:, None], 0)  # what lies after a head's rows may be anything, and 0 times NaN is NaN
             out[b, group] = (weights_GS @ v).to(out.dtype)
             if got is not None:
                 got[b, h] = weights_GS.mean(0)
     return Decoded(out, got)
 
 
-def _turned(x_SD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+def _rotated(x_SD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
     """Rows whose first ``R`` columns are rotated."""
     R = cos_SR.shape[1]
     part = x_SD[:, :R]

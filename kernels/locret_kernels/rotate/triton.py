@@ -1,7 +1,7 @@
 """Rotary position embedding as one Triton kernel; ``reference.py`` defines it.
 
-Rows are read once and written once, in float32 between: torch's own operators pass over them five times, and a chunk rotates
-every row of the cache.
+Rows are read once and written once, with float32 arithmetic between. torch's own operators pass over them five times, and
+each chunk rotates every row of the cache.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
-from .. import tiles
-from ..bounds import check_some
-from ..tiles import cdiv, check, head_blocks
+from .. import common
+from ..checks import check_some
+from ..common import check, head_blocks
 
 
 @triton.jit
@@ -21,13 +22,15 @@ def _rotate_rows(
     x, cos, sin, out, stride_xb, stride_xh, stride_xs, stride_tb, stride_th, H, S,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
+    """Program axes: blocks of rows (BS of them), heads of all batches."""
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
-    rows, columns = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_H)
-    there = (rows < S)[:, None]
-    keep = there & (columns < HALF)[None, :]
-    read = x + b * stride_xb + h * stride_xh + rows[:, None] * stride_xs + columns[None, :]
-    write = out + tl.program_id(1).to(tl.int64) * S * D + rows[:, None] * D + columns[None, :]
-    angle = b * stride_tb + h * stride_th + rows[:, None] * (2 * HALF) + columns[None, :]
+    rows = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)  # [BS]
+    columns = tl.arange(0, BLOCK_H)  # [BH]: of the first half; each has its partner HALF columns on
+    there = (rows < S)[:, None]  # [BS, 1]
+    keep = there & (columns < HALF)[None, :]  # [BS, BH]
+    read = x + b * stride_xb + h * stride_xh + rows[:, None] * stride_xs + columns[None, :]  # [BS, BH]
+    write = out + tl.program_id(1).to(tl.int64) * S * D + rows[:, None] * D + columns[None, :]  # [BS, BH]
+    angle = b * stride_tb + h * stride_th + rows[:, None] * (2 * HALF) + columns[None, :]  # [BS, BH]
     low = tl.load(read, mask=keep, other=0.0).to(tl.float32)
     high = tl.load(read + HALF, mask=keep, other=0.0).to(tl.float32)
     c = tl.load(cos + angle, mask=keep, other=0.0).to(tl.float32)
@@ -36,7 +39,7 @@ def _rotate_rows(
     c = tl.load(cos + angle + HALF, mask=keep, other=0.0).to(tl.float32)
     s = tl.load(sin + angle + HALF, mask=keep, other=0.0).to(tl.float32)
     tl.store(write + HALF, (high * c + low * s).to(out.dtype.element_ty), mask=keep)
-    for first in range(2 * HALF, D, BLOCK_H):  # what is not rotated
+    for first in range(2 * HALF, D, BLOCK_H):  # partial rotary: these pass unchanged
         keep = there & (first + columns < D)[None, :]
         tl.store(write + first, tl.load(read + first, mask=keep, other=0.0), mask=keep)
 
@@ -49,10 +52,10 @@ def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     check_some("x", x.numel(), "numbers")
     if cos_TR.shape != sin_TR.shape or R % 2 or not 2 <= R <= D:
         raise ValueError(f"cos {tuple(cos_TR.shape)} must have an even number of columns up to {D}, and sin its shape")
-    # Of the rows' axes that the tables have not, the stride is 0.
+    # Axes that the tables lack are expanded, so their stride is 0.
     cos, sin = (table.contiguous().expand(B, H, S, R) for table in (cos_TR, sin_TR))
     out, block_s = torch.empty(B, H, S, D, dtype=x.dtype, device=x.device), 32 if D < 256 else 16
-    tiles.launch(
+    common.launch(
         _rotate_rows, (cdiv(S, block_s), B * H), x, cos, sin, out, *x.stride()[:3], *cos.stride()[:2], H, S,
         D=D, HALF=R // 2, BLOCK_H=triton.next_power_of_2(R // 2), BLOCK_S=block_s, num_warps=4, num_stages=1,
     )  # fmt: skip

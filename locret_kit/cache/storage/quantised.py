@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from locret_kernels.hadamard import hadamard
 from locret_kernels.ragged_decode import PackedRows
-from locret_kernels.spread import hadamard
 
 from ...policies.base import Policy
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size

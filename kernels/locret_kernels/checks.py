@@ -1,4 +1,4 @@
-"""What every backend refuses alike, before anything is allocated: nothing to work on, and queries without rows."""
+"""Refusals that both backends share, made before anything is allocated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_queries(q_BQTD: Tensor, k_BHSD: Tensor) -> None:
-    """Raise ValueError unless there are queries and every one of them has its own row: the last ones of the keys."""
+    """Raise ValueError unless there are queries and each has its own row among the last rows of the keys."""
     T, S = q_BQTD.shape[2], k_BHSD.shape[2]
     if not 1 <= T <= S:
         raise ValueError(
@@ -21,7 +21,7 @@ def check_some(name: str, count: int, what: str) -> None:
 
 
 def check_moves(index_BHK: Tensor, rows: Tensor) -> None:
-    """Raise ValueError unless between one and all of a buffer's rows are to stay."""
+    """Raise ValueError unless between one and all of a buffer's rows stay."""
     K, S = index_BHK.shape[2], rows.shape[2]
     if not 1 <= K <= S:
         raise ValueError(f"index: {K} rows must be at least 1 and at most the {S} rows of a buffer")

@@ -1,4 +1,4 @@
-"""The rotation in which values of few bits are stored: what stands out in one channel is spread over many."""
+"""Hadamard rotation, under which values of few bits are stored: it spreads what stands out in one channel over many."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @cache
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """Sylvester's Hadamard matrix ``[size, size]`` (float32), orthonormal and its own inverse; where ``size`` is no power of
-    two, blocks of the largest one that divides it stand on the diagonal."""
+    """Sylvester's Hadamard matrix ``[size, size]`` (float32), orthonormal and its own inverse. Where ``size`` is no power of
+    two, blocks of the largest power that divides it stand on the diagonal."""
     side = size & -size
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # the cached matrix may be used where gradients are needed
         block, pair = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
         while len(block) < side:
             block = torch.kron(block, pair)

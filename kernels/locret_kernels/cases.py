@@ -1,0 +1,140 @@
+"""Example calls of every operation, at the sizes of a prefill: one table for the timings and their gate
+(``benchmarks/bench.py``) and for the compilations (``benchmarks/compile_check.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from . import backend
+from .column_stats import STATISTICS
+from .ragged_decode import PackedRows, Rotation, Spans
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a prefill at a full cache."""
+
+    query_heads: int
+    heads: int
+    """Key/value heads."""
+    head_size: int
+    budget: int
+    chunk: int
+    prompt: int = 10240
+    """Slots of a training sample, for `column_max`."""
+    answer: int = 256
+    """Queries at the end of that sample which are read."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Operation with its inputs: the calls to compare and time, and their least work."""
+
+    operation: str
+    shape: str
+    runs: dict[str, Callable[[], object]]
+    """Backend -> call. Without ``reference`` there is nothing to compare with."""
+    flops: float | None = None
+    nbytes: float | None = None
+    state: tuple[torch.Tensor, ...] = ()
+    """Tensors that a call changes in place. It only moves their elements, so a kernel must equal its reference bit for bit."""
+
+    @property
+    def function(self) -> str:
+        """The operation without its form."""
+        return self.operation.split()[0].rstrip(",")
+
+
+def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """Every operation as a prefill of the model ``name`` meets it: a full cache and one chunk. On the meta device too."""
+    Q, H, D, budget, T, P, A = at.query_heads, at.heads, at.head_size, at.budget, at.chunk, at.prompt, at.answer
+    S, W, scaling = budget + T, min(32, T), D**-0.5
+    heads = f"{name} Q={Q} H={H} D={D}"
+
+    def x(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*size, dtype=torch.float32, device=device).to(dtype)
+
+    def case(form: str, sizes: str, *args: object, flops: float | None = None, nbytes: float | None = None,
+             state: tuple[torch.Tensor, ...] = (), peer: Callable[[], object] | None = None, **rest: object) -> Case:  # fmt: skip
+        """The case of one function, the first word of ``form``; ``peer`` is what PyTorch has for the same."""
+        kernels = {key: backend.function(form.split()[0].rstrip(","), key) for key in backend.runnable(device)}
+        runs: dict[str, Callable[[], object]] = {
+            key: lambda call=call: call(*args, **rest) for key, call in kernels.items()
+        }
+        return Case(form, f"{heads} {sizes}", {**runs, "sdpa": peer} if peer else runs, flops, nbytes, state)
+
+    q, k, v = x(1, Q, T, D), x(1, H, S, D), x(1, H, S, D)
+    lse = backend.function("log_sum_exp", "reference")(q, k, scaling).float()
+    seen = T * (S - T) + T * (T + 1) / 2  # pairs of a query and a slot that it sees
+    chunk, mask = f"T={T} S={S}", causal_lower_right(T, S)
+    for want in ({"sum"}, {"sum", "square"}, {"above"}, STATISTICS):
+        form = f"column_stats {'+'.join(sorted(want))}"
+        yield case(form, chunk, q, k, scaling, lse, flops=2 * Q * D * seen, want=frozenset(want))
+    yield case("log_sum_exp", chunk, q, k, scaling, flops=2 * Q * D * seen)
+    yield case("window_attention", f"W={W} S={S}", q[:, :, -W:], k, scaling, flops=4 * Q * D * W * S)
+    answer, prompt, pos = x(1, Q, A, D), x(1, H, P, D), torch.arange(P - A, P, device=device)
+    for log_prob in (False, True):
+        form, flops = f"column_max log_prob={log_prob}", 2 * Q * D * A * P
+        yield case(form, f"T={A} S={P}", answer, prompt, pos, scaling, flops=flops, log_prob=log_prob)
+
+    def attention() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=Q > H)
+
+    yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
+    few = min(16, T)  # the smaller tile of queries, and splits of the rows
+    yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
+
+    buffers = (k.clone(), v.clone(), x(1, H, S, dtype=torch.float32))
+    stay = torch.rand(1, H, S, device=device).argsort(-1)[..., :budget].sort(-1).values
+    moved = 2 * sum(t[:, :, :budget].nbytes for t in buffers)
+    yield case("compact_rows", f"S={S} K={budget}", buffers, stay, nbytes=moved, state=buffers)
+
+    table, one, row = x(S, D), q[:, :, 0].contiguous(), q[:, :, :1]
+    yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
+    flat = (k.reshape(-1, D), v.reshape(-1, D))
+    lengths = torch.full((1, H), S, device=device)
+    spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
+    places = torch.arange(S, dtype=torch.int32, device=device).repeat(H)
+    forms = (
+        ("", None, False),
+        (", keys rotated", Rotation(table, table), False),
+        (", keys placed, received", Rotation(table, table, places), True),
+    )
+
+    def decoding() -> torch.Tensor:
+        return F.scaled_dot_product_attention(row, k, v, scale=scaling, enable_gqa=Q > H)
+
+    for form, turn, received in forms:
+        peer = None if turn else decoding
+        nbytes = 2 * k.nbytes
+        yield case(
+            f"ragged_decode{form}", f"S={S}", one, flat, spans, scaling, turn, received, nbytes=nbytes, peer=peer
+        )
+    for bits in (4, 2):
+        rows = packed_rows(H, S, D, bits, device, dtype)
+        for form, turn, received in forms:
+            name, nbytes = f"packed_decode {bits} bits{form}", sum(t.nbytes for t in rows)
+            yield case(name, f"S={S}", one, rows, spans, scaling, turn, received, nbytes=nbytes)
+
+
+def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device, dtype: torch.dtype) -> PackedRows:
+    """Random codes and levels as the cache keeps them: the 63 newest rows in full, and 3 key groups per 64 rows."""
+    M, tail = max(1, S * 3 // 64), 63
+
+    def codes() -> torch.Tensor:
+        return torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device=device)
+
+    def levels(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steps and zero points."""
+        step, zero = (make(*size, dtype=torch.float16, device=device) for make in (torch.rand, torch.randn))
+        return step / 2**bits, zero
+
+    newest = [torch.randn(H, tail, D, dtype=dtype, device=device) for _ in range(2)]
+    group = torch.randint(0, M, (H * S,), dtype=torch.int16, device=device)
+    tails = torch.full((1, H), tail, dtype=torch.int32, device=device)
+    return PackedRows(codes(), codes(), group, *levels(H, M, D), *levels(H * S, D // 32), *newest, tails)

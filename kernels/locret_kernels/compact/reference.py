@@ -1,0 +1,25 @@
+"""Compaction by an index: the definition, in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..checks import check_moves
+
+
+def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
+    """Move row ``index[j]`` of every buffer ``[B, H, S]`` or ``[B, H, S, D]`` to row ``j``, for ``j < K``, in place.
+
+    ``index`` ascends, so rows keep their order; rows from ``K`` on are left as they are.
+
+    Raises:
+        ValueError: ``K`` outside ``1..S``.
+    """
+    K = index_BHK.shape[-1]
+    for rows in buffers:
+        check_moves(index_BHK, rows)
+        index = index_BHK if rows.dim() == 3 else index_BHK[..., None].expand(-1, -1, -1, rows.shape[-1])
+        rows[:, :, :K] = torch.gather(rows, 2, index)

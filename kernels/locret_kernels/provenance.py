@@ -1,0 +1,62 @@
+"""Origin of a figure: device, driver, versions, commit and date; and the peak memory of a process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from datetime import datetime, timezone
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Folder of the checkout, where there is one."""
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Version of each package."""
+    return {name: import_module(name).__version__ for name in packages}
+
+
+@lru_cache(maxsize=1)
+def commit(root: Path) -> str | None:
+    """Commit that is checked out in ``root``, with ``-dirty`` where files differ from it. None where ``root`` is no checkout
+    of its own."""
+    if not (root / ".git").exists():
+        return None
+    describe = "describe --always --dirty --exclude=* --abbrev=12"
+    return _output("git", "--no-optional-locks", "-C", str(root), *describe.split())
+
+
+def origin(device: torch.device) -> dict[str, str]:
+    """Device, driver, versions, commit and date (UTC) of a measurement. ``LOCRET_COMMIT`` names the commit of a tree without
+    git's folder."""
+    name, driver = "cpu", "-"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        said = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+        driver = said.splitlines()[0]  # one line per card
+    here = os.environ.get("LOCRET_COMMIT") or commit(ROOT) or "unknown"
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return {"device": name, "driver": driver, **versions("torch", "triton"), "commit": here, "date": date}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak allocation of a CUDA device, or the process's peak resident size, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024  # macOS counts bytes
+
+
+def _output(*command: str) -> str | None:
+    """First thing a command says; None where it fails or says nothing."""
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout.strip() or None

@@ -1,1 +1,0 @@
-"""A retaining head, from q, k and v to predicted importance, without the concatenation between them."""
