@@ -1,4 +1,4 @@
-"""What 128K tokens cost on the device at hand, in under nine minutes: one table, and CSV rows with where they come from.
+"""Cost of 128K tokens on the device at hand, in under nine minutes: one table, and CSV rows with their provenance.
 
     python scripts/gpu.py                                           # everything, under a cap of 24 GiB
     python scripts/gpu.py --model phi3-mini --part prefill decode
@@ -6,7 +6,7 @@
     python scripts/gpu.py --device cpu --model tiny --tokens 2048   # does it run to its end
 
 The card's own ceilings (a bfloat16 matmul, a copy) come first, then a gate on correctness, then what is timed: see
-`kernels/benchmarks/end_to_end.py`, and `bench.py` beside it for operations alone, whose rows have a file of their own. Every
+`end_to_end.py` for whole models, `kernels/benchmarks/bench.py` for operations alone, whose rows have a file of their own. Every
 row is on disk as soon as it is there; what no longer fits into ``--minutes``, or into memory, or uses an operation that is
 wrong, gets a row that says so, and the others go on. The exit status is 1 where something was wrong.
 """
@@ -21,12 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from locret_kernels.cases import Shape
+from locret_kernels.provenance import origin
 from locret_kit.backbones.load import pick_device
 from locret_kit.cli.plan import resolve
 from locret_kit.naming import first_line
@@ -35,7 +37,7 @@ from locret_kit.planning.plan import Setting
 from locret_kit.settings import RunSettings
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path += [str(Path(__file__).parent), str(BENCHMARKS)]
 import bench  # noqa: E402
 import end_to_end as e2e  # noqa: E402
 import targets  # noqa: E402
@@ -55,7 +57,7 @@ TINY = dict(
 
 @dataclass(frozen=True)
 class Row:
-    """A figure and where it comes from."""
+    """A figure and its provenance."""
 
     model: str
     part: str
@@ -120,7 +122,7 @@ def steps(parts: Sequence[str]) -> list[Step]:
     return [step for step in every if step.part in ("gate", *parts)]
 
 
-def subject(name: str, tokens: int, dtype: str) -> tuple[Any, Setting]:
+def subject(name: str, tokens: int, dtype: str) -> tuple[PretrainedConfig, Setting]:
     """Configuration and setting of a model, by its recipe. Raises ValueError for a prompt that does not fill the cache."""
     if name == "tiny":
         run = RunSettings(budget=256, chunk=128)
@@ -140,8 +142,8 @@ class Table:
     """Rows as they come: on disk, and printed."""
 
     def __init__(self, out: Path | None, device: torch.device, cap: str, seconds: float) -> None:
-        self.where = {**bench.provenance(device), "transformers": transformers.__version__}
-        slug = re.sub(r"[^a-z0-9]+", "-", self.where["device"].lower())
+        self.origin = origin(device)
+        slug = re.sub(r"[^a-z0-9]+", "-", self.origin["device"].lower())
         self.out = out or BENCHMARKS / "results" / f"{slug}.csv"
         self.cap, self.began, self.seconds = cap, time.monotonic(), seconds
 
@@ -152,7 +154,8 @@ class Table:
     def add(self, model: str, part: str, figure: e2e.Figure, setting: Setting | None = None) -> None:
         (name, value, unit, note), goal = figure, targets.target(figure.name, model)
         context, said = (0, "") if setting is None else (setting.context, str(setting))
-        bench.append(self.out, Row(model, part, name, value, unit, goal, note, context, said, self.cap, **self.where))
+        where = {**self.origin, "transformers": transformers.__version__}
+        bench.append(self.out, Row(model, part, name, value, unit, goal, note, context, said, self.cap, **where))
         number = "-" if value is None else f"{value:.4g}"
         aim = f" (target: {goal})" if goal else ""
         print(f"{model:<12} {part:<8} {name:<58} {number:>10} {unit}{aim}{'; ' if note else ''}{note}", flush=True)
@@ -190,9 +193,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
     subjects = {name: subject(name, args.tokens, "bfloat16" if on_gpu else "float32") for name in args.model}
     table = Table(args.out, device, args.gpu_memory if on_gpu else "none", 60 * args.minutes)
     torch.manual_seed(0)
-    matmul, copy = (
-        bench.measure(c, c.runs["torch"], "torch", 200, _origin(table), device) for c in bench.ceilings(device)
-    )
+    matmul, copy = (bench.measure(case, "torch", 200, table.origin, device) for case in bench.ceilings(device))
     assert matmul.tflops is not None and copy.gb_s is not None
     table.add("-", "ceiling", e2e.Figure("bfloat16 matmul", matmul.tflops, "TFLOP/s", matmul.shape))
     table.add("-", "ceiling", e2e.Figure("copy", copy.gb_s, "GB/s", copy.shape))
@@ -211,14 +212,14 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
                 table.make(step, run, reason and "the gate was not passed")
         except RuntimeError as error:  # no room for the weights, or the device is lost
             right = False
-            table.lack(name, "gate", "everything behind this row", failure(error), setting)
+            table.lack(name, "gate", "everything after this row", failure(error), setting)
         del run
     if "ops" in args.part:
         right &= operations(table, {name: bench.SHAPES.get(name, bench.TINY) for name in args.model}, device)
     return table.out, right
 
 
-def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.device) -> bool:
+def operations(table: Table, shapes: dict[str, Shape], device: torch.device) -> bool:
     """Each operation alone, into a file beside the table's, as long as there is time; whether all were right."""
     out, right = table.out.with_name(f"{table.out.stem}-operations.csv"), True
     try:
@@ -230,7 +231,7 @@ def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.devic
                 table.lack("-", "ops", f"operations from {case.operation} on", "out of time")
                 break
             try:
-                for row in bench.timed(case, 100, _origin(table), device):
+                for row in bench.timed(case, 100, table.origin, device):
                     bench.append(out, row)
                     print(bench.line(row), flush=True)
             except e2e.FAILURES as error:
@@ -238,12 +239,8 @@ def operations(table: Table, shapes: dict[str, bench.Shape], device: torch.devic
                 table.lack("-", "ops", f"{case.operation} at {case.shape}", failure(error))
     except RuntimeError as error:  # no room for the inputs, or the device is lost
         right = False
-        table.lack("-", "ops", "everything behind this row", failure(error))
+        table.lack("-", "ops", "everything after this row", failure(error))
     return right
-
-
-def _origin(table: Table) -> dict[str, str]:
-    return {key: value for key, value in table.where.items() if key != "transformers"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "kernels" / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parent))
 import targets  # noqa: E402
 
 NEEDLES = ("R.PassKey", "R.Number")

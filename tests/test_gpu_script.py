@@ -42,8 +42,8 @@ def test_it_runs_to_its_end_on_a_cpu(tmp_path):
     assert [row["part"] for row in rows[:3]] == ["ceiling", "ceiling", "gate"]
     assert {row["part"] for row in rows[3:]} == {"prefill", "decode", "peers", "full"}
     absent = {row["measurement"]: row["note"] for row in rows if not row["value"]}
-    assert set(absent) == {"peak memory, allocated", "decode behind 2048 tokens, graph"}
-    assert "CUDA graphs need a CUDA device, not cpu" in absent["decode behind 2048 tokens, graph"]
+    assert set(absent) == {"peak memory, allocated", "decode after 2048 tokens, graph"}
+    assert "CUDA graphs need a CUDA device, not cpu" in absent["decode after 2048 tokens, graph"]
     values = {row["measurement"]: float(row["value"]) for row in rows if row["value"]}
     assert all(value > 0 for name, value in values.items() if name != "logits with nothing evicted, error")
     three = [values[f"share of prefill in {name}"] for name in ("scoring", "selecting", "compacting")]
@@ -75,7 +75,7 @@ def test_nothing_is_timed_behind_a_gate_that_was_not_passed(tmp_path, capsys):
 def test_the_gate_finds_rows_that_are_missing(monkeypatch):
     """A cache that evicts where it must not is another model. Operations' own gate is in test_kernels_bench.py."""
     run = small_run()
-    monkeypatch.setattr(gpu.bench, "cases", lambda *where: ())
+    monkeypatch.setattr(e2e, "cases", lambda *where: ())
     assert next(iter(e2e.check(run))).value < 1e-3
     real = run.cache
     with mock.patch.object(run, "cache", lambda **given: real("streaming", **{**given, "budget": 128})):
@@ -115,7 +115,7 @@ def test_an_operation_that_is_wrong_stops_what_uses_it_alone(tmp_path, monkeypat
     assert {name for name in rows if name.startswith("packed_decode") and name.endswith("against its reference")} == {
         f"packed_decode {bits} bits{turned} against its reference"
         for bits in (4, 2)
-        for turned in ("", ", keys rotated")
+        for turned in ("", ", keys rotated", ", keys placed, received")
     }
     assert rows["prefill"]["value"] and rows["prefill of tova against locret"]["value"]
     for name in ("h2o", "roco"):
@@ -157,10 +157,10 @@ def test_what_does_not_fit_gets_a_row(tmp_path):
 def test_decoding_behind_two_contexts():
     run = small_run(8448)
     figures = {figure.name: figure for figure in e2e.decoding(run)}
-    ratio = figures["decode behind the whole prompt against a short one, dynamic"].value
-    long, brief = (figures[f"decode behind {n} tokens, dynamic"] for n in (8448, 8192))
+    ratio = figures["decode after the whole prompt against a short one, dynamic"].value
+    long, brief = (figures[f"decode after {n} tokens, dynamic"] for n in (8448, 8192))
     assert ratio == pytest.approx(long.value / brief.value)
-    assert long.note == brief.note == "256 rows a head"
+    assert long.note == brief.note == "256 rows per head"
     assert run.after is None
 
 
@@ -210,7 +210,7 @@ def test_what_is_reached_of_the_targets(tmp_path):
     made |= {figure.name for step in gpu.steps(["prefill", "peers", "full"])[1:] for figure in step.figures(run)}
     assert set(gpu.targets.TARGETS) - made == {"peak memory, allocated against planned"}  # of a CUDA device's allocator
     assert gpu.targets.to_markdown([]).count("| not measured yet | not measured yet |") == len(gpu.targets.TARGETS)
-    where = {**gpu.bench.provenance(CPU), "device": "Some card", "transformers": "1"}
+    where = {**gpu.origin(CPU), "device": "Some card", "transformers": "1"}
     for value, context, cap in (
         (3.0, 131072, "24GiB"),
         (2.25, 131072, "24GiB"),
@@ -229,19 +229,41 @@ def test_what_is_reached_of_the_targets(tmp_path):
     assert shown.count("Some card") == 1
 
 
-def test_every_clock_of_a_prefill_waits_for_the_device(monkeypatch):
-    waited = []
+def test_the_share_of_prefill_is_measured_without_draining_the_device(monkeypatch):
+    """A device that is waited for at every clock reading runs another prefill than the one that is reported on."""
+    run, waited = small_run(2048), []
     monkeypatch.setattr(e2e, "wait", waited.append)
-    timed = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("locret_kit.cache.") and "time" in vars(module)
-    ]
-    with e2e.synchronised(CPU):
+    figures = list(e2e.shares(run))
+    assert len(waited) == 2, "before the prefill and after it"
+    assert [figure.unit for figure in figures] == ["%"] * 4 and all(figure.value > 0 for figure in figures)
+
+
+def test_the_clock_of_a_stream(monkeypatch):
+    """Marks are events; the time between them is asked for at the end alone."""
+    asked = []
+
+    class Event:
+        count = 0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            Event.count += 1
+            self.at = Event.count
+
+        def elapsed_time(self, end):
+            asked.append(end)
+            return 1000.0 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timed = [m for name, m in sys.modules.items() if name.startswith("locret_kit.cache.") and "time" in vars(m)]
+    taken = 0.0
+    with e2e.stream_clock(torch.device("cuda")):
         for module in timed:
-            module.time.perf_counter()
-    # What is decoded with fixed shapes is timed as a whole, outside of the counters.
-    assert len(waited) == len(timed) - 1 and "locret_kit.runtime.static" in {module.__name__ for module in timed}
+            began = module.time.perf_counter()
+            taken += module.time.perf_counter() - began
+    assert timed and not asked and taken.seconds() == len(timed) == len(asked)
 
 
 def test_the_list(capsys):
@@ -258,7 +280,7 @@ def test_the_list(capsys):
     ],
 )
 def test_what_is_refused(argv, message, tmp_path, capsys):
-    where = {**gpu.bench.provenance(CPU), "device": "Some card", "transformers": "1"}
+    where = {**gpu.origin(CPU), "device": "Some card", "transformers": "1"}
     gpu.bench.append(tmp_path / "card.csv", gpu.Row("-", "-", "-", 1.0, "", "", "", 0, "", "", **where))
     argv = [word.format(tmp=tmp_path) for word in argv]
     assert gpu.main(["--device", "cpu", "--model", "tiny", *argv]) == 1
