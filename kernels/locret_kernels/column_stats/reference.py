@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bounds import check_queries
+from ..checks import check_queries
 
 TILE = 64
 """Queries at a time."""
