@@ -274,6 +274,7 @@ def test_parameters_are_read():
         ("score=cis selection=sampled(ratio=1.2)", "ratio=1.2 must be at least 0 and at most 1"),
         ("score=cis allocation=pyramid(beta=inf)", "beta=inf must be finite: a number, at least 1"),
         ("scope=sinks", "names no score"),
+        ("h2o merge=", "merge='' does not read as name"),
         ("score=cis score=aas", "'score' is given twice"),
         ("h2o(window=0.1,window=0.5)", "'window' is given twice"),
         ("h2o(0.1,window=0.5)", "'window' is given twice"),

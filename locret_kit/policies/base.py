@@ -64,7 +64,7 @@ class Entry:
     rope: Rope | None = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
-    """What the score keeps of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
+    """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
 
 
 def _nothing() -> Tensor:
@@ -118,7 +118,7 @@ class Slots:
     next_position: Tensor | None = None
     """Position ``[B, H]`` (int64) by which the next token would be rotated."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
-    """What the score keeps of this layer between calls."""
+    """The score's state of this layer between calls."""
     backend: str = "reference"
     """Of ``locret_kernels``."""
 
@@ -157,7 +157,7 @@ class Part(Protocol):
 
 
 class Score(Part, Protocol):
-    """How much a slot is worth. Derive from it, and write the method that the score needs: ``score_new_tokens`` for a score
+    """Worth of a slot. Derive from it, and write the method that the score needs: ``score_new_tokens`` for a score
     that is fixed when a token enters, ``score_slots`` for one that is computed at every eviction."""
 
     needs_heads: ClassVar[bool] = False

@@ -78,27 +78,27 @@ def _parts(items: list[str]) -> Parts:
         given[key] = value
     made: dict[str, object] = {}
     for kind, text in given.items():
-        several = [_part(kind, one) for one in split_outside(text, "+" if kind in ("scope", "allocation") else "\0")]
+        pieces = split_outside(text, "+") if kind in ("scope", "allocation") else [text]
+        several = [_make(kind, piece) for piece in pieces]
         if kind == "scope":
             made["scopes"] = tuple(several)
         else:
-            made[kind] = several[0] if len(several) == 1 else _over_both(text, several)
+            made[kind] = several[0] if len(several) == 1 else _both(text, several)
     return cast(Parts, made)
 
 
-def _part(kind: str, text: str) -> object:
-    """One part with its parameters."""
+def _make(kind: str, text: str) -> object:
+    """A part with its parameters."""
     made, given = _call(text, kind, parts_named(kind))
     return made(**given)
 
 
-def _over_both(text: str, several: list[object]) -> PyramidAdaptive:
+def _both(text: str, several: list[object]) -> PyramidAdaptive:
     """A pyramid over layers and an adaptive allocation over heads, joined by ``+``."""
-    by_type = {type(one): one for one in several}
-    pyramid, adaptive = by_type.get(Pyramid), by_type.get(Adaptive)
-    if len(several) != 2 or not isinstance(pyramid, Pyramid) or not isinstance(adaptive, Adaptive):
-        raise ValueError(f"allocation={text!r}: of several only pyramid+adaptive go together")
-    return PyramidAdaptive(pyramid.beta, adaptive.alpha)
+    match sorted(several, key=lambda one: isinstance(one, Adaptive)):
+        case [Pyramid(beta=beta), Adaptive(alpha=alpha)]:
+            return PyramidAdaptive(alpha=alpha, beta=beta)
+    raise ValueError(f"allocation={text!r}: of several only pyramid+adaptive go together")
 
 
 def split_outside(text: str, mark: str) -> list[str]:
@@ -167,7 +167,7 @@ def _value(text: str, parameter: Parameter, where: str) -> object:
 
 
 def _readings(text: str) -> Iterator[object]:
-    """What a text can mean: an integer, a number, a word of Python's, and itself."""
+    """The meanings of a text, in order: an integer, a number, true, false or none, and itself."""
     for kind in (int, float):
         try:
             yield kind(text)

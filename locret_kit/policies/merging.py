@@ -1,7 +1,7 @@
-"""Where evicted slots go instead of away: into slots of the same head that stay.
+"""Merging: evicted slots are folded into slots of the same head that stay.
 
-``Nearest`` folds each into the slot that is nearest to it; ``Lococo`` folds all of them into the pool, the least of what
-stays, by a trained convolution (see ``pool``).
+``Nearest`` folds each into the slot that is nearest to it; ``Lococo`` (``methods/lococo.py``) folds all of them into the pool,
+the slots of lowest score that stay, by a trained convolution.
 
 With ``Nearest``, a slot's key and value are the weighted means of those of the tokens folded into it. Keys are compared and
 averaged **before RoPE**: what a kept slot stands for is content, and its position stays its own. Averages of keys rotated for

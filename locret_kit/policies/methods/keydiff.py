@@ -17,7 +17,7 @@ def key_difference(k_BHSD: Tensor) -> Tensor:
 
 @part("score", "keydiff")
 class KeyDiff(Score):
-    """How little a key resembles the mean direction of the keys held now. Source: KeyDiff, arXiv 2504.15364."""
+    """Dissimilarity of a key to the mean direction of the keys held now. Source: KeyDiff, arXiv 2504.15364."""
 
     def score_slots(self, slots: Slots) -> Tensor:
         return key_difference(slots.keys()).float()

@@ -40,7 +40,7 @@ DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class PoolConfig(Part):
-    """What a checkpoint says of its pool, its backbone and the settings it was trained with."""
+    """Configuration of a saved pool: its sizes, its backbone and the settings it was trained with."""
 
     backbone: str
     """Hub id (or path) of the backbone the pool was trained on."""
@@ -53,7 +53,7 @@ class PoolConfig(Part):
     kernel: Odd = 21
     """Slots that a convolution sees at once; odd."""
     policy: str = ""
-    """What chose the slots that stay while the pool was trained."""
+    """Policy that chose the slots that stay while the pool was trained."""
     inference: dict[str, object] = field(default_factory=dict)
     """Settings it was trained with: budget, chunk, stabilizers, local_len, positions."""
 
@@ -184,7 +184,7 @@ def fold_convolved(
 
 @part("merge", "lococo")
 class Lococo(Merge):
-    """What is evicted is folded into the pool by LoCoCo's trained convolution; the slots that stay are the policy's."""
+    """Folds evicted slots into the pool by LoCoCo's trained convolution; the slots that stay are the policy's."""
 
     pool: str
     """Folder of the trained pool."""

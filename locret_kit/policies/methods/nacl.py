@@ -60,7 +60,7 @@ class Sampled(Selection):
 
 
 def proxy_count(tokens: int | float, chunk: int) -> int:
-    """How many of the newest tokens are proxies: at least one, at most the chunk."""
+    """Number of the newest tokens that are proxies: at least one, at most the chunk."""
     return max(1, resolve_count(tokens, chunk))
 
 

@@ -12,7 +12,7 @@ from ..scopes import Window
 
 @part("score", "aqas")
 class Aqas(Weight):
-    """How many queries gave the slot more than ``1 / n``, ``n`` slots being visible to the query. Source: ScissorHands,
+    """Number of queries that gave the slot more than ``1 / n``, ``n`` slots being visible to the query. Source: ScissorHands,
     arXiv 2305.17118."""
 
     statistics: ClassVar[frozenset[str]] = frozenset({"above"})

@@ -46,7 +46,7 @@ def token_entropy(
 
 @part("score", "entropy")
 class Entropy(Weight):
-    """``-log P(token | tokens before it)`` under the backbone as it reads with this cache: one number a token, the same in
+    """``-log P(token | tokens before it)`` under the backbone as it reads with this cache: one number per token, the same in
     every layer and head; 0 for the first token of a text. Source: SirLLM, arXiv 2405.12528."""
 
     needs_logits: ClassVar[bool] = True
