@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from locret_kit.evals.metrics import benchmarks as metrics
 from locret_kit.evals.metrics.benchmarks import METRICS, get_metric
-from locret_kit.evals.metrics.benchmarks import benchmarks as metrics
 
 CASES = [
     ("first_number", " 12345. Remember it", "12345", 1),
@@ -99,6 +100,21 @@ def test_classes_of_longbench():
 def test_chinese_words():
     assert get_metric("qa_f1_jieba")("我来到北京", ["北京。"], {})["f1"] > 0
     assert math.isclose(get_metric("rouge_jieba")("今天天气很好", ["今天天气很好"], {})["rougeL"], 1, abs_tol=1e-6)
+
+
+def test_jieba_reads_no_cache_that_another_user_left(monkeypatch, tmp_path):
+    """It loads ``$TMPDIR/jieba.cache`` by marshal, whoever wrote it."""
+    import jieba
+
+    monkeypatch.setattr(jieba, "dt", jieba.Tokenizer())
+    monkeypatch.setattr(jieba, "lcut", jieba.dt.lcut)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "jieba.cache").write_bytes(b"left by somebody else")
+    metrics._private_folder.cache_clear()
+    assert get_metric("qa_f1_jieba")("我来到北京", ["北京。"], {})["f1"] > 0
+    folder = Path(jieba.dt.tmp_dir)
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "jieba.cache").read_bytes() == b"left by somebody else"
 
 
 @given(

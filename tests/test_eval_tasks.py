@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
@@ -336,3 +337,19 @@ def test_every_listed_name_is_a_task():
     synthetic = [name for name in known_tasks() if name in (*ALIASES, *OVER_TEXT, *ALONE, *OVER_REAL_TEXT)]
     assert len(find_tasks(synthetic, haystacks=["pydoc"])) == len({ALIASES.get(name, name) for name in synthetic})
     assert len(find_tasks(["ruler"], haystacks=["pydoc", "repeated"])) == 2 * 6 + 4
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("latin.txt", "Der Käse".encode("latin-1"), "must be UTF-8: byte 5 is not"),
+        ("wide.txt", "The boats".encode("utf-16"), "must be UTF-8: byte 0 is not"),
+        ("cut.txt.gz", gzip.compress(b"The boats came in. " * 99)[:-9], "is no whole gzip file"),
+        ("text.txt.gz", b"The boats came in.", "is no whole gzip file"),
+    ],
+)
+def test_a_haystack_that_cannot_be_read_is_refused(tmp_path, name, data, said):
+    """Bytes of another encoding once became replacement characters, and a cut archive a traceback."""
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=said):
+        find_tasks(["passkey"], haystacks=[str(tmp_path / name)])

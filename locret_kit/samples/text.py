@@ -6,6 +6,7 @@ import gzip
 import os
 import random
 import re
+import zlib
 from pathlib import Path
 
 from locret_kit.samples.chat import encode
@@ -31,7 +32,8 @@ def load_text(source: str | Path) -> str:
 
     Raises:
         FileNotFoundError: nothing is there; the message says what to install for 'jargon'.
-        ValueError: an unknown kind of file, a record without `input`, or no text at all.
+        ValueError: an unknown kind of file, one that is not UTF-8 or a damaged gzip file, a record without `input`, or no
+            text at all.
     """
     if source == "pydoc":
         text = _pydoc()
@@ -135,7 +137,12 @@ def _read(path: Path) -> str:
     if not path.name.endswith((".txt", ".txt.gz", ".md")):
         raise ValueError(f"source={path} must end in .txt, .txt.gz, .md or .jsonl")
     data = path.read_bytes()
-    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8", errors="replace")
+    try:
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"source={path} is no whole gzip file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"source={path} must be UTF-8: byte {error.start} is not") from error
 
 
 def _inputs(path: Path) -> str:

@@ -13,17 +13,23 @@ import logging
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ...naming import nearest
+from . import Answer, Extra
 from .leval import leval_choice, leval_code, leval_judge, leval_match, leval_math
 
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
+
 Figures = dict[str, float]
-Metric = Callable[[str, Any, Mapping[str, Any]], Figures]
+Metric = Callable[[str, Answer, Extra], Figures]
 CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"  # noqa: RUF001
     "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
@@ -41,7 +47,7 @@ def get_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def library(name: str) -> Any:
+def library(name: str) -> ModuleType:
     """A module of the `eval` extra.
 
     Raises:
@@ -79,34 +85,41 @@ def spaced(text: str, characters: str) -> str:
     return text.translate(dict.fromkeys(map(ord, characters), " "))
 
 
-def as_list(answer: Any) -> list:
+def as_list(answer: Answer) -> list:
     return list(answer) if isinstance(answer, (list, tuple)) else [answer]
 
 
-def _best(score: Callable[[str, str], float], output: str, answer: Any) -> float:
+def _best(score: Callable[[str, str], float], output: str, answer: Answer) -> float:
     return max((float(score(output, str(a))) for a in as_list(answer)), default=0.0)
 
 
 def _jieba(text: str) -> list[str]:
     jieba = library("jieba")
     jieba.setLogLevel(logging.WARNING)
+    jieba.dt.tmp_dir = _private_folder().name
     return jieba.lcut(text, cut_all=False)
+
+
+@lru_cache(maxsize=1)
+def _private_folder() -> TemporaryDirectory[str]:
+    """Where jieba caches its dictionary: it unpickles what it finds there, and in a shared /tmp anybody can leave a file."""
+    return TemporaryDirectory(prefix="jieba.")
 
 
 # ---- question answering --------------------------------------------------------------------------------------------
 
 
-def qa_f1(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def qa_f1(output: str, answer: Answer, extra: Extra) -> Figures:
     """Best word F1 over the accepted answers."""
     return {"f1": _best(lambda o, a: f1(normalize(o).split(), normalize(a).split()), output, answer)}
 
 
-def qa_f1_characters(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def qa_f1_characters(output: str, answer: Answer, extra: Extra) -> Figures:
     """F1 over Chinese characters (InfiniteBench's Zh.QA)."""
     return {"f1": _best(lambda o, a: f1(normalize_zh(o), normalize_zh(a)), output, answer)}
 
 
-def qa_f1_jieba(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def qa_f1_jieba(output: str, answer: Answer, extra: Extra) -> Figures:
     """F1 over Chinese words (LongBench)."""
 
     def words(text: str) -> list[str]:
@@ -123,29 +136,29 @@ def of_first_line(metric: Metric) -> Metric:
 # ---- retrieval and mathematics -------------------------------------------------------------------------------------
 
 
-def first_number(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def first_number(output: str, answer: Answer, extra: Extra) -> Figures:
     """The first run of digits is the answer (InfiniteBench's pass keys and numbers)."""
     found = re.search("[0-9]+", output)
     return {"match": float(found is not None and found.group() == str(as_list(answer)[0]))}
 
 
-def has_word(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def has_word(output: str, answer: Answer, extra: Extra) -> Figures:
     """The answer is one of the words (InfiniteBench's key/value retrieval)."""
     return {"match": float(str(as_list(answer)[0]) in spaced(output, "\n:\"'.,?!{}").split())}
 
 
-def has_name(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def has_name(output: str, answer: Answer, extra: Extra) -> Figures:
     """The answer, an upper-case name, is one of the words in any case (InfiniteBench's dialogue)."""
     return {"match": float(str(as_list(answer)[0]) in spaced(output, "\n:\"'.,?!{}").upper().split())}
 
 
-def has_all(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def has_all(output: str, answer: Answer, extra: Extra) -> Figures:
     """Share of the required strings that occur in the output, in any case (RULER)."""
     wanted = as_list(answer)
     return {"recall": sum(str(a).lower() in output.lower() for a in wanted) / len(wanted)}
 
 
-def equal_number(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def equal_number(output: str, answer: Answer, extra: Extra) -> Figures:
     """The first number equals the answer; an integer answer reads no further than the point (InfiniteBench's Math.Find)."""
     found, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
     if found is None or (isinstance(wanted, int) and "." in found.group()):
@@ -153,7 +166,7 @@ def equal_number(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
     return {"match": float(float(found.group()) == float(wanted))}
 
 
-def leading_numbers(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def leading_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
     """Share of the answer's numbers that are right before the first wrong one (InfiniteBench's Math.Calc)."""
     wanted = answer[0] if answer and isinstance(answer[0], list) else answer
     given, right = [int(n) for n in re.findall("[0-9]+", output)], 0
@@ -162,7 +175,7 @@ def leading_numbers(output: str, answer: Any, extra: Mapping[str, Any]) -> Figur
     return {"share": right / len(wanted)}
 
 
-def last_integer(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def last_integer(output: str, answer: Answer, extra: Extra) -> Figures:
     """The last word is the answer (InfiniteBench's Code.Run)."""
     words = spaced(output, "\n.`'\":").split()
     try:
@@ -171,7 +184,7 @@ def last_integer(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
         return {"match": 0.0}
 
 
-def gsm8k(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def gsm8k(output: str, answer: Answer, extra: Extra) -> Figures:
     """The number behind ``####``, else the last number ('flexible'), equals the answer's."""
 
     def clean(text: str) -> str:
@@ -199,7 +212,7 @@ def _after_prefix(text: str, prefixes: Iterable[str], accepted: Iterable[str]) -
     return None
 
 
-def choice(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def choice(output: str, answer: Answer, extra: Extra) -> Figures:
     """The option's letter or text (InfiniteBench's En.MC); ``answer`` is ``[text, letter]``."""
     text, accepted = output.strip(), as_list(answer)
     if not text:
@@ -215,7 +228,7 @@ def choice(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
     return {"accuracy": float(right)}
 
 
-def bug_choice(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def bug_choice(output: str, answer: Answer, extra: Extra) -> Figures:
     """The option's letter or function (InfiniteBench's Code.Debug); ``answer`` is ``[function, letter]``."""
     text, (name, letter) = output.strip(), answer
     if text[:2] in (f"{letter}.", f"{letter}:"):
@@ -226,7 +239,7 @@ def bug_choice(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
     return {"accuracy": float(_after_prefix(text, prefixes, (letter, name)) or False)}
 
 
-def classification(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def classification(output: str, answer: Answer, extra: Extra) -> Figures:
     """One over the number of classes that the output names, if the right one is among them (LongBench)."""
 
     def score(output: str, answer: str) -> float:
@@ -241,7 +254,7 @@ def classification(output: str, answer: Any, extra: Mapping[str, Any]) -> Figure
     return {"accuracy": _best(score, output, answer)}
 
 
-def share_of_numbers(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def share_of_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
     """Share of the output's numbers that are the answer's (LongBench's counts and paragraph retrieval)."""
 
     def score(output: str, answer: str) -> float:
@@ -251,7 +264,7 @@ def share_of_numbers(output: str, answer: Any, extra: Mapping[str, Any]) -> Figu
     return {"share": _best(score, output, answer)}
 
 
-def code_similarity(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def code_similarity(output: str, answer: Answer, extra: Extra) -> Figures:
     """Similarity of the first line that is code, in whole hundredths (LongBench).
 
     The published requirements name fuzzywuzzy without python-Levenshtein, so its ratio is difflib's: on code about two
@@ -270,22 +283,22 @@ def code_similarity(output: str, answer: Any, extra: Mapping[str, Any]) -> Figur
 
 
 @lru_cache(maxsize=1)
-def _rouge_scorer() -> Any:
+def _rouge_scorer() -> RougeScorer:
     return library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"])
 
 
-def rouge(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def rouge(output: str, answer: Answer, extra: Extra) -> Figures:
     """ROUGE F1 of rouge-score, without stemming; of several references the best of each figure."""
     found = [_rouge_scorer().score(str(a), output) for a in as_list(answer)]
     return {name: max(scores[name].fmeasure for scores in found) for name in ("rougeL", "rouge1", "rouge2")}
 
 
-def rouge_lsum(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def rouge_lsum(output: str, answer: Answer, extra: Extra) -> Figures:
     """Summary-level ROUGE-L, sentences separated by line breaks (InfiniteBench's En.Sum)."""
     return {"rougeLsum": max(_rouge_scorer().score(str(a), output)["rougeLsum"].fmeasure for a in as_list(answer))}
 
 
-def rouge_pltrdy(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def rouge_pltrdy(output: str, answer: Answer, extra: Extra) -> Figures:
     """ROUGE-L of the package `rouge`, which LongBench's published figures were taken with."""
     scorer = library("rouge").Rouge(metrics=["rouge-l"])
 
@@ -298,12 +311,12 @@ def rouge_pltrdy(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
     return {"rougeL": _best(score, output, answer)}
 
 
-def rouge_jieba(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def rouge_jieba(output: str, answer: Answer, extra: Extra) -> Figures:
     """`rouge_pltrdy` over Chinese words (LongBench)."""
     return rouge_pltrdy(" ".join(_jieba(output)), [" ".join(_jieba(str(a))) for a in as_list(answer)], extra)
 
 
-def distance(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def distance(output: str, answer: Answer, extra: Extra) -> Figures:
     """How near two texts are: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
     reference = str(as_list(answer)[0])
     figures = {
@@ -316,7 +329,7 @@ def distance(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
     return dict.fromkeys(figures, 1.0) if output == reference else figures
 
 
-def reconstruction(output: str, answer: Any, extra: Mapping[str, Any]) -> Figures:
+def reconstruction(output: str, answer: Answer, extra: Extra) -> Figures:
     """How much of the text itself was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
     bleu = library("sacrebleu").sentence_bleu(output, [str(answer)]).score / 100
     return {**rouge(output, answer, extra), "bleu": bleu}
@@ -339,7 +352,7 @@ class NoSynonyms:
 
 
 @lru_cache(maxsize=1)
-def _wordnet() -> Any:
+def _wordnet() -> object:
     wordnet = library("nltk.corpus").wordnet
     try:
         wordnet.ensure_loaded()

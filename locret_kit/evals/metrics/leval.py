@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
-from typing import Any
+
+from . import Answer, Extra
 
 
-def leval_choice(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
+def leval_choice(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
     """Letters of the right options; a part of several right ones is worth 0.25 (L-Eval's QuALITY, TPO, Coursera).
 
     ``extra['several']``: more than one option may be right (Coursera).
@@ -57,12 +57,12 @@ def _leval_letters(output: str, several: bool) -> str:
     return "".join(sorted(letters)) or "A"
 
 
-def leval_match(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
+def leval_match(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
     """Equal as numbers, else the answer occurs in the output, spaces and case aside (L-Eval's topic retrieval)."""
     return {"match": _exact(output, str(answer))}
 
 
-def leval_math(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
+def leval_math(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
     """The number of "The answer is ...", else the first paragraph's last (L-Eval's GSM)."""
     return {"match": _exact(_leval_number(output), _leval_number(str(answer)))}
 
@@ -74,7 +74,7 @@ def _leval_number(text: str) -> str:
     return "".join(filter(str.isdigit, word.split(".")[0]))
 
 
-def leval_code(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
+def leval_code(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
     """The printed value stands among the output's last words, or behind "the final output" (L-Eval's CodeU)."""
     wanted = _plain_code(str(answer))
     text = _plain_code(output)
@@ -93,7 +93,7 @@ def _plain_code(text: str) -> str:
     return text
 
 
-def leval_judge(output: str, answer: Any, extra: Mapping[str, Any]) -> dict[str, float]:
+def leval_judge(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
     """Loyalty to the document: the first of true and false (L-Eval's SFcition; its second figure, the fact asked for
     without the document, does not depend on the cache and is not measured)."""
     wanted = str(answer).lower().split("[fact:")[0].strip()
