@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,40 +20,43 @@ DEPTHS = 10
 
 
 def score_budget(rows: Sequence[Row]) -> Figure:
-    """Mean score against budget with its standard error, a panel a task and length; full attention is a level line."""
-    cells = _scored(rows)
-    titles = {
-        (c.task, c.haystack, c.length): f"{_over(c.task, c.haystack)}, {size(c.length)} tokens"
-        for c in cells
-        if c.budget
-    }
-    return _lines(cells, titles, lambda c: (c.task, c.haystack, c.length), lambda c: c.budget, "budget (slots a head)")
+    """Mean score against budget with its standard error, a panel per task and length; full attention is a level line."""
+    cells, found = _scored(rows), dict[str, list[Cell]]()
+    for place in dict.fromkeys((c.task, c.haystack, c.length) for c in cells if c.budget):
+        members = [c for c in cells if (c.task, c.haystack, c.length) == place]
+        found[f"{_over(*place[:2])}, {size(place[2])} tokens"] = members
+    if not found:
+        raise ValueError("no row has a budget: run a policy other than full")
+    return _score_panels("Score against budget", found, lambda c: c.budget, "budget (slots a head)")
 
 
 def score_length(rows: Sequence[Row]) -> Figure:
-    """Mean score against prompt length with its standard error, a panel a task and budget; full attention in each."""
-    cells = _scored(rows)
-    titles = {
-        (c.task, c.haystack, c.budget): f"{_over(c.task, c.haystack)}, budget {size(c.budget)}"
-        for c in cells
-        if c.budget
-    }
-    titles = titles or {(c.task, c.haystack, 0): _over(c.task, c.haystack) for c in cells}
-    budgets: dict[tuple, set[int]] = defaultdict(set)
-    for task, haystack, budget in titles:
-        budgets[task, haystack].add(budget)
-    spread = [
-        (c, (c.task, c.haystack, budget))
-        for c in cells
-        for budget in ({c.budget} if c.budget else budgets[c.task, c.haystack])
-    ]
-    figure, axes = panels(len(titles), "Score against prompt length")
-    labels = _labels(cells)
-    for (key, title), axis in zip(titles.items(), axes, strict=True):
-        members = [cell for cell, where in spread if where == key]
-        for label in _labels(members):
-            _curve(axis, [(c.length, c) for c in members if c.label == label], label, labels.index(label))
-        _finish(axis, title, members, [c.length for c in members], "prompt length (tokens)")
+    """Mean score against prompt length with its standard error, a panel per task and budget; full attention in each."""
+    cells, found = _scored(rows), dict[str, list[Cell]]()
+    places = dict.fromkeys((c.task, c.haystack, c.budget) for c in cells if c.budget)
+    for task, haystack, budget in places or dict.fromkeys((c.task, c.haystack, 0) for c in cells):
+        title = _over(task, haystack) + (f", budget {size(budget)}" if budget else "")
+        found[title] = [c for c in cells if (c.task, c.haystack) == (task, haystack) and c.budget in (0, budget)]
+    return _score_panels("Score against prompt length", found, lambda c: c.length, "prompt length (tokens)")
+
+
+def _score_panels(title: str, found: dict[str, list[Cell]], x: Callable[[Cell], float], unit: str) -> Figure:
+    """A panel per title and a line per label; level where ``x`` is 0."""
+    figure, axes = panels(len(found), title)
+    labels = _labels([cell for cells in found.values() for cell in cells])
+    for (name, cells), axis in zip(found.items(), axes, strict=True):
+        for label in _labels(cells):
+            mine, i = sorted((cell for cell in cells if cell.label == label), key=x), labels.index(label)
+            means = [cell.mean or 0.0 for cell in mine]
+            if x(mine[0]):
+                errors = [cell.stderr or 0 for cell in mine]
+                axis.errorbar([x(cell) for cell in mine], means, errors, label=label, capsize=2, **line(i))
+            else:
+                axis.axhline(means[0], label=label, **line(i, marker=False))
+        low, high = min(cell.n for cell in cells), max(cell.n for cell in cells)
+        axis.set_title(f"{name} (n={low})" if low == high else f"{name} (n={low} to {high})")
+        score_axis(axis, cells[0].metric)
+        token_axis(axis, [x(cell) for cell in cells if x(cell)], unit)
     shared_legend(figure)
     return figure
 
@@ -138,41 +140,6 @@ def _cost_line(axis: Axes, members: list[Row], value: Callable[[Row], float | No
         axis.errorbar(x, [m or 0.0 for m, _ in found], [e or 0 for _, e in found], label=name, capsize=2, **line(i))
 
 
-def _lines(
-    cells: list[Cell], titles: dict[tuple, str], key: Callable[[Cell], tuple], x: Callable[[Cell], int], unit: str
-) -> Figure:
-    if not titles:
-        raise ValueError("no row has a budget: run a policy other than full")
-    figure, axes = panels(len(titles), "Score against budget")
-    labels = _labels(cells)
-    for (where, title), axis in zip(titles.items(), axes, strict=True):
-        members = [cell for cell in cells if key(cell) == where]
-        for label in _labels(members):
-            mine = [cell for cell in members if cell.label == label]
-            if mine[0].budget:
-                _curve(axis, [(x(cell), cell) for cell in mine], label, labels.index(label))
-            else:
-                style = line(labels.index(label), marker=False)
-                axis.axhline(mine[0].mean or 0, label=label, **style)
-        _finish(axis, title, members, [x(cell) for cell in members if cell.budget], unit)
-    shared_legend(figure)
-    return figure
-
-
-def _curve(axis: Axes, points: list[tuple[int, Cell]], label: str, i: int) -> None:
-    points = sorted(points, key=lambda point: point[0])
-    x, y = [n for n, _ in points], [cell.mean or 0.0 for _, cell in points]
-    axis.errorbar(x, y, [cell.stderr or 0 for _, cell in points], label=label, capsize=2, **line(i))
-
-
-def _finish(axis: Axes, title: str, cells: list[Cell], values: list[int], unit: str) -> None:
-    counts = sorted({cell.n for cell in cells})
-    n = f"n={counts[0]}" if len(counts) == 1 else f"n={counts[0]} to {counts[-1]}"
-    axis.set_title(f"{title} ({n})")
-    score_axis(axis, cells[0].metric)
-    token_axis(axis, values, unit)
-
-
 def _scored(rows: Sequence[Row]) -> list[Cell]:
     cells = [cell for cell in summarize(rows) if cell.n]
     if not cells:
@@ -189,7 +156,7 @@ def _over(task: str, haystack: str) -> str:
     return task if haystack == "-" else f"{task}, {haystack}"
 
 
-def _grid_order(key: tuple) -> tuple[Any, ...]:
+def _grid_order(key: tuple[str, str, str, int]) -> tuple[str | bool | int, ...]:
     task, haystack, label, budget = key
     return task, haystack, label != "full", label, budget
 

@@ -5,18 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ...files import write_beside
 from ..report.summary import LIKELIHOOD, size
 
+S = TypeVar("S")
 FORMATS = ("png", "svg")
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 2, 2)))
+Dash = str | tuple[int, tuple[float, ...]]
+DASHES: tuple[Dash, ...] = (
+    "-",
+    "--",
+    "-.",
+    ":",
+    (0, (6, 1.5)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (1, 1)),
+    (0, (8, 2, 2, 2)),
+)
 MARKERS = "osD^vPX*<>h"
 LEGEND_ROW = 0.17
 """Height of a line of a legend, inches."""
@@ -51,7 +63,7 @@ def panels(
 
 def shared_legend(figure: Figure, columns: int = 4) -> None:
     """One legend below the panels, each name once; the figure grows by its height."""
-    found: dict[str, Any] = {}
+    found: dict[str, Artist] = {}
     for axis in figure.axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(name, handle)
@@ -73,7 +85,7 @@ def score_axis(axis: Axes, metric: str) -> None:
         axis.set_ylim(-0.03, 1.06)
 
 
-def token_axis(axis: Axes, values: Iterable[int], label: str) -> None:
+def token_axis(axis: Axes, values: Iterable[float], label: str) -> None:
     """A logarithmic axis of token or slot counts with a tick at each value."""
     ticks = sorted(set(values))
     if min(ticks) > 0:
@@ -83,7 +95,7 @@ def token_axis(axis: Axes, values: Iterable[int], label: str) -> None:
     axis.set_xlabel(label)
 
 
-def draw(function: Callable[[Any], Figure], source: object, folder: Path, name: str) -> list[Path]:
+def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str) -> list[Path]:
     """Write ``name.png`` and ``name.svg`` of what a function draws; the same source gives the same bytes.
 
     Raises:

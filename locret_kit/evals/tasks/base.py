@@ -1,12 +1,16 @@
-"""What a task is: a numbered family of examples, a way to read them, and a metric."""
+"""Task: a numbered family of examples, a way to read them, and a metric."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...samples.chat import has_template, render_prompt
+from ..metrics import Answer, Extra
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHAT = ("auto", "always", "never")
 REFERRED = ("fidelity", "agreement")
@@ -17,7 +21,7 @@ REFERRED = ("fidelity", "agreement")
 class Request:
     """Which example is asked for. The same request gives the same bytes in every process."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     length: int
     """Tokens the prompt shall have (synthetic tasks), or at most have (documents); special tokens included."""
     sample: int
@@ -39,8 +43,7 @@ class Example:
     """One prompt and what is expected of the model."""
 
     prompt: str
-    answer: Any = ""
-    """The reference: a string, a number, or a list of accepted or required ones."""
+    answer: Answer = ""
     special: bool = True
     """Whether the tokenizer adds its special tokens (a BOS); a rendered chat template brings its own."""
     depth: float | None = None
@@ -49,8 +52,7 @@ class Example:
     """Tokens that were cut out of the document."""
     continuation: str = ""
     """The text whose likelihood is measured (kind 'nll')."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the metric needs besides, such as a task's classes."""
+    extra: Extra = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[
     return before + text + after.removeprefix("\n\n") + prefix, False
 
 
-def count_ids(tokenizer: Any, prompt: str, special: bool) -> int:
+def count_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, special: bool) -> int:
     """Tokens of a prompt, special tokens included."""
     return len(tokenizer(prompt, add_special_tokens=special, verbose=False).input_ids)
 

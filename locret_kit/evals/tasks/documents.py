@@ -13,7 +13,7 @@ the training split).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -24,10 +24,15 @@ from typing import Any
 from ...naming import first_line
 from ...samples.chat import encode
 from ...samples.records import SUFFIXES, read_records
+from ..metrics import Answer, Extra
 from .base import Example, Request, Task, count_ids, wrap
 
 BENCHMARKS = {"infinitebench": "infinitebench.", "leval": "leval.", "longbench": "longbench.", "short": ""}
 """Tables by name, and what their tasks' names begin with."""
+Record = dict[str, Any]
+"""A document with its questions and answers, as the data set has it."""
+PromptOf = Callable[[str], tuple[str, bool]]
+"""Gives the prompt of a text, and whether the tokenizer adds its special tokens to it."""
 TRUNCATE = ("middle", "end", "start", "never")
 
 
@@ -39,18 +44,18 @@ class Entry:
     prompt: str
     metric: str
     file: str
-    hub: Mapping[str, Any]
+    hub: Mapping[str, str]
     answer: str | None = None
     prefix: str = ""
     kind: str = "answer"
     max_new_tokens: int = 64
     chat: bool = True
     truncate: str = "middle"
-    document: str | None = None
+    document: str = ""
     each: Mapping[str, str] = field(default_factory=dict)
     extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
     words: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Extra = field(default_factory=dict)
     shots: int = 0
     shot: str = ""
 
@@ -95,7 +100,7 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
-def _records(entry: Entry, data: Sequence[str], split: str | None = None) -> Iterator[dict]:
+def _records(entry: Entry, data: Sequence[str], split: str | None = None) -> Iterator[Record]:
     """Records of a split, by default the task's own, from the first folder that has them, else from the Hub."""
     for folder in data:
         if paths := _find_files(entry, Path(folder), split):
@@ -130,7 +135,7 @@ def _series(path: Path) -> tuple[Path, str, str]:
     return path.parent, re.sub(r"(^|[-_])\d.*$", "", path.stem), path.suffix
 
 
-def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterator[dict]:
+def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterator[Record]:
     import datasets
 
     where = {key: value.format(file=entry.file) for key, value in entry.hub.items()}
@@ -149,7 +154,7 @@ def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterat
         ) from error
 
 
-def _examples(entry: Entry, records: Iterator[dict]) -> Iterator[dict]:
+def _examples(entry: Entry, records: Iterator[Record]) -> Iterator[Record]:
     """Records, or with ``each`` the n-th items of every record's lists for n = 0, 1, ..."""
     if not entry.each:
         yield from records
@@ -175,7 +180,7 @@ def _shots(entry: Entry, data: Sequence[str]) -> str:
 # ---- prompts -------------------------------------------------------------------------------------------------------
 
 
-def _rendered(entry: Entry, record: dict, shots: str) -> tuple[str, dict[str, Any], Any, dict[str, Any]]:
+def _rendered(entry: Entry, record: Record, shots: str) -> tuple[str, Record, Answer, Record]:
     """Text, fields, answer and the metric's extras of a record."""
     try:
         fields = _fields(entry, record)
@@ -186,7 +191,7 @@ def _rendered(entry: Entry, record: dict, shots: str) -> tuple[str, dict[str, An
         raise ValueError(f"task={entry.name}: a record has no {error}; it has {', '.join(map(str, record))}") from error
 
 
-def _example(entry: Entry, record: dict, shots: str, request: Request) -> Example:
+def _example(entry: Entry, record: Record, shots: str, request: Request) -> Example:
     text, fields, answer, extra = _rendered(entry, record, shots)
     if entry.kind == "nll":
         return _split_for_likelihood(entry, text, request)
@@ -200,7 +205,7 @@ def _example(entry: Entry, record: dict, shots: str, request: Request) -> Exampl
     return Example(prompt, answer, special, cut=cut, extra=extra)
 
 
-def _fields(entry: Entry, record: dict) -> dict[str, Any]:
+def _fields(entry: Entry, record: Record) -> Record:
     fields = dict(record)
     for name, (source, pattern) in entry.extract.items():
         found = re.search(pattern, record[source])
@@ -212,7 +217,7 @@ def _fields(entry: Entry, record: dict) -> dict[str, Any]:
     return fields
 
 
-def _answer(entry: Entry, record: dict) -> Any:
+def _answer(entry: Entry, record: Record) -> Answer:
     if entry.answer is None:
         return ""
     if entry.answer != "option":
@@ -222,7 +227,9 @@ def _answer(entry: Entry, record: dict) -> Any:
     return [text, "ABCD"[record["options"].index(text)]]
 
 
-def _shorten(entry: Entry, text: str, shots: str, fields: dict, prompt_of: Any, request: Request) -> tuple[str, int]:
+def _shorten(
+    entry: Entry, text: str, shots: str, fields: Record, prompt_of: PromptOf, request: Request
+) -> tuple[str, int]:
     """The text with at most ``request.length`` tokens in its prompt, and how many tokens were cut."""
     tokenizer, cut = request.tokenizer, 0
     over = count_ids(tokenizer, *prompt_of(text)) - request.length

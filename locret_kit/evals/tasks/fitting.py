@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from .base import count_ids
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+D = TypeVar("D")
 TOLERANCE = 0.01
 TRIES = 400
 
 
 def fit(
-    build: Callable[[random.Random, int], Any],
-    text_of: Callable[[Any], tuple[str, bool]],
+    build: Callable[[random.Random, int], D],
+    text_of: Callable[[D], tuple[str, bool]],
     *,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     length: int,
     seed: str,
     least: int = 1,
-) -> Any:
+) -> D:
     """What ``build(rng, n)`` gives for an ``n`` whose prompt has ``length`` tokens, or at most 1% fewer.
 
     One item may be longer than 1%. Then other random items are tried (the generator's seed gets a further number) until
@@ -35,7 +39,7 @@ def fit(
         ValueError: the fixed parts are longer than ``length``, or no candidate is near enough.
     """
 
-    def measured(salt: int, n: int) -> tuple[Any, int]:
+    def measured(salt: int, n: int) -> tuple[D, int]:
         candidate = build(random.Random(f"{seed}|{salt}"), n)
         prompt, special = text_of(candidate)
         return candidate, count_ids(tokenizer, prompt, special)

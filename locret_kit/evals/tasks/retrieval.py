@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
+from ..metrics import Answer
 from .base import Example, Request, Task, spread_depth, wrap
 from .fitting import fit
 
@@ -32,7 +32,7 @@ class Draft:
     """A prompt's text before it is wrapped, and its answer."""
 
     text: str
-    answer: Any
+    answer: Answer
     depth: float | None = None
     prefix: str = ""
     """What the answer starts with."""
