@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.evals.engine.fidelity import follow, kept_heads, nll_of, nll_reading
+from locret_kit.evals.engine.fidelity import kept_heads, nll_of, nll_reading, teacher_force
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
 from locret_kit.evals.engine.settings import Engine, Variant
 from locret_kit.runtime.session import Sampling
@@ -40,7 +40,7 @@ def cache(policy: str, length: int, budget: int = 48, **more) -> BoundedCache:
 
 def test_full_attention_s_likelihood_is_the_model_s(model):
     plain = reference(model, IDS)
-    nll = follow(model, cache("full", 120), IDS[:120], IDS[120:]).nll
+    nll = teacher_force(model, cache("full", 120), IDS[:120], IDS[120:]).nll
     assert math.isclose(nll, sum(plain[119:]) / 30, rel_tol=1e-4)
     for skip in (1, 60, 75, 149):
         nll, _ = nll_reading(model, cache("full", len(IDS)), IDS, skip)
@@ -53,9 +53,9 @@ def test_agreement_counts_the_tokens_that_would_have_been_chosen(model):
     for i in range(12):
         choice = int(model(torch.tensor([ids])).logits[0, -1].argmax())
         ids = [*ids, choice if i % 3 else (choice + 1) % model.config.vocab_size]
-    followed = follow(model, cache("full", 60), ids[:60], ids[60:])
-    assert followed.agreement == 8 / 12
-    assert math.isclose(followed.nll, sum(reference(model, ids)[59:]) / 12, rel_tol=1e-4)
+    forced = teacher_force(model, cache("full", 60), ids[:60], ids[60:])
+    assert forced.agreement == 8 / 12
+    assert math.isclose(forced.nll, sum(reference(model, ids)[59:]) / 12, rel_tol=1e-4)
 
 
 def test_reading_does_not_depend_on_the_pieces(model, monkeypatch):
@@ -110,7 +110,7 @@ def test_likelihood_errors(model):
     with pytest.raises(ValueError, match="skip=150 must be above 0 and below the prompt's 150 tokens"):
         nll_reading(model, cache("full", 150), IDS, 150)
     with pytest.raises(ValueError, match="continuation holds no tokens"):
-        follow(model, cache("full", 150), IDS, [])
+        teacher_force(model, cache("full", 150), IDS, [])
 
 
 def test_kept_heads_counts_what_each_head_holds(model):

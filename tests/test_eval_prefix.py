@@ -1,4 +1,4 @@
-"""Beginnings that prompts have in common: read once, and nothing of a row changes."""
+"""PrefixCache that prompts have in common: read once, and nothing of a row changes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.fork import CannotFork
-from locret_kit.cli.eval import main, plan_of
+from locret_kit.cli.eval import main, run_of
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.evals.engine import prefix, runner
-from locret_kit.evals.engine.prefix import Beginnings, limit, together, turns
+from locret_kit.evals.engine.prefix import PrefixCache, max_shared_prefix, order_by_prefix, turns
 from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
 from locret_kit.evals.report.summary import summarize, to_csv
 from locret_kit.evals.tasks import Example, Task
@@ -92,31 +92,31 @@ def test_every_beginning_is_read_once(drawn):
         mock.patch.object(prefix, "attach", lambda model: nullcontext()),
         mock.patch.object(prefix, "prefill", lambda model, ids, cache: cache.read(ids)),
     ):
-        beginnings = Beginnings(None, lambda tokens: Tokens(), max(map(len, prompts)))
+        beginnings = PrefixCache(None, lambda tokens: Tokens(), max(map(len, prompts)))
         order = list(turns(prompts, chunk, limits))
-        for turn in order:
-            ids = prompts[turn.prompt]
-            start = beginnings.start(turn, ids)
-            assert start.cache.ids == ids[: turn.shared].tolist() and start.shared == turn.shared
-            assert len(beginnings._held) == len(turn.held) <= 1 + math.log2(len(prompts))
-    assert sorted(turn.prompt for turn in order) == list(range(len(prompts)))
+        for i, held in order:
+            ids, shared = prompts[i], max(held, default=0)
+            start = beginnings.start(ids, held)
+            assert start.cache.ids == ids[:shared].tolist() and start.shared == shared
+            assert len(beginnings._held) == len(held) <= 1 + math.log2(len(prompts))
+    assert sorted(i for i, _ in order) == list(range(len(prompts)))
     pieces = set()
-    for turn in order:
-        i = turn.prompt
+    for i, held in order:
+        shared = max(held, default=0)
         others = [
             min(common(prompts[i], prompts[j]), limits[i], limits[j]) // chunk * chunk
             for j in range(len(prompts))
             if j != i
         ]
-        assert turn.shared == max(others, default=0)
-        pieces |= {tuple(prompts[i][: end + chunk]) for end in range(0, turn.shared, chunk)}
+        assert shared == max(others, default=0)
+        pieces |= {tuple(prompts[i][: end + chunk]) for end in range(0, shared, chunk)}
     assert Tokens.total == chunk * len(pieces)  # each piece that two prompts share, once
 
 
 @given(prompts_and_limits())
 def test_neighbours_have_most_in_common(drawn):
     _, prompts, _ = drawn
-    order = together(prompts)
+    order = order_by_prefix(prompts)
     assert sorted(order) == list(range(len(prompts)))
     for place, i in enumerate(order):
         beside = [order[j] for j in (place - 1, place + 1) if 0 <= j < len(order)]
@@ -128,8 +128,8 @@ def test_a_shared_beginning_ends_before_the_tail():
     from locret_kit.cache.geometry.schedule import Schedule
 
     schedule = Schedule(48, 32, stabilizers=4, local_len=8, prompt_length=200)
-    assert [limit(schedule, n) for n in (5, 40, 41, 72, 73, 200)] == [0, 0, 32, 32, 64, 160]
-    assert limit(Schedule(48, 200, prompt_length=200, one_shot=True), 200) == 0
+    assert [max_shared_prefix(schedule, n) for n in (5, 40, 41, 72, 73, 200)] == [0, 0, 32, 32, 64, 160]
+    assert max_shared_prefix(Schedule(48, 200, prompt_length=200, one_shot=True), 200) == 0
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_processes_take_stretches_of_neighbours(alone, heads, tmp_path):
 
 
 def test_every_prompt_belongs_to_one_process(heads, tmp_path):
-    plan = plan_of(load_eval_config(words(heads, tmp_path / "run", samples=7, haystacks="[repeated,pydoc]")))
+    plan = run_of(load_eval_config(words(heads, tmp_path / "run", samples=7, haystacks="[repeated,pydoc]")))
     assert sorted(len(batch) for batch in plan.batches()) == [1] * 14 + [7] * 2
     for number, batch in enumerate(plan.batches()):
         for world in (1, 2, 3, 8):
@@ -261,11 +261,11 @@ def documents(kind: str) -> Task:
 def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     """Exact figures of the likelihood; a pyramid's budgets depend on the prompt's length, so not all can be shared."""
     policies = "[full,locret,pyramid-locret,random]"
-    plan = plan_of(load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]")))
+    plan = run_of(load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]")))
     made = []
     for share in (True, False):
         out = tmp_path / str(share)
-        assert runner.run(replace(plan, tasks=[documents(kind)], out=out, share_prefix=share), lambda line: None) == 0
+        assert runner.answer(replace(plan, tasks=[documents(kind)], out=out, share_prefix=share)) == 0
         made.append((out, figures(out)))
     assert made[0][1] == made[1][1] and len(made[0][1]) == 16
     assert (max(row.prefix_shared for row in read_rows(made[0][0])) > 0) == (kind != "nll_prefill")
@@ -296,15 +296,15 @@ def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, m
 
 
 def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):
-    start, dropped = Beginnings.start, []
+    start, dropped = PrefixCache.start, []
 
-    def no_room(self, turn, ids):
-        if turn.held:
-            dropped.append(turn)
+    def no_room(self, ids, held):
+        if held:
+            dropped.append(held)
             raise torch.OutOfMemoryError("no room")
-        return start(self, turn, ids)
+        return start(self, ids, held)
 
-    monkeypatch.setattr(Beginnings, "start", no_room)
+    monkeypatch.setattr(PrefixCache, "start", no_room)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret,random]", tasks="[passkey]")) == 0
     wanted = figures(alone)
@@ -352,9 +352,9 @@ def test_a_prompt_that_cannot_be_made_does_not_stop_the_others(heads, tmp_path):
             raise ValueError("no such text")
         return documents("answer").make(request)
 
-    plan = plan_of(load_eval_config(words(heads, tmp_path / "run", samples=4, policies="[locret,random]")))
+    plan = run_of(load_eval_config(words(heads, tmp_path / "run", samples=4, policies="[locret,random]")))
     task = replace(documents("answer"), make=make)
-    assert runner.run(replace(plan, tasks=[task]), lambda line: None) == 2
+    assert runner.answer(replace(plan, tasks=[task])) == 2
     rows = read_rows(tmp_path / "run")
     assert len(rows) == 8 and {row.sample for row in rows if row.error} == {1}
     assert {row.error for row in rows} == {None, "ValueError: no such text"}

@@ -269,6 +269,25 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(heads, tmp_path, monkeypatc
     assert len(read_rows(out)) == 4 and (out / "rows.0.jsonl").read_bytes().endswith(b"}\n")
 
 
+def test_a_full_disk_while_kept_tokens_are_stored_is_no_example_s_fault(heads, finished, tmp_path, monkeypatch, capsys):
+    """It once became an error row, which the rerun that the message asks for left as it was."""
+    out, store = tmp_path / "run", measure.write_beside
+
+    def full(path, write):
+        if path.parent.name == "kept" and len(list(path.parent.glob("*.npz"))) == 2:
+            raise OSError(f"cannot write {path} (0 MiB free): No space left on device")
+        store(path, write)
+
+    monkeypatch.setattr(measure, "write_beside", full)
+    assert main(words(heads, out, keep=1)) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "No space left on device; finished examples are safe, run again to go on" in said
+    assert not any(row.error for row in read_rows(out))
+    monkeypatch.setattr(measure, "write_beside", store)
+    assert main(words(heads, out, keep=1)) == 0
+    assert scores(out) == scores(finished) and len(list((out / "kept").glob("*.npz"))) == 5  # of the pass keys
+
+
 def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
     out = tmp_path / "run"
     more = {"tasks": "[fidelity.continue]", "max_new_tokens": 12, "samples": 2}

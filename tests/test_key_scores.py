@@ -17,7 +17,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.evals.engine import kvzip
+from locret_kit.evals.engine import oracle as kvzip
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.methods import compactor
 from locret_kit.policies.methods.compactor import Compactor, block_attention, gaussian_sketch, leverage_scores, z_score

@@ -22,7 +22,7 @@ import sweeps
 from matplotlib.figure import Figure
 from study import Study
 
-from locret_kit.cli.eval import remember
+from locret_kit.cli.eval import write_run_config
 from locret_kit.cli.eval_engine import load_engine, load_parts
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.evals.figures.style import draw
@@ -90,7 +90,7 @@ def study_of(name: str, args: argparse.Namespace, words: list[str]) -> Study:
     if sweep is None:
         sweep = [x for x in FIGURES[name].sweep if name != "stabilizers" or x < config.budgets[0]]
     if FIGURES[name].function.__module__ == "sweeps":  # these keep rows
-        remember(replace(config, out=str(out)), parts)
+        write_run_config(replace(config, out=str(out)), parts)
     return Study(
         engine=load_engine(config, parts),
         tasks=find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples),

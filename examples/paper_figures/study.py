@@ -20,7 +20,7 @@ from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.view import slots_of
 from locret_kit.evals.engine.measure import cache_for
 from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.engine.runner import run as answer
+from locret_kit.evals.engine.runner import answer
 from locret_kit.evals.engine.settings import UNTRAINED, Engine, Run, Variant, variants
 from locret_kit.evals.tasks.base import Request, Task
 from locret_kit.policies.grammar import parse_policy, parts_of

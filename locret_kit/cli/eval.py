@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 
 
-def plan_of(config: EvalConfig, parts: Parts | None = None) -> Run:
+def run_of(config: EvalConfig, parts: Parts | None = None) -> Run:
     """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
     from ..evals.engine.settings import Run, variants
     from ..evals.tasks import find_tasks
@@ -38,9 +38,9 @@ def plan_of(config: EvalConfig, parts: Parts | None = None) -> Run:
     )  # fmt: skip
 
 
-def remember(config: EvalConfig, parts: Parts) -> None:
-    """Write what the folder's rows share, and the heads that there are rows of; rows of other settings, or of other heads by
-    the same name, are an error. Other checkpoints may come in later.
+def write_run_config(config: EvalConfig, parts: Parts) -> None:
+    """Write the settings that the folder's rows share, and the heads that there are rows of; rows of other settings, or of
+    other heads by the same name, are an error. Other checkpoints may come in later.
 
     Raises:
         ValueError: the folder holds rows of another setting or other heads; names it. OSError: it cannot be written.
@@ -83,23 +83,22 @@ def run(argv: list[str]) -> int:
     from ..evals.engine.settings import check_policies
 
     check_policies(config.policies, config.kv_bits)
-    from ..evals.engine.runner import failures, is_complete
-    from ..evals.engine.runner import run as answer
+    from ..evals.engine.runner import answer, failures, is_complete
     from ..evals.report.summary import write_summary
     from .eval_engine import load_parts
 
     parts = load_parts(config)
-    remember(config, parts)
-    plan = plan_of(config, parts)
-    answer(plan)
-    tables = write_summary(plan.out)
-    if is_complete(plan):  # the last process to finish shows what all have found
+    write_run_config(config, parts)
+    made = run_of(config, parts)
+    answer(made)
+    tables = write_summary(made.out)
+    if is_complete(made):  # the last process to finish shows what all have found
         print(tables)
-        _draw_all(plan.out)
-    print(f"locret-eval: rows and summary are in {plan.out}", file=sys.stderr)
-    if failed := failures(plan):
+        _draw_all(made.out)
+    print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
+    if failed := failures(made):
         print(
-            f"locret-eval: {failed} examples ended with an error, see {plan.out}/rows.*.jsonl; retry=errors does them again",
+            f"locret-eval: {failed} examples ended with an error, see {made.out}/rows.*.jsonl; retry=errors does them again",
             file=sys.stderr,
         )
     return 1 if failed else 0

@@ -1,18 +1,16 @@
-"""How far a policy is from full attention, with no labels: likelihood and agreement under eviction, and what of a text was
-kept.
+"""Distance of a policy from full attention, with no labels: likelihood and agreement under eviction, and the tokens kept.
 
 Distances of texts are in `metrics.distance`; the runner makes full attention's output their reference (RoCo, section 5).
-Two greedy answers that differ in one token may have nothing in common behind it, so such distances need many examples;
-agreement asks for every token of the reference behind the reference's own tokens, and needs few.
+Two greedy answers that differ in one token may have nothing in common after it, so such distances need many examples;
+agreement asks for every token of the reference after the reference's own tokens, and needs few.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,19 +21,22 @@ from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
 from ...runtime.session import Sampling, decode, prefill
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 BLOCK = 256
 """Tokens whose logits over the vocabulary are held at once."""
 
 
 def nll_of(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
-    """Negative log-likelihood ``[T]`` (float32, nats) of each token under the logits in front of it."""
+    """Negative log-likelihood ``[T]`` (float32, nats) of each token under the logits before it."""
     target = torch.tensor(list(ids), device=logits_TV.device, dtype=torch.long)
     return F.cross_entropy(logits_TV.float(), target, reduction="none")
 
 
 @dataclass(frozen=True)
-class Followed:
-    """What a policy made of a continuation that it was given."""
+class TeacherForced:
+    """How a policy takes a continuation that it is given."""
 
     nll: float
     """Mean negative log-likelihood of its tokens, nats."""
@@ -46,23 +47,27 @@ class Followed:
 
 
 @torch.inference_mode()
-def choose(model: Any, cache: BoundedCache, ids: Sequence[int], limit: int, stop: frozenset[int]) -> list[int]:
-    """At most ``limit`` tokens that greedy decoding writes behind the prompt; the last may be one of ``stop``."""
-    chosen = []
+def greedy_reference(
+    model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int], limit: int, stop: frozenset[int]
+) -> list[int]:
+    """At most ``limit`` tokens that greedy decoding writes after the prompt; the last may be one of ``stop``."""
+    written = []
     with attach(model):
         logits = prefill(model, ids, cache)
         for token in decode(
             model, cache, logits, prompt=ids, max_new_tokens=limit, sampling=Sampling(), stop=frozenset()
         ):
-            chosen.append(token)
+            written.append(token)
             if token in stop:
                 break
-    return chosen
+    return written
 
 
 @torch.inference_mode()
-def follow(model: Any, cache: BoundedCache, ids: Sequence[int], continuation: Sequence[int]) -> Followed:
-    """Feed a continuation one token at a time behind the prompt, so that the cache evicts as it does while it decodes.
+def teacher_force(
+    model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int], continuation: Sequence[int]
+) -> TeacherForced:
+    """Read the prompt and `score_continuation`, timed.
 
     Raises:
         ValueError: an empty continuation.
@@ -73,24 +78,34 @@ def follow(model: Any, cache: BoundedCache, ids: Sequence[int], continuation: Se
         began = time.perf_counter()
         logits = prefill(model, ids, cache)
         prefilled = time.perf_counter()
-        total = float(nll_of(logits[None], continuation[:1]))
-        hits = int(logits.argmax() == continuation[0])
-        for given, wanted in itertools.pairwise(continuation):
-            piece = torch.tensor([[given]], device=model.device)
-            logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
-            total += float(nll_of(logits, [wanted]))
-            hits += int(logits[0].argmax()) == wanted
+        nll, hits = score_continuation(model, cache, logits, continuation)
     n = len(continuation)
-    return Followed(total / n, hits / n, prefilled - began, time.perf_counter() - prefilled)
+    return TeacherForced(nll / n, hits / n, prefilled - began, time.perf_counter() - prefilled)
 
 
 @torch.inference_mode()
-def nll_reading(model: Any, cache: BoundedCache, ids: Sequence[int], skip: int) -> tuple[float, float]:
-    """``(nll, seconds)``: mean NLL a token of the prompt's tokens from ``skip`` on, measured while the prompt is read
+def score_continuation(
+    model: PreTrainedModel, cache: BoundedCache, logits_V: Tensor, continuation: Sequence[int]
+) -> tuple[float, int]:
+    """``(summed NLL, tokens that greedy decoding would have chosen)``, fed one token at a time, so that the cache evicts as
+    it does while it decodes. ``logits_V``: those of the first token; the model is attached."""
+    total, hits = 0.0, 0
+    for n, token in enumerate(continuation):
+        if n:
+            piece = torch.tensor([[continuation[n - 1]]], device=model.device)
+            logits_V = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        total += float(nll_of(logits_V[None], [token]))
+        hits += int(logits_V.argmax()) == token
+    return total, hits
+
+
+@torch.inference_mode()
+def nll_reading(model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int], skip: int) -> tuple[float, float]:
+    """``(nll, seconds)``: mean NLL per token of the prompt's tokens from ``skip`` on, measured while the prompt is read
     chunk by chunk: a token sees its own chunk and what the cache has kept of the chunks before.
 
     Raises:
-        ValueError: nothing lies behind ``skip``.
+        ValueError: nothing lies after ``skip``.
     """
     if not 0 < skip < len(ids):
         raise ValueError(f"skip={skip} must be above 0 and below the prompt's {len(ids)} tokens")

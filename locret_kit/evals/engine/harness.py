@@ -11,23 +11,28 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from torch.nn import functional as F
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
 from ...naming import nearest
 from ...runtime.session import Sampling, decode, prefill, stop_ids
-from .fidelity import nll_reading
+from .fidelity import nll_reading, score_continuation
 from .measure import cache_for
 from .settings import Engine, Variant
 
+T = TypeVar("T")
+Load = Callable[[dict[str, object]], tuple[Engine, Variant]]
+"""Gives the backbone and the variant that ``--model_args`` name."""
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 OTHERS = ("do_sample", "until", "max_gen_toks")
 MARGIN = 8
@@ -42,7 +47,7 @@ class LocretLM(TemplateLM):
         super().__init__()
         self.engine, self.variant = engine, variant
         self.model, self.tokenizer = engine.model, engine.tokenizer
-        self.accelerator: Any = None
+        self.accelerator: Accelerator | None = None
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from accelerate import Accelerator, InitProcessGroupKwargs
 
@@ -72,10 +77,10 @@ class LocretLM(TemplateLM):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.accelerator is None else self.accelerator.gather(tensor)
 
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+    def gather_object(self, obj: T, dst: int = 0) -> list[T | None] | None:
         if self.accelerator is None:
             return [obj]
-        found = [None] * self.world_size if self.rank == dst else None
+        found: list[T | None] | None = [None] * self.world_size if self.rank == dst else None
         torch.distributed.gather_object(obj, found, dst)
         return found
 
@@ -83,22 +88,23 @@ class LocretLM(TemplateLM):
         if self.accelerator is not None:
             self.accelerator.wait_for_everyone()
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (bos and string.startswith(bos))
         return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
+        made = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        return str(made)
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
         """Continuations of the same context share its prefill as far as they can: the first longer one, and all of one
         token."""
@@ -113,7 +119,9 @@ class LocretLM(TemplateLM):
                 continuation = requests[i][2]
                 if not fresh and len(continuation) > 1:
                     cache, logits = self._read(prompt)
-                found[i] = self._score(cache, logits, continuation)
+                with attach(self.model):
+                    nll, hits = score_continuation(self.model, cache, logits, continuation)
+                found[i] = -nll, hits == len(continuation)
                 fresh = fresh and len(continuation) == 1
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
         return [found[i] for i in range(len(requests))]
@@ -137,7 +145,7 @@ class LocretLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, results[-1])
         return results
 
-    def _shown(self, items: Iterable[Any], what: str, hidden: bool) -> Iterable[Any]:
+    def _shown(self, items: Iterable[T], what: str, hidden: bool) -> Iterable[T]:
         """The items, with a progress bar in the first process."""
         return tqdm(items, desc=f"Running {what}", disable=hidden or self.rank != 0)
 
@@ -150,21 +158,6 @@ class LocretLM(TemplateLM):
         cache = self._cache(len(context))
         with attach(self.model):
             return cache, prefill(self.model, context, cache)
-
-    @torch.inference_mode()
-    def _score(self, cache: BoundedCache, logits: torch.Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
-        """``(log-likelihood, whether greedy decoding would write it)``."""
-        total, greedy = 0.0, True
-        with attach(self.model):
-            for n, token in enumerate(continuation):
-                total += float(F.log_softmax(logits.float(), -1)[token])
-                greedy = greedy and int(logits.argmax()) == token
-                if n + 1 < len(continuation):
-                    piece = torch.tensor([[token]], device=self.device)
-                    logits = self.model(
-                        input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1
-                    ).logits[0, -1]
-        return total, greedy
 
     def _generate(self, context: str, settings: dict[str, Any], number: int) -> str:
         """The answer up to the first stop mark. ``number`` of the request: of the same prompt several are drawn."""
@@ -188,7 +181,7 @@ class LocretLM(TemplateLM):
         return text[: min((text.find(mark) for mark in until if mark in text), default=len(text))]
 
     def _text(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
@@ -216,16 +209,16 @@ _HARNESS_ONLY = ("batch_size", "max_batch_size")
 """Settings that the harness adds of its own accord: prompts go one by one here."""
 
 
-def register(load: Callable[[dict[str, Any]], tuple[Engine, Variant]]) -> None:
-    """Make ``--model locret`` known to the harness. ``load`` gets what ``--model_args`` names."""
+def register(load: Load) -> None:
+    """Make ``--model locret`` known to the harness."""
 
     @register_model("locret")
     class Named(LocretLM):
-        def __init__(self, **settings: Any) -> None:
+        def __init__(self, **settings: object) -> None:
             super().__init__(*load({name: x for name, x in settings.items() if name not in _HARNESS_ONLY}))
 
 
-def main(argv: Sequence[str], load: Callable[[dict[str, Any]], tuple[Engine, Variant]]) -> None:
+def main(argv: Sequence[str], load: Load) -> None:
     """The harness's own command line, with `register` done first."""
     from lm_eval.__main__ import cli_evaluate
 

@@ -1,4 +1,4 @@
-"""Read one prompt through one variant's cache, and measure what came of it: the fields of a row."""
+"""Read one prompt through one variant's cache and measure the result: the fields of a row."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ from ...runtime.tokens import stream_ids
 from ..metrics.benchmarks import get_metric
 from ..tasks.base import Example
 from . import fidelity, oracle
-from .prefix import Beginnings, Start, Turn
-from .rows import Row
+from .prefix import PrefixCache, Start
+from .rows import Key, Row
 from .settings import RANDOM_HEADS, Engine, Group, Run, Variant, is_oracle, key_of
+
+Fields = dict[str, Any]
+"""Of a row, by name."""
+
+
+class NotStored(OSError):
+    """A file of ``kept/`` could not be written: the run ends, since a full disk is no example's fault."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Prompt:
 
     group: Group
     example: Example
-    ids: array
+    ids: array[int]
 
 
 def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> BoundedCache:
@@ -49,31 +56,29 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
         raise ValueError(f"policy={variant.policy}, budget={variant.budget}: {error}") from error
 
 
-def measured(
-    plan: Run, variant: Variant, prompt: Prompt, turn: Turn, beginnings: Beginnings, reference: Row | None
-) -> dict[str, Any]:
-    """Fields of one example's row."""
-    if reference is not None and reference.error is not None:
-        raise ValueError(f"full attention, the reference, failed: {reference.error}")
+def measure_row(
+    run: Run, variant: Variant, prompt: Prompt, held: tuple[int, ...], beginnings: PrefixCache, reference: Row | None
+) -> Fields:
+    """Fields of one example's row. ``held``: see `prefix.Turn`; ``reference``: the row of full attention."""
     if is_oracle(variant.policy):
-        start = oracle.start(plan.engine, variant, prompt.ids, chat=not prompt.example.special)
+        start = oracle.start(run.engine, variant, prompt.ids, chat=not prompt.example.special)
     else:
-        start = beginnings.start(turn, prompt.ids)
+        start = beginnings.start(prompt.ids, held)
     kind = prompt.group.task.kind
     if kind.startswith("nll"):
-        return _likelihood(plan, variant, prompt, start)
-    measure = _agreed if kind == "agreement" else _written
-    return measure(plan, variant, prompt, start, reference)
+        return _score_likelihood(run.engine, prompt, start)
+    if kind == "agreement":
+        return _score_agreement(run.engine, variant, prompt, start, reference)
+    return _score_generation(run, variant, prompt, start, reference)
 
 
-def _written(plan: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> dict[str, Any]:
-    """Generate and score."""
-    engine, task, example, ids = plan.engine, prompt.group.task, prompt.example, prompt.ids
+def _score_generation(run: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> Fields:
+    engine, task, example, ids = run.engine, prompt.group.task, prompt.example, prompt.ids
     kept: dict[str, str] = {}
 
     def at_end_of_prompt(read: int, total: int) -> None:
-        if read == total and prompt.group.sample < plan.keep:
-            kept["kept"] = store_kept(plan.out, key_of(prompt.group, variant), start.cache, ids)
+        if read == total and prompt.group.sample < run.keep:
+            kept["kept"] = store_kept(run.out, key_of(prompt.group, variant), start.cache, ids)
 
     text, report = generate(
         engine.model, engine.tokenizer, ids, start.cache, max_new_tokens=engine.max_new_tokens or task.max_new_tokens,
@@ -85,51 +90,48 @@ def _written(plan: Run, variant: Variant, prompt: Prompt, start: Start, referenc
     scores = get_metric(task.metric)(text, answer, example.extra)
     metric = next(iter(scores))
     if "source" in example.extra:
-        scores |= {
-            f"source_{name}": value for name, value in get_metric("rouge")(text, example.extra["source"], {}).items()
-        }
-    return {
-        "score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer,
-        **_cost(report, start), **kept,
-    }  # fmt: skip
+        of_source = get_metric("rouge")(text, example.extra["source"], {})
+        scores |= {f"source_{name}": value for name, value in of_source.items()}
+    scored = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer}
+    return {**scored, **_cost(report, start), **kept}
 
 
-def _agreed(plan: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> dict[str, Any]:
-    """Give it what full attention chooses, token by token, and count what it would have chosen too. Without a reference this
-    is full attention, which chooses first and is then given its own."""
-    engine, made = plan.engine, {}
+def _score_agreement(engine: Engine, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> Fields:
+    """Feed what full attention chooses, token by token, and count what the policy would have chosen too. Without a reference
+    this is full attention, which chooses first and is then given its own."""
+    made: Fields = {}
     if reference is None:
         limit = engine.max_new_tokens or prompt.group.task.max_new_tokens
         stop = stop_ids(engine.model, engine.tokenizer)
-        wanted = fidelity.choose(engine.model, start.cache, prompt.ids, limit, stop)
+        wanted = fidelity.greedy_reference(engine.model, start.cache, prompt.ids, limit, stop)
         made["output"] = engine.tokenizer.decode(wanted, skip_special_tokens=True)
         start = Start(cache_for(engine, variant, len(prompt.ids)))
     else:
         wanted = reference.answer
-    followed = fidelity.follow(engine.model, start.cache, prompt.ids, wanted)
-    scores = {"agreement": followed.agreement, "nll": followed.nll}
-    made |= {"score": followed.agreement, "metric": "agreement", "scores": scores, "answer": wanted}
-    return made | _read(engine, prompt, start, len(wanted), followed.prefill_s, followed.decode_s)
+    forced = fidelity.teacher_force(engine.model, start.cache, prompt.ids, wanted)
+    scores = {"agreement": forced.agreement, "nll": forced.nll}
+    made |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": wanted}
+    return made | _cost_of_given_text(engine, prompt, start, len(wanted), forced.prefill_s, forced.decode_s)
 
 
-def _likelihood(plan: Run, variant: Variant, prompt: Prompt, start: Start) -> dict[str, Any]:
-    """Measure the likelihood of the continuation, or of the prompt's second half."""
-    engine, kind, ids, cache = plan.engine, prompt.group.task.kind, prompt.ids, start.cache
+def _score_likelihood(engine: Engine, prompt: Prompt, start: Start) -> Fields:
+    """The likelihood of the continuation, or of the prompt's second half."""
+    kind, ids, cache = prompt.group.task.kind, prompt.ids, start.cache
     if kind == "nll":
         continuation = stream_ids(engine.tokenizer, [prompt.example.continuation])
-        followed = fidelity.follow(engine.model, cache, ids, continuation)
-        nll, prefill_s, decode_s, tokens = followed.nll, followed.prefill_s, followed.decode_s, len(continuation)
+        forced = fidelity.teacher_force(engine.model, cache, ids, continuation)
+        nll, prefill_s, decode_s, tokens = forced.nll, forced.prefill_s, forced.decode_s, len(continuation)
     else:
         (nll, prefill_s), decode_s = fidelity.nll_reading(engine.model, cache, ids, len(ids) // 2), 0.0
         tokens = len(ids) - len(ids) // 2
-    scores = {"score": nll, "metric": kind, "scores": {kind: nll}}
-    return scores | _read(engine, prompt, start, tokens, prefill_s, decode_s)
+    scored: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
+    return scored | _cost_of_given_text(engine, prompt, start, tokens, prefill_s, decode_s)
 
 
-def _read(
+def _cost_of_given_text(
     engine: Engine, prompt: Prompt, start: Start, tokens: int, prefill_s: float, decode_s: float
-) -> dict[str, Any]:
-    """Fields of a row whose text was given: nothing was written, and so many ``tokens`` were read after or of the prompt."""
+) -> Fields:
+    """`_cost` where nothing was written: ``tokens`` were read after the prompt, or are a part of it."""
     report = Report.of(
         engine.model, start.cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s,
         decode_s=decode_s, kept_rows=start.cache.kept_rows,
@@ -137,19 +139,24 @@ def _read(
     return _cost(report, start)
 
 
-def _cost(report: Report, start: Start) -> dict[str, Any]:
-    """What a row says of its run; the prefill with the seconds in which its start was read."""
+def _cost(report: Report, start: Start) -> Fields:
+    """Cost and settings of a run; its prefill with the seconds in which the start was read."""
+    names = ("new_tokens", "decode_s", "peak_bytes", "cache_bytes", "device", "dtype", "versions")
     return {
-        "new_tokens": report.new_tokens, "prefix_shared": start.shared, "prefill_s": start.seconds + report.prefill_s,
-        "decode_s": report.decode_s, "peak_bytes": report.peak_bytes,
-        "cache_bytes": report.cache_bytes, "device": report.device, "dtype": report.dtype, "versions": report.versions,
-        "slots": 0 if start.cache.policy.keeps_everything else report.settings.budget,
+        **{name: getattr(report, name) for name in names},
         **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
-    }  # fmt: skip
+        "slots": 0 if start.cache.policy.keeps_everything else report.settings.budget,
+        "prefix_shared": start.shared,
+        "prefill_s": start.seconds + report.prefill_s,
+    }
 
 
-def store_kept(out: Path, key: tuple, cache: BoundedCache, ids: array) -> str:
-    """Write what the cache holds now, see `rows.read_kept`; the file's stem."""
+def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
+    """Write what the cache holds now, see `rows.read_kept`; the file's stem.
+
+    Raises:
+        NotStored: names the file and the reason.
+    """
     heads, n_heads = fidelity.kept_heads(cache, len(ids))
     stem = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
@@ -157,5 +164,8 @@ def store_kept(out: Path, key: tuple, cache: BoundedCache, ids: array) -> str:
         with path.open("wb") as file:
             np.savez_compressed(file, ids=np.asarray(ids, dtype=np.int32), heads=heads, n_heads=n_heads)
 
-    write_beside(out / "kept" / f"{stem}.npz", write)
+    try:
+        write_beside(out / "kept" / f"{stem}.npz", write)
+    except OSError as error:
+        raise NotStored(f"{error}; finished examples are safe, run again to go on") from error
     return stem

@@ -1,21 +1,182 @@
-"""KVzip as a policy of an evaluation: the unbounded oracle beside the bounded policies.
+"""KVzip, the unbounded oracle: which slots does the backbone read when it repeats the context word for word?
 
-It takes for its context what the others may evict from, all of the prompt but the last ``local_len`` tokens, reads it with
-full attention, and keeps ``budget - local_len`` slots of it. Its cache holds the whole context meanwhile, and its prefill
-time counts the repetition, so only its scores are to be compared.
+The whole context is read with full attention and kept; then the backbone is asked to repeat it, chunk by chunk, and a slot is
+worth the most attention that any query of that repetition pays to it. About three prefills, and a cache of the whole
+context: it says what an eviction could know, and is not a bounded method, so only its scores are to be compared.
+Source: KVzip, arXiv 2505.23416, section 3.
+
+As a policy of an evaluation its context is what the others may evict from, all of the prompt but the last ``local_len``
+tokens, of which it keeps ``budget - local_len`` slots.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from locret_kernels.backend import choose, function
+
+from ...backbones.intercept import attach
+from ...backbones.rope import rotate
+from ...cache.bounded import BoundedCache
+from ...cache.storage.ragged import RaggedLayer
+from ...policies.base import Policy, TopK, rank_of
+from ...policies.methods.streaming import Recency
+from ...runtime.session import prefill
 from ...samples.chat import render_prompt
-from .kvzip import CHUNK, SINKS, read_context
 from .prefix import Start
 from .settings import ORACLES, Engine, Variant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CHUNK = 2048
+"""Context tokens that one request asks to repeat."""
+OVERLAP = 8
+"""Tokens before a chunk that its request quotes."""
+SINKS = 4
+"""First tokens of the context, kept whatever they score."""
+ALL = "\n\nRepeat the previous context exactly."
+PART = "\n\nRepeat the part of the previous context exactly, starting with "
+POLICY = Policy("kvzip", Recency(), (), TopK(), source="KVzip, arXiv 2505.23416", keeps_everything=True)
+
+
+def requests(
+    encode: Callable[[str], list[int]], context: Sequence[int], suffix: str = "\n", chunk: int = CHUNK
+) -> Iterator[tuple[int, int, list[int]]]:
+    """First and last + 1 position of each chunk, and its request's token ids, the repetition included. ``suffix`` stands
+    between the two: of a chat model, the template from the end of a user's turn to the assistant's first word."""
+    for start in range(0, len(context), chunk):
+        asked = encode(PART) + list(context[start - OVERLAP : start]) if start else encode(ALL)
+        stop = min(start + chunk, len(context))
+        yield start, stop, asked + encode(suffix) + list(context[start:stop])
+
+
+def most_attention(q_BQTD: Tensor, k_BHND: Tensor, sinks: int, scaling: float) -> Tensor:
+    """The most attention ``[B, H, N - sinks - T]`` (float32) that one of ``T`` queries, in any head of the group, pays to a
+    slot. ``k``: ``sinks`` first slots, the chunk's slots, and the queries' own ``T`` (causal). As published, the softmax
+    runs over these and not over the rest of the context."""
+    T, N = q_BQTD.shape[2], k_BHND.shape[2]
+    sees_T = torch.arange(N - T, N, device=q_BQTD.device)
+    column_max = function("column_max", choose(None, q_BQTD.device, q_BQTD.shape[-1], q_BQTD.dtype))
+    return column_max(q_BQTD, k_BHND, sees_T, scaling, log_prob=True)[..., sinks : N - T].exp()
+
+
+class Repetition:
+    """Handler of one request: full attention through the cache, whose slots ``start`` to ``stop`` are scored meanwhile."""
+
+    def __init__(self, cache: BoundedCache, start: int, stop: int) -> None:
+        self.cache, self.start, self.stop = cache, start, stop
+        self.wants_unrotated = cache.wants_unrotated
+        self.scores: list[Tensor] = []
+        """``[B, H, stop - start]``, a layer each."""
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)
+        held, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
+        read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (held - T, held))]
+        index_N = torch.cat(read).to(q_BQTD.device)
+        k_BHND = self.cache.bounded[layer].slots("keys")[:, :, index_N]
+        if self.cache.context.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position
+            cos, sin = self.cache.context.ropes[layer].tables(index_N, q_BQTD.dtype)
+            q_BQTD = rotate(q_BQTD, cos[-T:], sin[-T:])
+            if self.cache.context.positions.span is not None:
+                k_BHND = rotate(k_BHND, cos, sin)
+        self.scores.append(most_attention(q_BQTD, k_BHND, sinks, scaling))
+        return out
+
+
+@torch.inference_mode()
+def read_context(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    context: Sequence[int],
+    *,
+    budget: int,
+    prompt_length: int,
+    joint: bool = False,
+    positions: str | None = None,
+    suffix: str = "\n",
+    chunk: int = CHUNK,
+) -> BoundedCache:
+    """A cache of the best slots of ``context``, from which ``generate`` goes on with the whole prompt of ``prompt_length``
+    tokens. What follows the context counts against ``budget`` and is kept.
+
+    Args:
+        joint: share the slots among all heads and layers by score, as published, in whole rows a head on a layer's
+            average; otherwise every head of every layer keeps the same number, as bounded policies do.
+        positions: "original" is the published form.
+
+    Raises:
+        ValueError: a budget too small for what follows the context; a backbone with windowed layers.
+    """
+    keep = budget - (prompt_length - len(context))
+    if keep <= SINKS:
+        raise ValueError(
+            f"budget={budget} must be above {prompt_length - len(context) + SINKS}: the {prompt_length - len(context)} "
+            f"tokens after the context and {SINKS} sinks"
+        )
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    asked = list(requests(encode, context, suffix, chunk))
+    longest = max(len(ids) for _, _, ids in asked)
+    cache = BoundedCache(budget, POLICY, prompt_length=prompt_length + longest, positions=positions)
+    found = []
+    with attach(model) as attached:
+        prefill(model, context, cache)
+        if any(rows.window is not None for rows in cache.bounded):
+            raise ValueError("kvzip repeats the context with full attention: this backbone has windowed layers")
+        for start, stop, ids in asked:
+            repetition = Repetition(cache, start, stop)
+            seen = cache.get_seq_length()
+            place = torch.arange(seen, seen + len(ids), device=model.device)[None]
+            with attached.handled_by(repetition):
+                model(torch.tensor([ids], device=model.device), position_ids=place, use_cache=False, logits_to_keep=1)
+            for rows in cache.bounded:
+                rows.count(-len(ids))  # the request is taken back
+            found.append(torch.stack(repetition.scores))
+    compress(cache, torch.cat(found, -1), keep, joint)
+    return cache
+
+
+def shares(scores_LBHS: Tensor, keep: int) -> list[int]:
+    """Slots a head keeps on average in each layer, when the best ``L * H * keep`` of all layers stay; they sum to
+    ``L * keep``: layers are rounded down, and those that lose most by it get one more."""
+    L, _, H, S = scores_LBHS.shape
+    best = scores_LBHS.flatten().argsort(descending=True, stable=True)[: scores_LBHS.numel() // S * keep]
+    count_L = (best // (scores_LBHS.numel() // L)).bincount(minlength=L) // scores_LBHS.shape[1]
+    share_L = count_L // H
+    share_L[(count_L % H).argsort(descending=True, stable=True)[: L * keep - int(share_L.sum())]] += 1
+    return share_L.tolist()
+
+
+def compress(cache: BoundedCache, scores_LBHS: Tensor, keep: int, joint: bool) -> None:
+    """Keep the best slots of every layer and head, the sinks first."""
+    if scores_LBHS.shape[-1] <= keep:
+        return
+    scores_LBHS[..., :SINKS] = 2.0  # above every attention weight
+    means = shares(scores_LBHS, keep) if joint else [keep] * len(scores_LBHS)
+    for i, (score_BHS, mean) in enumerate(zip(scores_LBHS, means, strict=True)):
+        rows, (B, H, S) = cache.bounded[i], score_BHS.shape
+        pool = score_BHS.reshape(B, 1, H * S) if joint else score_BHS
+        none = torch.zeros_like(pool, dtype=torch.bool)
+        stay_BHS = (rank_of(pool, none, ~none) < (H * mean if joint else mean)).view(B, H, S)
+        if joint:
+            ragged = RaggedLayer(rows.capacity)
+            ragged.lazy_initialization(rows.keys, rows.values)
+            ragged.append(rows.slots("keys"), rows.slots("values"), rows.slots("scores"))
+            cache.layers[i] = rows = ragged
+        rows.keep(stay_BHS, mean)
+
+
+# ---- as a policy of an evaluation ---------------------------------------------------------------------------------------
 
 
 def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
@@ -53,16 +214,13 @@ def start(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -
     tail = settings.local_len
     if tail >= len(ids):
         raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
+    # between a request and its answer: of a template, from the end of a user's turn to the assistant's first word
+    suffix = render_prompt(engine.tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
     began = time.perf_counter()
     cache = read_context(
         engine.model, engine.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
-        joint=ORACLES[variant.policy], positions=settings.positions, suffix=_suffix(engine.tokenizer, chat),
+        joint=ORACLES[variant.policy], positions=settings.positions, suffix=suffix,
     )  # fmt: skip
     cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
     cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
     return Start(cache, seconds=time.perf_counter() - began)
-
-
-def _suffix(tokenizer: Any, chat: bool) -> str:
-    """What stands between a request and its answer."""
-    return render_prompt(tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"

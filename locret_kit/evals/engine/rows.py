@@ -1,9 +1,9 @@
-"""One row an answered example: the format that the runner writes, and that summaries, figures and the page read.
+"""One row per answered example: the format that the runner writes, and that summaries, figures and the page read.
 
 A run's folder (``out=``) holds::
 
     config.json              the settings that every row of the folder shares
-    rows.<rank>.jsonl        one JSON line a finished example; the shards of all processes together are the run
+    rows.<rank>.jsonl        one JSON line per finished example; the shards of all processes together are the run
     kept/<kept>.npz          what the cache held after prefill, for rows that name a `kept`
     summary.md, summary.csv  written by `summary`
 
@@ -12,15 +12,19 @@ A kill leaves at most one half line, which readers leave aside and the next run 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from filelock import FileLock, Timeout
 
 from ...settings import RunSettings
+from ...validation import checked
+from ..metrics import Answer
 from .settings import ORACLES, UNTRAINED
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
@@ -34,6 +38,7 @@ SCHEDULED = ("chunk", "stabilizers", "local_len")
 share of the prompt, which differs from one prompt to the next."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
 """What an older row may not tell: ''."""
+Key = tuple[str | int | float, ...]
 COLUMN = KEY[:3]
 """What the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
 
@@ -66,7 +71,7 @@ class Row(RunSettings):
     """Every figure of the example by metric, `metric` among them."""
     output: str = ""
     """What the model wrote; '' for perplexity tasks."""
-    answer: Any = ""
+    answer: Answer = ""
     """The reference: a string, a list of accepted or required ones, or for 'agreement' the ids of full attention's tokens."""
     depth: float | None = None
     """Where the needle stands, as a fraction of the haystack; None where there is not one needle."""
@@ -122,7 +127,7 @@ class Row(RunSettings):
         """Rows are read as they were written."""
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> Key:
         """The values of `KEY`."""
         return tuple(getattr(self, name) for name in KEY)
 
@@ -132,12 +137,12 @@ class Row(RunSettings):
         return label_of(self.policy, self.heads)
 
     def to_json(self) -> str:
-        """One line, without its end.
+        """One line, `KEY` first, without its end.
 
         Raises:
             ValueError, TypeError: a field is no JSON (NaN and infinity are none), see `writable`.
         """
-        return _json(asdict(self))
+        return _json({**dict(zip(KEY, self.key, strict=True)), **asdict(self)})
 
     def writable(self) -> Row:
         """The row; where JSON has no words for a field, an error row that names it and goes without it."""
@@ -149,28 +154,32 @@ class Row(RunSettings):
         return Row(**{**kept, "error": self.error or f"ValueError: no JSON: {said[:300]}"})
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Row:
+    def from_dict(cls, record: object) -> Row:
         """A row of this version or an older one; fields of neither are left aside.
 
         Raises:
-            ValueError: no JSON object, or one of `KEY` is missing; names it.
+            ValueError: no JSON object, one of `KEY` is missing, or a field of another type (NaN included); names it.
         """
         if not isinstance(record, dict):
             raise ValueError(f"a row must be a JSON object, not {type(record).__name__}")
         missing = [name for name in KEY if name not in record]
         if missing:
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
-        return cls(**{name: value for name, value in record.items() if name in _NAMES})
+        given = {name: kind for name, kind in _kinds().items() if name in record}
+        return cls(**dict[str, Any]((name, checked(name, kind, record[name])) for name, kind in given.items()))
 
 
-_NAMES = frozenset(f.name for f in fields(Row))
+@cache
+def _kinds() -> dict[str, object]:
+    """Types of the fields, without the bounds of today's settings: older rows have '' and 0 where nothing was said."""
+    return {**get_type_hints(Row), "kv_bits": int | None, "backend": str | None}
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         return bool(_json(value))
     except (TypeError, ValueError):
@@ -202,7 +211,7 @@ def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
 
 def check_cells(rows: Iterable[Row]) -> None:
     """Raise ValueError where rows that a table would average differ in more than their number; names cell and setting."""
-    first: dict[tuple, Any] = {}
+    first: dict[tuple[Key, str], object] = {}
     for row in rows:
         for name in (*SETTINGS, "text_hash") if row.error is None else ():
             value = getattr(row, name)
@@ -231,13 +240,12 @@ def row_files(source: str | Path | Iterable[Path]) -> list[Path]:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.splitlines(), 1):
+    *whole, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, 1):
         if line.strip():
             try:
                 yield Row.from_dict(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
 
 
@@ -250,14 +258,13 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self.path, self._lock = path, FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._file)
+            self._lock.acquire()
+        except Timeout as error:
             raise OSError(f"{path} is being written by another process") from error
-        self._cut_half_line()
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a kill leaves at most half a line
 
     def append(self, row: Row) -> None:
         """The whole line is on the disk when this returns; on an error (a full disk) none of it is in the file.
@@ -278,24 +285,16 @@ class Shard:
                 f"cannot write {self.path}: {error.strerror}; finished examples are safe, run again to go on"
             ) from error
 
-    def close(self) -> None:
-        os.close(self._file)
-
     def __enter__(self) -> Shard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _cut_half_line(self) -> None:
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.ftruncate(self._file, whole)
+        os.close(self._file)
+        self._lock.release()
 
 
 def read_kept(out: str | Path, row: Row) -> dict[str, Any]:
-    """What the cache held behind the prompt of a row that has a `kept`.
+    """Tokens that the cache held after the prompt of a row that has a `kept`.
 
     ``ids``: prompt token ids ``[T]`` (int32). ``heads``: for each layer and token, the key/value heads that hold it
     ``[L, T]`` (uint8, 0 to H). ``n_heads``: H of the layers (int).

@@ -1,4 +1,4 @@
-"""What a run compares, as plain data: built by the command line, or by hand from Python."""
+"""Plain data of a run: backbone, tasks, variants; built by the command line, or by hand from Python."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...settings import Resolved
 from ..tasks.base import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ...heads import RetainingHeads
 
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
@@ -23,14 +28,14 @@ ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
 class Engine:
     """The backbone, the heads and the settings of every cache of a run."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     name: str
     """The backbone, as it was named."""
     settings_for: Callable[[Variant, int | None], Resolved]
     """Settings of a variant's cache for a prompt of so many tokens (None: not known): those of its heads scaled to its
     budget, of `full` at their own budget."""
-    heads: dict[str, Any] = field(default_factory=dict)
+    heads: dict[str, RetainingHeads] = field(default_factory=dict)
     """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
     hashes: dict[str, str] = field(default_factory=dict)
     """Of the heads' weights, see `provenance.weights_hash`."""
@@ -64,7 +69,7 @@ class Group:
 
 @dataclass
 class Run:
-    """Everything that `runner.run` does."""
+    """Everything that `runner.answer` does."""
 
     engine: Engine
     tasks: list[Task]
@@ -73,7 +78,7 @@ class Run:
     samples: int
     out: Path
     keep: int = 0
-    """Of the first `keep` examples of a task, what the cache holds behind the prompt is stored."""
+    """Of the first `keep` examples of a task, what the cache holds after the prompt is stored."""
     retry_errors: bool = False
     """Do examples again that ended with an error."""
     share_prefix: bool = True
@@ -84,7 +89,7 @@ class Run:
     def batches(self) -> list[list[Group]]:
         """All prompts, in the same order in every process: those of a task that begin alike together, the others one by
         one, first numbers of every task and length first."""
-        found: dict[Any, list[Group]] = defaultdict(list)
+        found: dict[tuple[str, str, int, int], list[Group]] = defaultdict(list)
         for group in self.groups():
             alike = self.share_prefix and group.task.begins_alike
             found[group.task.name, group.task.haystack, group.length, -1 if alike else group.sample].append(group)
@@ -110,7 +115,7 @@ def is_oracle(policy: str) -> bool:
     return policy in ORACLES
 
 
-def key_of(group: Group, variant: Variant) -> tuple:
+def key_of(group: Group, variant: Variant) -> tuple[str | int | float, ...]:
     """The row's key."""
     task = group.task
     return task.name, task.haystack, group.length, variant.budget, variant.policy, variant.heads, group.sample

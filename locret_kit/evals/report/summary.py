@@ -31,7 +31,7 @@ class Cell:
     length: int
     policy: str
     heads: str
-    budget: int
+    budget: int | float
     metric: str
     n: int
     """Examples with a score."""
@@ -104,7 +104,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def usual_samples(cells: Iterable[Cell], length: int, budget: int) -> str:
+def usual_samples(cells: Iterable[Cell], length: int, budget: float) -> str:
     """The examples that most cells of a column have; of two sets as frequent the larger. `full` stands in every column of
     its length, and all others in its own (``budget=0``)."""
     counts = Counter(
@@ -201,7 +201,7 @@ def score_table(cells: Sequence[Cell]) -> Table:
     return Table(head, lines, _over(cells[0].task, cells[0].haystack), says, legend(lines))
 
 
-def _shown(cells: Sequence[Cell], label: str, length: int, budget: int) -> str:
+def _shown(cells: Sequence[Cell], label: str, length: int, budget: float) -> str:
     """The figure of a policy among the cells of one task, marked where it differs from most of them."""
     found = {(cell.label, cell.length, cell.budget): cell for cell in cells}
     cell = found.get((label, length, budget)) or found.get((label, length, 0))
@@ -222,8 +222,8 @@ def show(cell: Cell | None, usual: str | None = None, dtype: str | None = None) 
     return f"{cell.mean:.2f}{spread} (n={cell.n}{failed}){mark}"
 
 
-def size(tokens: int) -> str:
-    """``8K`` for 8192, ``1000`` for 1000."""
+def size(tokens: float) -> str:
+    """``8K`` for 8192, ``1000`` for 1000, ``0.1`` for a share of the prompt."""
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
