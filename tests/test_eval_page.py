@@ -120,6 +120,13 @@ def test_what_lies_beside_the_figures_is_an_image_and_runs_nothing(run, tmp_path
     assert parsed.tags.count("img") == 2 and {"a", r"\g<2>"} <= set(parsed.ids)
 
 
+def test_a_damaged_configuration_is_one_line(run, tmp_path, capsys):
+    (tmp_path / "rows.0.jsonl").write_bytes((run / "rows.0.jsonl").read_bytes())
+    (tmp_path / "config.json").write_text("[1]")
+    assert main(["report", f"out={tmp_path}"]) == 1
+    assert capsys.readouterr().err.endswith("config.json must hold a JSON object, not list\n")
+
+
 def test_marks_of_a_table_are_explained_in_its_caption(run):
     rows = [replace(page.read_rows(run)[1], policy=p, sample=i, error=None, score=1.0) for p in "ab" for i in range(3)]
     html = page.page(run, [*rows, replace(rows[0], policy="<c>")])

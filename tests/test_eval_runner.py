@@ -419,6 +419,16 @@ def test_errors_are_one_line_and_leave_nothing(heads, tmp_path, capsys, monkeypa
     assert not list(out.glob("rows.*")) if out.exists() else True
 
 
+@pytest.mark.parametrize("text", ["null", "[1]", "{broken"])
+def test_a_damaged_configuration_is_one_line(heads, finished, tmp_path, capsys, text):
+    """A rerun once ended with a traceback."""
+    (tmp_path / "rows.0.jsonl").write_bytes((finished / "rows.0.jsonl").read_bytes())
+    (tmp_path / "config.json").write_text(text)
+    assert main(words(heads, tmp_path)) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "config.json" in said[0], said
+
+
 def test_a_folder_of_other_settings_is_refused(heads, finished, capsys):
     assert main(words(heads, finished, seed=1)) == 1
     assert "holds rows with seed=0, not seed=1: choose another out" in capsys.readouterr().err

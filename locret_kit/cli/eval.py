@@ -48,13 +48,14 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
     from dataclasses import asdict
 
     from ..config.evaluate import FIXED
+    from ..evals.engine.rows import read_config
     from ..files import write_beside
 
     out, path = Path(config.out), Path(config.out) / CONFIG
     now: dict[str, Any] = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": parts.facts()}
     before: dict[str, Any] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_config(out)
         before.setdefault("one_shot", before.get("prefill") == "one-shot")  # its older name
         older = () if "heads" in before else ("model", "adapter")  # which wrote these as they were given, mostly null
         for key in FIXED:

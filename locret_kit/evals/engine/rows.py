@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 
 from filelock import FileLock, Timeout
 
+from ...files import read_json
 from ...settings import RunSettings
 from ...validation import checked
 from ..metrics import Answer
@@ -291,6 +292,19 @@ class Shard:
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
         self._lock.release()
+
+
+def read_config(out: Path) -> dict[str, Any]:
+    """The settings that a folder's rows share; nothing where it says none.
+
+    Raises:
+        ValueError: ``config.json`` is no JSON object; names the file.
+    """
+    path = out / "config.json"
+    given = read_json(path) if path.exists() else {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(given).__name__}")
+    return given
 
 
 def read_kept(out: str | Path, row: Row) -> dict[str, Any]:

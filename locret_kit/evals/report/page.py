@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader
 
 from ...files import write_beside
 from ...naming import first_line
-from ..engine.rows import SETTINGS, Row, read_rows
+from ..engine.rows import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
 from .kept import shares, token_texts, tokenizer_of
 from .summary import Cell, score_tables, summarize
@@ -113,9 +113,7 @@ def settings(out: Path, rows: Sequence[Row]) -> list[Table]:
     for name in sorted({name for row in rows for name in row.versions}):
         found[f"version of {name}"] = _joined(row.versions.get(name, "?") for row in rows)
     tables = [Table(["of the rows", "value"], list(found.items()), "As the rows say")]
-    path = out / "config.json"
-    if path.exists():
-        given = json.loads(path.read_text(encoding="utf-8"))
+    if given := read_config(out):
         lines = [(key, json.dumps(value)) for key, value in given.items()]
         tables.append(Table(["setting", "value"], lines, "config.json"))
     return tables
