@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
+import sys
 import time
 import warnings
 from importlib.metadata import EntryPoint
 
 import pytest
 from policy_runs import held, run
+from tiny_tokenizer import TEXT, save_tiny_backbone
 
+from locret_kit.cli.infer import main
 from locret_kit.policies import registry
 from locret_kit.policies.base import PolicyWarning
 from locret_kit.policies.grammar import describe_policies, parse_policy, parts_of, spell
@@ -131,6 +136,27 @@ def test_a_plugin_that_is_not_there():
     ):
         with pytest.raises(ValueError, match=f"plugin='{text}': .*{said}"):
             registry.load_plugin(text)
+
+
+def test_the_command_runs_it(tables, tmp_path, monkeypatch, capsys):
+    """``locret-infer --plugin my_vatp.py --policy my-vatp``, and its error for a file that is not there."""
+    model, path = str(save_tiny_backbone(tmp_path / "backbone")), written(tmp_path, "my-vatp")
+    command = [
+        "--model",
+        model,
+        "--budget",
+        "32",
+        "--policy",
+        "my-vatp(power=2)",
+        "--report",
+        str(tmp_path / "report.json"),
+    ]
+    for plugin, status in ((path, 0), (path + "x.py", 1)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+        assert main([*command, "--max-new-tokens", "3", "--plugin", plugin]) == status
+    figures, said = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr().err
+    assert figures["policy"] == "my-vatp(power=2)" and figures["evictions"] > 0
+    assert f"plugin='{path}x.py': FileNotFoundError" in said and "Traceback" not in said
 
 
 def test_a_module_is_loaded_by_its_name(tables, tmp_path, monkeypatch):
