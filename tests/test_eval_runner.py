@@ -419,6 +419,12 @@ def test_errors_are_one_line_and_leave_nothing(heads, tmp_path, capsys, monkeypa
     assert not list(out.glob("rows.*")) if out.exists() else True
 
 
+def test_an_out_that_is_no_folder_is_named(heads, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(words(heads, tmp_path / "file")) == 1
+    assert "file is no folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["null", "[1]", "{broken"])
 def test_a_damaged_configuration_is_one_line(heads, finished, tmp_path, capsys, text):
     """A rerun once ended with a traceback."""

@@ -147,3 +147,13 @@ def test_out_of_memory_in_a_run_is_one_line(tmp_path, monkeypatch, capsys):
         assert train.main([*settings, *more]) == 1
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
         assert len(lines) == 1 and lines[0].startswith(f"locret-train: {said}")
+
+
+def test_a_cpu_without_memory_is_one_line(monkeypatch, capsys):
+    def fit(*args):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    monkeypatch.setattr("locret_kit.training.fit.fit", fit)
+    assert train.main(["recipe=tiny", "backbone.model=x"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("locret-train: out of memory") and "memory: 9 bytes" in err and err.count("\n") == 1

@@ -110,8 +110,7 @@ def require_adapter(config: Any) -> None:
     if not has_adapter(config):
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedArchitecture(
-            f"model_type={config.model_type!r} has no adapter; retaining heads and compact positions work with: {known}."
-            + nearest(config.model_type, FAMILIES)
+            f"model_type={config.model_type!r} has no adapter; retaining heads and compact positions work with: {known}"
         )
 
 

@@ -52,6 +52,8 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
     from ..files import write_beside
 
     out, path = Path(config.out), Path(config.out) / CONFIG
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={config.out} is no folder")
     now: dict[str, Any] = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": parts.facts()}
     before: dict[str, Any] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):

@@ -29,7 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         folder = fit(cfg, argv)
     except Stopped:  # it has said how it goes on
         return 130
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU the allocator's is of no kind of its own
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
+            raise
         raise OSError(out_of_memory(str(error), cfg)) from error
     if folder is not None:
         flags = pool_flags(cfg, folder) if cfg.trains == "pool" else f"--ckpt {folder}"
@@ -50,7 +52,7 @@ def out_of_memory(said: str, cfg: Any) -> str:
     figures = allocator_figures(said)
     one_device = cfg.trainer.strategy in ("auto", "ddp") and cfg.backbone.device_map is None
     if figures is None or cfg.trains != "heads" or not one_device:
-        return said.splitlines()[0]
+        return said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
     asked, free, held = figures
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
     tokens, room = cfg.data.max_tokens, held + free
