@@ -16,6 +16,7 @@ from locret_kernels.backend import function
 def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask ``[T, S]``: the last new token sees the last row; with a window, only the newest ``window`` rows."""
     with torch.inference_mode(False):  # it is held for later calls, which may need gradients
+        # Query t is row S - T + t: rows above that diagonal are later, rows `window` below it are forgotten.
         every_TS = torch.ones(T, S, dtype=torch.bool, device=device)
         hidden = every_TS.triu(S - T + 1)
         if window is not None:

@@ -153,15 +153,16 @@ class BoundedCache(Cache):
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
         rows, ctx = self.bounded[layer], self.context
         rows.scaling = scaling
-        if self.fixed is not None:
+        if self.fixed is not None:  # evictions and counts are then the static decoder's
             return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
         if layer == 0:
-            ctx.tables.clear()
+            ctx.tables.clear()  # layers of one forward share tables
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
                     "model.generate does not: use locret_kit.runtime.session.generate"
                 )
+        # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True
         out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD)
         self.unfinished = layer + 1 < len(self.layers) or self.policy.needs_logits
@@ -231,6 +232,7 @@ class BoundedCache(Cache):
                 f"prompt_length={prompt_length}: a one-shot cache has the room and the schedule of its own "
                 f"{s.prompt_length} tokens"
             )
+        # A share of the prompt is a share of the new one.
         settings = replace(self.settings.run, budget=self.settings.share or s.budget)
         if prompt_length is None:
             settings = replace(settings, decode_every=None)
@@ -271,6 +273,7 @@ class BoundedCache(Cache):
         if prompt_length not in (None, self.schedule.prompt_length):
             self._resolve(self._asked, prompt_length)
             if self._context is not None:
+                # A new context, and the old buffers where their size stays.
                 old, model, self._context, self.unfinished = self.bounded, self._context.model, None, False
                 self.layers = []
                 self.bind(model)

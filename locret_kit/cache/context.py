@@ -98,13 +98,15 @@ class Context:
         if heads is not None:
             heads.check_backbone(spec)
             heads.to(model.device, model.dtype)
-        if policy.merge is not None:
+        if policy.merge is not None:  # a pool moves to the device, as heads do
             policy.merge.bind(spec, model.device)
         budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
         if policy.keeps_everything or None not in spec.windows:  # rows of a window keep their place in the text
             span = s.prompt_length or 0
         else:
+            # One head of a ragged layer may hold the slots of all of them.
             rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + s.chunk
+            # LongRoPE and dynamic NTK choose frequencies by the largest position that there will be.
             span = placed.largest(rows, s.prompt_length)
         return cls(
             policy=policy,

@@ -27,6 +27,7 @@ def check_lengths(old: Schedule, new: Schedule, seen: int) -> None:
 def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: int) -> None:
     """Raise CannotFork where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
     for i, (mine, theirs, window) in enumerate(zip(old.budgets, new.budgets, windows, strict=True)):
+        # Integers alone: the evictions of both runs so far, simulated.
         before, after = old.schedule.evictions(seen, mine), new.schedule.evictions(seen, theirs)
         if window is None and before != after:
             raise CannotFork(

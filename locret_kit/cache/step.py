@@ -149,6 +149,7 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
     if not len(part.stats):
         return attend_rows(q, keys, values, rows.scaling, rows.window)
     out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
+    # Each row's statistic [b, h, S] sums over the group and the block's queries.
     began = time.perf_counter()
     made = function("column_stats", ctx.backend)(q, keys, rows.scaling, lse, want=frozenset(ctx.statistics))
     for stat, name in zip(part.stats, ctx.statistics, strict=True):
@@ -208,6 +209,7 @@ def evict(
     if policy.keeps_everything or rows.rows <= keep:
         return
     stabilizers = 0 if ctx.schedule.is_last(rows.seen) and not decoding else ctx.schedule.stabilizers
+    # The last eviction before the tail protects no newest slots: the tail follows them.
     slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
     t0 = time.perf_counter()
     scores_BHS = policy.score.score_slots(slots)

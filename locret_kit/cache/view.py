@@ -16,6 +16,7 @@ def slots_of(
     """Slots of a layer that must be cut to ``keep`` per head, in a text of ``length`` tokens so far: by default as many as
     the host knows, or an integer tensor without axes that the host never reads."""
     seen = rows.seen if length is None else length
+    # Of every kept statistic [B, H, S]; the count of queries that have seen a slot follows from its position.
     stats = dict(zip(ctx.statistics, rows.slots("stats"), strict=True))
     positions, valid = rows.slots("positions"), rows.valid()
     if "count" in ctx.policy.statistics:
@@ -61,6 +62,7 @@ def _keys(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> T
 
 def _tables(ctx: Context, rope: Rope, rows: BoundedLayer, seen: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin ``[B, H, S, R]`` of every slot's position; those of position 0 at padding."""
+    # Ranks count from a head's first slot; padding is on the left and has rank -1.
     valid = rows.valid()
     rank_BHS = valid.cumsum(-1) - 1
     place_BHS = ctx.positions.place(rank_BHS, rows.slots("positions"), seen).where(valid, 0)

@@ -63,7 +63,7 @@ class Positions:
 
     def place(self, rank: Tensor, position: Tensor, seen: int | Tensor) -> Tensor:
         """Positions (int64) to rotate by after ``seen`` tokens; ``rank`` and ``position`` broadcast. Not for ``original``."""
-        before = seen - (self.span or 0)
+        before = seen - (self.span or 0)  # tokens before the newest span
         moved = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
         return torch.maximum(rank, position.long() - moved)
 
@@ -71,5 +71,6 @@ class Positions:
         """Position ``[B, H]`` (int64) of the next token, for heads with so many rows."""
         if self.span is None:
             return torch.zeros_like(rows_BH) + seen
+        # At least its true distance from the span's start, at least its rank.
         low = seen.clamp(max=self.span) if isinstance(seen, Tensor) else min(seen, self.span)
         return rows_BH.clamp(min=low)

@@ -42,10 +42,12 @@ class RotationTables:
 
     def first(self, rope: Rope, n: int, like: Tensor, ragged: bool) -> tuple[Tensor, Tensor]:
         """``[n, R]`` of the ranks of a head's ``n`` rows; ``ragged`` heads have many lengths."""
+        # Ragged heads slice one rounded-up table; heads of equal length need one table of their own length.
         cos, sin = self.upto(rope, n, like) if ragged else self.between(rope, 0, n, like)
         return cos[:n], sin[:n]
 
     def at(self, rope: Rope, place: Tensor, span: int | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """``[*place, R]`` of positions below the larger of ``span`` and the rows of ``place [..., rows]``."""
+        # [*place] -> [*place, R]
         cos, sin = self.upto(rope, max(span or 0, place.shape[-1]), like)
         return cos[place], sin[place]

@@ -126,6 +126,7 @@ class Schedule:
 
     def evictions(self, seen: int, budget: int) -> list[tuple[int, int, bool]]:
         """Every eviction of a layer within the first ``seen`` tokens of a prompt: (tokens seen, slots kept, the last one)."""
+        # The same loop as a prefill, on counts.
         done = rows = 0
         events = []
         while done < seen:

@@ -127,6 +127,7 @@ class RaggedLayer(BoundedLayer):
 
     def _row_of_slot(self) -> Tensor:
         """Row ``[B * H, S]`` of each slot, aligned to the right; below the head's first row at padding."""
+        # Slot s of a head is its row s - (S - length), so that the newest are aligned.
         S = self.longest
         return (self.starts + self.lengths - S)[:, None] + torch.arange(S, device=self.device)
 

@@ -43,6 +43,7 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
         return new
 
     def _newest(self, older: int, newer: int) -> Tensor:
+        # Per head [P]: rows from length - older to length - newer; short heads have fewer, or none.
         first, end = ((self.lengths - n).clamp(min=0) for n in (older, newer))
         total = sum(max(0, length - newer) - max(0, length - older) for length in self.head_lengths)
         return each_row(self.starts + first, end - first, total)[1]
@@ -55,7 +56,7 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
         return (head % self.H).view(self.B, 1, -1), self.H
 
     def _in_tail(self) -> Index:
-        count = self.lengths.clamp(max=self.tail)
+        count = self.lengths.clamp(max=self.tail)  # [P]: a head may be shorter than the tail
         total = sum(min(self.tail, length) for length in self.head_lengths)
         head, row = each_row(torch.zeros_like(count), count, total)
         return head // self.H, head % self.H, row

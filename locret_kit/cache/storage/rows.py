@@ -75,6 +75,7 @@ class BoundedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
+        # Allocated once, for budget + chunk rows; nothing is ever concatenated.
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
             self.keys = key_states.new_empty(*self._shape(B, H), D)
             self.values = value_states.new_empty(*self._shape(B, H), value_states.shape[-1])
