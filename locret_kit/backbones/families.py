@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -48,7 +49,7 @@ class BackboneSpec:
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
 
-def check_config(fields: Mapping[str, Any]) -> None:
+def check_config(fields: Mapping) -> None:
     """Raise ValueError naming the first field of a ``config.json`` that no model can be built from."""
     sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
     for name in (*sizes, "max_position_embeddings"):
@@ -73,12 +74,12 @@ def check_config(fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={word!r} is unknown.{nearest(str(word), known)}".removesuffix("."))
 
 
-def text_config(model: Any) -> Any:
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The configuration of the language part of a Hugging Face causal LM."""
     return model.config.get_text_config(decoder=True)
 
 
-def spec_of(config: Any) -> BackboneSpec:
+def spec_of(config: PreTrainedConfig) -> BackboneSpec:
     """Read the dimensions from a (text) configuration; works for any decoder, adapter or not."""
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     # A window as long as the trained context (Phi-3-mini-128K: 262,144) never hides a token: full attention.
@@ -100,12 +101,12 @@ def spec_of(config: Any) -> BackboneSpec:
     )
 
 
-def has_adapter(config: Any) -> bool:
+def has_adapter(config: PreTrainedConfig) -> bool:
     """Whether q, k and v of this architecture can be read before RoPE."""
     return config.model_type in FAMILIES
 
 
-def require_adapter(config: Any) -> None:
+def require_adapter(config: PreTrainedConfig) -> None:
     """Raise ``UnsupportedArchitecture`` that lists the families there are."""
     if not has_adapter(config):
         known = ", ".join(sorted(FAMILIES))
@@ -114,7 +115,7 @@ def require_adapter(config: Any) -> None:
         )
 
 
-def ropes_of(model: Any, span: int) -> list[Rope]:
+def ropes_of(model: PreTrainedModel, span: int) -> list[Rope]:
     """One ``Rope`` a layer. ``span`` (tokens) is the largest position of the prompt plus one: it chooses between the
     short and the long factors of LongRoPE and sets dynamic NTK, once, for the whole prompt."""
     config = text_config(model)

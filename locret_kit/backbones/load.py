@@ -6,17 +6,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..naming import first_line
 from .families import check_config
 from .weight_bits import quantisation
 
+M = TypeVar("M", bound=nn.Module)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,7 +94,7 @@ def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> Any:
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a backbone, by folder or Hub id, without its weights. Code that comes with it is never run.
 
     Raises:
@@ -116,10 +118,10 @@ def load_backbone(
     device: str | None = None,
     adapter: str | None = None,
     revision: str | None = None,
-    device_map: str | dict[str, Any] | None = None,
+    device_map: str | dict[str, int | str] | None = None,
     gpu_memory: str | None = None,
     weight_bits: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
 
     Args:
@@ -134,7 +136,9 @@ def load_backbone(
     logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
     precision = pick_dtype(dtype, where)
-    spread = {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
+    spread: dict[str, object] = (
+        {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
+    )
     if weight_bits is not None:
         if adapter:
             raise ValueError(
@@ -174,7 +178,7 @@ def _limits(gpu_memory: str | None) -> dict[int | str, int | str] | None:
     return {place: size if place == "cpu" else gpu_memory for place, size in get_max_memory().items()}
 
 
-def merge_adapter(model: Any, adapter: str) -> Any:
+def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     """The model with a PEFT adapter (a folder or a Hub id) merged into its weights.
 
     Raises:
@@ -217,6 +221,6 @@ def _same_folder(a: str, b: str) -> bool:
     return first.exists() and second.exists() and first.samefile(second)
 
 
-def freeze(model: nn.Module) -> nn.Module:
+def freeze(model: M) -> M:
     """Evaluation mode, no gradients."""
     return model.eval().requires_grad_(False)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .families import decoder_of, has_adapter, text_config
 
@@ -22,7 +23,7 @@ SLICE = 4096
 """Rows (tokens of all samples) that an MLP sees at most at a time."""
 
 
-def slice_mlps(model: Any) -> Callable[[], None]:
+def slice_mlps(model: PreTrainedModel) -> Callable[[], None]:
     """Let every MLP of ``model`` see at most ``SLICE`` rows at a time; returns what undoes it. A model without an adapter,
     whose layers may be of any kind, is left as it is."""
     if not has_adapter(text_config(model)):

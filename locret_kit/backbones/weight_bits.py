@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 WEIGHT_BITS = (8, 4)
 BLOCK, NESTED = 64, 256
@@ -26,7 +29,7 @@ def check_weight_bits(bits: int | None) -> None:
         raise ValueError(f"weight_bits={bits} must be {' or '.join(map(str, WEIGHT_BITS))}")
 
 
-def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> Any:
+def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAndBytesConfig:
     """transformers' configuration that quantises weights as they are loaded.
 
     Raises:
@@ -49,12 +52,12 @@ def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> Any:
     )
 
 
-def weight_bits_of(model: Any) -> int | None:
+def weight_bits_of(model: PreTrainedModel) -> int | None:
     """Bits of a loaded model's weights; None where they are in its dtype."""
     return next((bits for bits in WEIGHT_BITS if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
 
 
-def precision_of(model: Any) -> str:
+def precision_of(model: PreTrainedModel) -> str:
     """What a backbone computes in, for reports: ``bfloat16``, or ``bfloat16, 4-bit weights``."""
     return str(model.dtype).removeprefix("torch.") + suffix(weight_bits_of(model))
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
+from ..config.train import TrainConfig
 from .board import flat
 from .strategy import finish_gradients
 
+T = TypeVar("T")
 BAR = ("loss", "recall", "tok/s")
 """Figures that the progress bar shows, where a training has them."""
 
@@ -31,7 +35,7 @@ class FrozenTraining(L.LightningModule, ABC):
     watched = ""
     """The figure of a validation that the board compares runs by."""
 
-    def __init__(self, backbone: Any, cfg: Any) -> None:
+    def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.cfg = cfg
@@ -41,7 +45,7 @@ class FrozenTraining(L.LightningModule, ABC):
         """Means of the last validation, by tag."""
 
     @property
-    def backbone(self) -> Any:
+    def backbone(self) -> PreTrainedModel:
         return self._backbone[0]
 
     # ---- what a training says of its module ------------------------------------------------------------------------------
@@ -51,7 +55,7 @@ class FrozenTraining(L.LightningModule, ABC):
         """The trained module on the CPU, from this module's gathered state."""
 
     @abstractmethod
-    def export(self, trained: Any, out: Path) -> Path:
+    def export(self, trained: nn.Module, out: Path) -> Path:
         """Write what is ready for inference, and return its folder."""
 
     @abstractmethod
@@ -74,18 +78,18 @@ class FrozenTraining(L.LightningModule, ABC):
         if hasattr(self, "_attachment"):
             self._attachment.detach()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Scalars of the steps that a checkpoint holds must not be lost after it."""
         if self.trainer.is_global_zero:
             self.logger.experiment.flush()  # type: ignore[union-attr]
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
         """Lightning places validations by its count of items, which are steps here: set it to the steps that are done."""
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             progress[scope] = dict.fromkeys(progress[scope], checkpoint["global_step"])
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: T, device: torch.device, dataloader_idx: int) -> T:
         """Samples are integers; a step makes the tensor where it is needed."""
         return batch
 
@@ -122,10 +126,10 @@ class FrozenTraining(L.LightningModule, ABC):
             scalars = {**scalars, "memory/peak_MiB": peak_memory(self.device) / 2**20}
             self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optim = self.cfg.optim
         adamw = torch.optim.AdamW(
-            self.parameters(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay
+            self.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
         )
 
         def factor(step: int) -> float:

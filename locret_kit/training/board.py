@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ..config.train import TrainConfig
 
 
 def ranks(score_RS: Tensor) -> Tensor:
@@ -51,11 +52,11 @@ def marked_text(tokens: Sequence[str], kept: Sequence[bool]) -> str:
     return "\n".join("    " + line for line in text.split("\n"))
 
 
-def flat(config: Any) -> dict[str, Any]:
+def flat(config: TrainConfig) -> dict[str, int | float | str]:
     """``{dotted key: value}`` of a configuration; values other than numbers and strings are written out."""
 
-    def walk(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def walk(tree: dict[str, object], prefix: str) -> dict[str, int | float | str]:
+        found: dict[str, int | float | str] = {}
         for key, value in tree.items():
             if isinstance(value, dict):
                 found |= walk(value, f"{prefix}{key}.")

@@ -9,19 +9,25 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from torch import nn
+
+from ..heads import RetainingHeads
+
+if TYPE_CHECKING:
+    from .base import FrozenTraining
 
 
-def gather(trainer: L.Trainer) -> Any:
+def gather(trainer: L.Trainer) -> nn.Module | None:
     """What is trained as one process has it, on the CPU; None in every process but the first. All processes must call it."""
     state = trainer.strategy.lightning_module_state_dict()
     if not trainer.is_global_zero:
         return None
-    module: Any = trainer.lightning_module
+    module = cast("FrozenTraining", trainer.lightning_module)
     return module.rebuilt({name: weight.cpu() for name, weight in state.items()})
 
 
@@ -36,13 +42,13 @@ class Bar(TQDMProgressBar):
     def total_train_batches(self) -> int:
         return self._steps
 
-    def on_train_start(self, trainer: L.Trainer, *rest: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *rest: object) -> None:
         """A run that goes on does so inside Lightning's one epoch, at whose beginning alone a bar is given its total."""
         super().on_train_start(trainer, *rest)
         bar = self.train_progress_bar
         bar.total, bar.initial, bar.n = self._steps, trainer.global_step, trainer.global_step
 
-    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict:
         return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
 
 
@@ -53,7 +59,7 @@ class SeedSteps(Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
         drawn = random.Random(f"{self.seed}:{trainer.global_step}").getrandbits(63)
         random.seed(drawn)
         torch.manual_seed(drawn)
@@ -68,7 +74,7 @@ class SaveEvery(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved = trainer.global_step
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: object) -> None:
         if trainer.global_step % self.steps == 0:
             self._save(trainer)
 
@@ -92,7 +98,7 @@ class Last(Callback):
 
     def __init__(self) -> None:
         self.gathered = False
-        self.trained: Any = None
+        self.trained: nn.Module | None = None
         """In the first process only."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -119,7 +125,7 @@ class StopWhole(Callback):
             for number in (signal.SIGINT, signal.SIGTERM):  # Lightning restores what was there before
                 signal.signal(number, self._ask)
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _ask(self, number: int, frame: object) -> None:
         if self.asked:
             self.whole = False
             raise KeyboardInterrupt
@@ -151,15 +157,15 @@ class KeepBest(Callback):
     def __init__(self, folder: Path, keep: int, dtype: torch.dtype) -> None:
         self.folder, self.keep, self.dtype = folder, keep, dtype
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        recall = pl_module.validated.get("val/recall")
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        recall = cast("FrozenTraining", pl_module).validated.get("val/recall")
         if recall is None or not self.keep:
             return
         mine = (f"{recall:.4f}", trainer.global_step)
         best = sorted({*self._kept(), mine}, key=lambda entry: (float(entry[0]), entry[1]))[-self.keep :]
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)
-            if heads is not None:
+            if isinstance(heads, RetainingHeads):
                 heads.save_pretrained(self.folder / f"recall={mine[0]}-step={mine[1]}", self.dtype)
         if trainer.is_global_zero:
             for entry in set(self._kept()) - set(best):

@@ -7,10 +7,10 @@ import random
 import sys
 from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING
 
 import lightning as L
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase
 
 from ..config.train import DataConfig
 from ..naming import first_line
@@ -18,9 +18,6 @@ from ..samples.chat import Sample, encode_chat
 from ..samples.records import read_records, to_messages
 from ..samples.synthetic import synthetic_sample
 from ..samples.text import load_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 DRAWS = 100
 """Records in a row, and synthetic samples, that cannot be used and end a run."""

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -21,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.load import load_backbone, pick_device, pick_dtype
 from ..config.train import TrainConfig
@@ -41,11 +41,11 @@ TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": Poo
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints are written beside their place and renamed: the previous one stays whole."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options: object = None) -> None:
         write_beside(Path(path), lambda beside: torch.save(checkpoint, beside))
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict:
     """A run's checkpoint; its tensors stay in the file until they are used.
 
     Raises:
@@ -206,7 +206,7 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
         ) from error
 
 
-def _backbone(cfg: TrainConfig, device: str | None) -> tuple[Any, Any]:
+def _backbone(cfg: TrainConfig, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """On ``device``, or where training runs; in the precision that suits where training runs."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
     precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where))).removeprefix("torch.")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
+from ..config.train import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..samples.chat import Sample
 from .base import FrozenTraining
@@ -31,7 +33,7 @@ class HeadTraining(FrozenTraining):
 
     watched = "val/recall"
 
-    def __init__(self, backbone: Any, cfg: Any) -> None:
+    def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
         config = text_config(backbone)
         require_adapter(config)
@@ -79,10 +81,10 @@ class HeadTraining(FrozenTraining):
         heads.load_state_dict({name.removeprefix("heads."): weight for name, weight in state.items()})
         return heads
 
-    def export(self, trained: Any, out: Path) -> Path:
+    def export(self, trained: nn.Module, out: Path) -> Path:
         """``out/heads``, as ``locret-publish`` takes it, and ``out/heads.pt``."""
         for target in (out / "heads", out / "heads.pt"):
-            trained.save_pretrained(target, self.saved_dtype)
+            cast(RetainingHeads, trained).save_pretrained(target, self.saved_dtype)
         return out / "heads"
 
     def used(self) -> nn.Module:

@@ -13,16 +13,18 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from ..backbones.families import BackboneSpec, require_adapter, spec_of, text_config
 from ..backbones.rope import rotate
 from ..cache.attention import attend_rows
 from ..cache.bounded import BoundedCache
+from ..config.train import TrainConfig
 from ..heads import RetainingHeads
 from ..policies.base import Folded, Merge, Policy, Slots
 from ..policies.grammar import parse_policy
@@ -92,7 +94,7 @@ class PoolTraining(FrozenTraining):
 
     watched = "val/loss"
 
-    def __init__(self, backbone: Any, cfg: Any) -> None:
+    def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
         config = text_config(backbone)
         require_adapter(config)
@@ -111,8 +113,8 @@ class PoolTraining(FrozenTraining):
         pool.load_state_dict({name.removeprefix("pool."): weight for name, weight in state.items()})
         return pool
 
-    def export(self, trained: Any, out: Path) -> Path:
-        save_pool(trained, out / "pool")
+    def export(self, trained: nn.Module, out: Path) -> Path:
+        save_pool(cast(ConvPool, trained), out / "pool")
         return out / "pool"
 
     def used(self) -> nn.Module:
@@ -197,7 +199,7 @@ def first_eviction(budget: int, chunk: int) -> int:
     return chunk * (budget // chunk + 1)
 
 
-def refuse(cfg: Any, spec: BackboneSpec, policy: Policy) -> None:
+def refuse(cfg: TrainConfig, spec: BackboneSpec, policy: Policy) -> None:
     """Raise ValueError where a pool cannot be trained."""
     if any(window is not None for window in spec.windows):
         raise ValueError(f"{cfg.backbone.model} has layers with a window: no pool can be trained on it")

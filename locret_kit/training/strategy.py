@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from ..backbones.families import decoder_of
+from ..heads import RetainingHeads
 from .replicated import ReplicatedStrategy
 from .zero import ZeroStrategy
 
@@ -59,7 +61,7 @@ def make_strategy(name: str, devices: int, num_nodes: int) -> Strategy | str:
     return "auto"
 
 
-def shard(heads: Any, backbone: Any, mesh: Any) -> None:
+def shard(heads: RetainingHeads, backbone: PreTrainedModel, mesh: DeviceMesh) -> None:
     """FSDP2: each head and each backbone layer is gathered where it runs and given back after it."""
     from torch.distributed.fsdp import fully_shard
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ class ZeroStrategy(ReplicatedStrategy):
         self.stage, self.offload = stage, offload
         self._passes: ExitStack | None = None  # open between a step's first backward pass and its end
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         """Wrap heads and backbone once Lightning has placed the heads and loaded a checkpoint into them."""
         super().setup(trainer)
         os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed reads it, also where no launcher has set it
@@ -60,9 +62,9 @@ class ZeroStrategy(ReplicatedStrategy):
             deepspeed.zero.Init(module=decoder, config_dict_or_path=self.config())
             deepspeed.initialize(model=decoder, config=self.config(), dist_init_required=False)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """DeepSpeed's configuration: this file's arguments, and a plain PyTorch optimiser."""
-        zero: dict[str, Any] = {"stage": self.stage}
+        zero: dict[str, object] = {"stage": self.stage}
         if self.offload:
             place = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
             zero |= {"offload_param": place, "offload_optimizer": place}
@@ -73,7 +75,7 @@ class ZeroStrategy(ReplicatedStrategy):
             "zero_force_ds_cpu_optimizer": False,
         }
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: object, *args: object, **kwargs: object) -> Tensor:
         """Add to this process's gradients; ``finish_gradients`` reduces them."""
         if self._passes is None:
             self._passes = ExitStack()
@@ -94,18 +96,20 @@ class ZeroStrategy(ReplicatedStrategy):
         for parameter in parameters if bound else ():
             write(parameter, read(parameter).clamp(-bound, bound))
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], object], model: object = None, **kwargs: object
+    ) -> object:
         result = closure()
         self.engine.step()
         return result
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         """Whole weights, on the CPU, in every process; all of them must call it."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {name: safe_get_full_fp32_param(weight).cpu() for name, weight in self._weights()}
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict:
         """AdamW's state as one process has it, on the CPU; all processes must call it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -120,7 +124,7 @@ class ZeroStrategy(ReplicatedStrategy):
             }
         return {"state": state, "param_groups": [{**group, "params": list(range(len(weights)))}]}
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping) -> None:
         """Give each process its part of a whole state."""
         from deepspeed.utils import (
             lazy_init_hp_params_optimizer_state,
