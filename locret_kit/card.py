@@ -28,7 +28,7 @@ from .naming import first_line
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
 EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", TRAINING)
-"""What is published beside the heads where their folder has it: curves, evaluation rows and tables, the run's configuration."""
+"""Files published beside the heads where their folder has them: curves, evaluation rows and tables, the run's configuration."""
 
 
 def publish(
@@ -203,7 +203,7 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
             "",
             "## Training",
             "",
-            f"{optim['steps']} steps of {optim['accumulate']} samples a device, at most {data['max_tokens']} tokens each, "
+            f"{optim['steps']} steps of {optim['accumulate']} samples per device, at most {data['max_tokens']} tokens each, "
             f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, target {training['target']['kind']}, the top "
             f"{training['loss']['top_fraction']:.0%} of slots weigh {training['loss']['top_weight']:g}. "
             f"The whole configuration is in `{TRAINING}`.",

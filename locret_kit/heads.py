@@ -23,7 +23,7 @@ from .settings import RunSettings
 from .validation import Says, annotations_of, check, checked, made
 
 DIMENSIONS = ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim")
-"""What must be the same in retaining heads and their backbone."""
+"""Dimensions that retaining heads and their backbone share."""
 LARGEST = 1e12
 """Largest weight: the product of two such, of a head's width and of large inputs stays finite in float32."""
 Size = Annotated[int, Ge(1)]
@@ -31,7 +31,7 @@ Size = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """What a checkpoint says of its heads, its backbone and the settings it was made for.
+    """Description of retaining heads: their backbone, sizes, and the settings they were made for.
 
     Raises:
         ValueError: a field of another type or out of its bound; it is named.

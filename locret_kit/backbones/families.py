@@ -1,4 +1,4 @@
-"""One adapter a family: which architectures the kit reads before RoPE, and their dimensions."""
+"""One adapter per family: which architectures the kit reads before RoPE, and their dimensions."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def require_adapter(config: PreTrainedConfig) -> None:
 
 
 def ropes_of(model: PreTrainedModel, span: int) -> list[Rope]:
-    """One ``Rope`` a layer. ``span`` (tokens) is the largest position of the prompt plus one: it chooses between the
+    """One ``Rope`` per layer. ``span`` (tokens) is the largest position of the prompt plus one: it chooses between the
     short and the long factors of LongRoPE and sets dynamic NTK, once, for the whole prompt."""
     config = text_config(model)
     rotary = decoder_of(model).rotary_emb

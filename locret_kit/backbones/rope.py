@@ -18,7 +18,7 @@ __all__ = ["Rope", "rotate"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Inverse frequencies ``[R / 2]`` (radians a position) and the factor on cos and sin (LongRoPE, YaRN)."""
+    """Inverse frequencies ``[R / 2]`` (radians per position) and the factor on cos and sin (LongRoPE, YaRN)."""
 
     inv_freq: Tensor
     scaling: float = 1.0

@@ -58,12 +58,12 @@ def weight_bits_of(model: PreTrainedModel) -> int | None:
 
 
 def precision_of(model: PreTrainedModel) -> str:
-    """What a backbone computes in, for reports: ``bfloat16``, or ``bfloat16, 4-bit weights``."""
+    """Precision of a backbone, for reports: ``bfloat16``, or ``bfloat16, 4-bit weights``."""
     return str(model.dtype).removeprefix("torch.") + suffix(weight_bits_of(model))
 
 
 def suffix(bits: int | None) -> str:
-    """What stands behind a dtype: ``, 4-bit weights``, or nothing where weights are in it."""
+    """Text after a dtype: ``, 4-bit weights``, or nothing where weights are in it."""
     return f", {bits}-bit weights" if bits else ""
 
 
@@ -78,7 +78,7 @@ def stored_bytes(inputs: int, outputs: int, bits: int) -> int:
 def scratch_bytes(tokens: int, inputs: int, outputs: int, bits: int, item: int) -> int:
     """Bytes that come and go in a product of many tokens with such a matrix, beside its input and its output.
 
-    4 bits: the matrix in the dtype (``item`` bytes a number) and its scales, before and after their mean is added. 8 bits:
+    4 bits: the matrix in the dtype (``item`` bytes per number) and its scales, before and after their mean is added. 8 bits:
     activations in int8, products in int32 and float16; columns of large activations, which are few, are not counted.
     """
     if bits == 8:

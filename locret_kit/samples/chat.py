@@ -1,7 +1,7 @@
 """Conversations as token ids, with the exact token span of every assistant answer.
 
 A span is found by rendering the conversation once more with a marker in the place of one message: what stands before
-and behind the marker is the template's, what stands there in the real rendering is the message. This stays right
+and after the marker is the template's, what stands there in the real rendering is the message. This stays right
 when an answer's text also occurs elsewhere, and for templates that trim messages or put blocks in front of them.
 """
 
@@ -45,7 +45,7 @@ class Sample:
 def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None = None) -> Sample:
     """Render `messages` with the tokenizer's chat template and tokenise them.
 
-    An answer's span holds its text and the end-of-turn token, if the template puts one right behind it. Without a chat
+    An answer's span holds its text and the end-of-turn token, if the template puts one right after it. Without a chat
     template, the text is "{content}\\n" for each message, under the tokenizer's own special tokens (such as a BOS).
 
     Args:
@@ -196,7 +196,7 @@ def _split(text: str, marker: str, what: str) -> tuple[str, str]:
 
 
 def _marked(tokenizer, messages: Sequence[dict], index: int) -> tuple[str, str]:
-    """What a rendering has before and behind message `index`."""
+    """The rendering before and after message `index`."""
     marker = _marker([message["content"] for message in messages])
     changed = [dict(message) for message in messages]
     changed[index]["content"] = marker
@@ -216,12 +216,12 @@ def _locate(tokenizer, messages: Sequence[dict], index: int, text: str) -> Span:
 
 
 def _turn_end(tokenizer, messages: Sequence[dict], index: int) -> str:
-    """What the template puts behind answer `index` when the conversation ends with it."""
+    """The template's text after answer `index` when the conversation ends with it."""
     return _marked(tokenizer, messages[: index + 1], index)[1]
 
 
 def _with_end_token(tokenizer, text: str, ids: list[int], offsets: list[Span], last: int, tail: str) -> int:
-    """End of an answer's token span, moved behind the end-of-turn token if the turn's `tail` starts with one."""
+    """End of an answer's token span, moved after the end-of-turn token if the turn's `tail` starts with one."""
     blank = len(tail) - len(tail.lstrip(" "))
     end = last
     while end < len(ids) and blank and text[offsets[end][0] : offsets[end][1]].strip(" ") == "":

@@ -27,7 +27,7 @@ class Task:
     """Sentence with {key}."""
     question: str
     prefix: str
-    """What the answer starts with; part of the plain prompt."""
+    """First words of the answer; part of the plain prompt."""
     repeats: int
     """Digits, of five random ones, that are said twice in a row: 5 for R.Number, which so has 10 digits."""
 
@@ -51,7 +51,7 @@ TASKS = {
     ),
 }
 ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "line": "\n{question} {prefix}"}
-"""What follows the document: InfiniteBench's blank lines, or one line as in the pass-key task's first form (Landmark
+"""Text after the document: InfiniteBench's blank lines, or one line as in the pass-key task's first form (Landmark
 Attention). Small backbones are sensitive to it."""
 ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 

@@ -19,7 +19,7 @@ SCHEMAS = {
     "document": "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
 }
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""What a lone surrogate, and a pair of them, begin with in JSON."""
+"""Beginning of a lone surrogate, and of a pair of them, in JSON."""
 ROLES = {
     "system": "system",
     "user": "user",

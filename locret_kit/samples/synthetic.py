@@ -159,7 +159,7 @@ def _hide(statements: list[str], places: list[float], body: str, rng: random.Ran
 
 
 def _passage(context: str, rng: random.Random) -> tuple[str, str] | None:
-    """Eight to twelve words of the context that occur once in it, and the 20 to 40 words behind them."""
+    """Eight to twelve words of the context that occur once in it, and the 20 to 40 words after them."""
     words = context.split()
     flat = " ".join(words)
     for _ in range(8):

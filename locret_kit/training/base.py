@@ -1,4 +1,4 @@
-"""What every training on a frozen backbone shares: the optimiser, its schedule, and resuming from a state file."""
+"""Base of every training on a frozen backbone: the optimiser, its schedule, and resuming from a state file."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class FrozenTraining(L.LightningModule, ABC):
         self._validation, self.validated = [], {}
 
     def require_finite(self, loss: float) -> None:
-        """Before the update that it would spoil: raise ValueError where the loss of a step, the same in every process, is no
-        finite number."""
+        """Raise ValueError for the loss of a step that is no finite number, before the update. It is the same in every
+        process."""
         if not math.isfinite(loss):
             raise ValueError(
                 f"loss={loss} after {self.global_step} steps: the training has diverged; begin again in another out with less "
@@ -118,7 +118,7 @@ class FrozenTraining(L.LightningModule, ABC):
         return rate
 
     def log_step(self, scalars: dict[str, float]) -> None:
-        """Figures of a step that is done: some in the progress bar, all on the board."""
+        """Log the figures of a finished step: some in the progress bar, all on the board."""
         for name in BAR:
             if name in scalars:
                 self.log(name, scalars[name], prog_bar=True, logger=False)

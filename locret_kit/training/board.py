@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside scalars: predicted against target importance, and the prompt with its kept tokens."""
+"""Pictures and text for TensorBoard: predicted against target importance, and the prompt with its kept tokens."""
 
 from __future__ import annotations
 

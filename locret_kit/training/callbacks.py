@@ -1,4 +1,4 @@
-"""What a run does at its edges: it stops whole, and keeps the heads that were best in validation."""
+"""Lightning callbacks: progress, seeds, saved states, signals, and the best retaining heads in validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def gather(trainer: L.Trainer) -> nn.Module | None:
-    """What is trained as one process has it, on the CPU; None in every process but the first. All processes must call it."""
+    """The whole trained module on the CPU; None in every process but the first. All processes must call it."""
     state = trainer.strategy.lightning_module_state_dict()
     if not trainer.is_global_zero:
         return None
@@ -53,8 +53,8 @@ class Bar(TQDMProgressBar):
 
 
 class SeedSteps(Callback):
-    """What a step draws at random is a function of the run's seed and the step's number, as its samples are: a run that
-    goes on draws what the uninterrupted one drew, and no generator's state has to be saved."""
+    """Seed the generators from the run's seed and the step's number, as samples are. A resumed run then draws what the
+    uninterrupted one drew, and no generator's state has to be saved."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -94,7 +94,7 @@ class SaveEvery(Callback):
 
 
 class Last(Callback):
-    """What was trained, gathered while it is still where it was trained."""
+    """The trained module, gathered before the strategy is torn down."""
 
     def __init__(self) -> None:
         self.gathered = False

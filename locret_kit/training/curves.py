@@ -22,7 +22,7 @@ def read_curves(run: Path) -> dict[str, dict[int, float]]:
 
 
 def write_curves(run: Path, target: Path) -> None:
-    """One row a step, one column a tag."""
+    """One row per step, one column per tag."""
     curves = read_curves(run)
     tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
     steps = sorted({step for curve in curves.values() for step in curve})

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from itertools import count
+from typing import cast
 
 import lightning as L
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -143,19 +144,6 @@ class Share(IterableDataset):
         return [taken[i : i + self.batch] for i in range(0, self.per_step, self.batch)]
 
 
-class Held(Dataset):
-    """The validation samples, the same in every process."""
-
-    def __init__(self, samples: Samples, length: int) -> None:
-        self.samples, self.length = samples, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
-
-
 class SampleModule(L.LightningDataModule):
     """An optimiser step an item. ``done`` counts the samples of whole steps, over all processes and resumed runs: step
     ``s`` of a given global batch sees the same samples on one process or many.
@@ -185,4 +173,5 @@ class SampleModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         samples = Samples(self.cfg, self.tokenizer, seed=self.seed + 10_000)
-        return DataLoader(Held(samples, self.cfg.val_samples), batch_size=None, shuffle=False)
+        held = [samples[i] for i in range(self.cfg.val_samples)]  # the same in every process
+        return DataLoader(cast("Dataset[Sample]", held), batch_size=None, shuffle=False)

@@ -1,4 +1,4 @@
-"""Retaining heads in training: one observed forward a step, its figures on the board."""
+"""Retaining heads in training: one observed forward per step, its figures on the board."""
 
 from __future__ import annotations
 

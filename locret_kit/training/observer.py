@@ -30,13 +30,13 @@ class LayerFigures:
 
 
 class Observer:
-    """Sees every attention call of a plain forward; calls ``backward(loss)`` once a layer.
+    """Sees every attention call of a plain forward; calls ``backward(loss)`` once per layer.
 
     Layers with a window keep no head loss: their cache is their window.
 
     Args:
         heads: in training mode where ``backward`` is given.
-        ropes: one a layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
+        ropes: one per layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
             queries count as answer queries too (the last one predicts the first answer token).
         loss: keyword arguments of ``cis_loss``; kind, floor: of ``cis_target``.
         windows: attention window of each layer.
@@ -99,7 +99,7 @@ class Observer:
 class PaddedBatch:
     """Samples of different length in one forward, each padded on its right; each is scored by its own observer.
 
-    Attention is causal, so no token sees the padding behind it, and an observer is handed its own tokens alone.
+    Attention is causal, so no token sees the padding after it, and an observer is handed its own tokens alone.
     """
 
     wants_unrotated = True

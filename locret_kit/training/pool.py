@@ -136,7 +136,7 @@ class PoolTraining(FrozenTraining):
     def read(
         self, ids: Sequence[int], cache: BoundedCache, backward: Callable[[Tensor], None] | None = None
     ) -> tuple[float, int]:
-        """Cross-entropy (nats, the sum) of what stands behind the first eviction, and of how many tokens it is. ``backward``
+        """Cross-entropy (nats, the sum) of the tokens after the first eviction, and their number. ``backward``
         gets each chunk's part of the mean."""
         s = cache.schedule
         first, done, total = first_eviction(s.budget, s.chunk), 0, 0.0

@@ -5,7 +5,7 @@ key                        heads, with their optimiser                 frozen ba
 =========================  ==========================================  ==================================
 ``auto``                   on the one device                           on the one device
 ``ddp``                    on every device; gradients averaged once    on every device
-                           a step
+                           per step
 ``fsdp``                   sharded, layer by layer (FSDP2)             sharded, layer by layer
 ``deepspeed_stage_2``      on every device; optimiser sharded (ZeRO)   on every device
 ``deepspeed_stage_3``      sharded, weight by weight (ZeRO)            sharded, weight by weight

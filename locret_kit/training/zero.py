@@ -3,7 +3,7 @@
 Lightning's own strategy for it runs on CUDA alone, clips no values, casts the heads to the backbone's precision and writes a
 folder of shards that no other strategy reads. This one keeps the heads in float32, so its curve is that of one process, and
 writes the state file of every other strategy. Needs deepspeed 0.19.8, whose engines reduce the gradients of many backward
-passes at once: one pass a layer and sample is what keeps a layer's graph alone in memory.
+passes at once: one pass per layer and sample is what keeps a layer's graph alone in memory.
 
 Heads and backbone are two engines. The heads' engine owns AdamW (PyTorch's, offloaded or not, so that nothing is compiled);
 the backbone's, in stage 3, gathers each weight where it is used and frees it afterwards. Every process first loads the whole
@@ -155,7 +155,7 @@ class ZeroStrategy(ReplicatedStrategy):
 
 
 def own_part(value: Tensor, size: int) -> Tensor:
-    """This process's ``size`` elements of a flattened tensor that all processes share, zeros behind its end."""
+    """This process's ``size`` elements of a flattened tensor that all processes share, zeros after its end."""
     start = dist.get_rank() * size
     part = value.flatten()[start : start + size]
     return F.pad(part, (0, size - len(part)))
