@@ -30,6 +30,7 @@ from ..policies.base import Folded, Merge, Policy, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..samples.chat import Sample
+from ..settings import RunSettings
 from .base import FrozenTraining
 from .data import Step
 
@@ -131,7 +132,7 @@ class PoolTraining(FrozenTraining):
         """An empty cache; without merges, what the policy alone makes of the same budget."""
         make = LearningCache if merges else BoundedCache
         policy = replace(self.policy, merge=LearningMerge(self.pool) if merges else None)
-        return make(policy=policy, heads=self._heads[0], **self.cfg.infer.published())
+        return make(RunSettings.of(self.cfg.infer.published()), policy, self._heads[0])
 
     def read(
         self, ids: Sequence[int], cache: BoundedCache, backward: Callable[[Tensor], None] | None = None
