@@ -176,7 +176,7 @@ def deviations(a_TT: Tensor) -> np.ndarray:
 
 def settle(deviation_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """By the number of queries: mean over tokens of the deviation as a share of the token's highest, and the share of
-    tokens whose highest is behind them. Tokens seen by less than half of the text's queries are left out."""
+    tokens whose highest is past. Tokens seen by less than half of the text's queries are left out."""
     T = len(deviation_TT)
     whole = deviation_TT[: max(1, T // 2), : max(1, T - T // 2)]
     highest = whole.max(-1, keepdims=True)

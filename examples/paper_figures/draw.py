@@ -36,11 +36,11 @@ class Kind:
 
     function: Callable[[Study], Figure]
     says: str
-    """What it shows, and where from."""
+    """Caption, with its source."""
     defaults: dict[str, str] = field(default_factory=dict)
     """`locret-eval` settings where the user gives none; one example unless they say otherwise."""
     sweep: tuple[float, ...] = ()
-    """What the figure varies where the user gives nothing."""
+    """Values that the figure varies where the user gives nothing."""
 
 
 FIGURES = {

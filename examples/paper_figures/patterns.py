@@ -1,4 +1,4 @@
-"""Which tokens a policy holds: over time by layer and head (Locret, figures 5 and 6), and at the prompt's end by layer
+"""Tokens that a policy holds: over time by layer and head (Locret, figures 5 and 6), and at the prompt's end by layer
 (NaCl, figure 2)."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from locret_kit.evals.report.summary import size
 
 
 def retained(study: Study) -> Figure:
-    """What a head holds after every chunk: time across, position up. A row of panels a policy, text and layer; a column a
+    """Tokens that a head holds after every chunk: time across, position up. A row of panels a policy, text and layer; a column a
     head. White is not read yet."""
     layers, heads, budget = study.shown_layers(), study.shown_heads(), study.budgets[0]
     prompts = [(policy, prompt) for policy in study.policies for prompt in study.prompts()]
@@ -54,7 +54,7 @@ def trace(
 
 
 def kept_positions(study: Study) -> Figure:
-    """What each policy holds behind the prompt, by layer and position, and how its score is spread over positions when
+    """Tokens that each policy holds after the prompt, by layer and position, and how its score is spread over positions when
     nothing is evicted. The first text only."""
     prompt, budget = next(iter(study.prompts())), study.budgets[0]
     edges = bin_edges(len(prompt.ids), 100)

@@ -1,4 +1,4 @@
-"""What the figures that run a backbone share: its prompts, its caches, and what is read off them while they run."""
+"""Common parts of the figures: its prompts, its caches, and what is read off them while they run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Study:
     out: Path
     """Where rows of examples go that the figure has answered."""
     sweep: list[float] = field(default_factory=list)
-    """What the figure varies; its unit is the figure's."""
+    """Values that the figure varies; their unit is the figure's."""
     layers: list[int] = field(default_factory=list)
     """Layers to show; [] chooses up to four."""
     heads: list[int] = field(default_factory=list)
@@ -138,7 +138,7 @@ def varied(policy: str, **parts: str) -> str:
 def read(
     model: Any, ids: Sequence[int], cache: BoundedCache, after: Callable[[int], None] | None = None
 ) -> BoundedCache:
-    """Read the text; ``after(tokens read)`` is called behind every piece, evictions included."""
+    """Read the text; ``after(tokens read)`` is called after every piece, evictions included."""
     with attach(model):
         prefill(model, ids, cache, (lambda done, total: after(done)) if after else None)
     return cache
@@ -165,7 +165,7 @@ def scores(cache: BoundedCache, layer: int) -> Tensor:
 
 @contextmanager
 def last_hidden(model: Any) -> Iterator[dict[int, Tensor]]:
-    """The hidden state ``[E]`` (float32) of the newest token behind each layer of the forward before."""
+    """The hidden state ``[E]`` (float32) of the newest token after each layer of the forward before."""
     decoder, count = decoder_of(model), text_config(model).num_hidden_layers
     stacks = (child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count)
     found: dict[int, Tensor] = {}

@@ -29,19 +29,19 @@ from ..metrics import Answer
 from .settings import ORACLES, UNTRAINED
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
-"""What tells examples apart; no two rows of a run have the same."""
+"""Fields that tell examples apart; no two rows of a run have the same."""
 RUN = tuple(item.name for item in fields(RunSettings))
 """The settings of the run in a row."""
 SETTINGS = ("model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), "ending", "metric")
-"""What must not differ among the examples of one cell of a table."""
+"""Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
 """Of these, what says nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
 share of the prompt, which differs from one prompt to the next."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
-"""What an older row may not tell: ''."""
+"""Fields that are '' in older rows."""
 Key = tuple[str | int | float, ...]
 COLUMN = KEY[:3]
-"""What the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
+"""Fields that the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Row(RunSettings):
     task: str
     """Name in the registry, such as 'R.PassKey', 'ruler.vt' or 'leval.coursera'."""
     haystack: str
-    """What the text is made of: 'repeated', 'jargon', a file's name; '-' for tasks that bring their own documents."""
+    """Source of the text: 'repeated', 'jargon', a file's name; '-' for tasks that bring their own documents."""
     length: int
     """Prompt tokens asked for: synthetic prompts are made this long, documents are cut in the middle to it."""
     budget: int | float
@@ -67,11 +67,11 @@ class Row(RunSettings):
     score: float | None = None
     """The task's main figure, see `metric`; None where the example failed (`error`)."""
     metric: str = "match"
-    """What `score` is: 'nll' and 'nll_prefill' are nats a token (lower is better), all others lie within [0, 1]."""
+    """Name of `score`: 'nll' and 'nll_prefill' are nats a token (lower is better), all others lie within [0, 1]."""
     scores: dict[str, float] = field(default_factory=dict)
     """Every figure of the example by metric, `metric` among them."""
     output: str = ""
-    """What the model wrote; '' for perplexity tasks."""
+    """Text that the model wrote; '' for perplexity tasks."""
     answer: Answer = ""
     """The reference: a string, a list of accepted or required ones, or for 'agreement' the ids of full attention's tokens."""
     depth: float | None = None

@@ -21,7 +21,7 @@ class Kind:
     source: str
     """'rows' or 'curves'."""
     says: str
-    """What it shows, for the list of figures."""
+    """Caption, for the list of figures."""
 
 
 FIGURES: dict[str, Kind] = {

@@ -1,4 +1,4 @@
-"""What an answer is worth: the benchmarks' metrics."""
+"""Metrics of the benchmarks: score an output against its reference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,4 +6,4 @@ from typing import Any
 Answer = Any
 """The reference as the data set has it: a string, a number, or a list of accepted or required ones."""
 Extra = Mapping[str, Any]
-"""What a metric needs besides, by name, such as a task's classes."""
+"""Further needs of a metric, by name, such as a task's classes."""

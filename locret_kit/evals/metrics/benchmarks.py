@@ -185,7 +185,7 @@ def last_integer(output: str, answer: Answer, extra: Extra) -> Figures:
 
 
 def gsm8k(output: str, answer: Answer, extra: Extra) -> Figures:
-    """The number behind ``####``, else the last number ('flexible'), equals the answer's."""
+    """The number after ``####``, else the last number ('flexible'), equals the answer's."""
 
     def clean(text: str) -> str:
         return re.sub(r"[,$]|\.$", "", text)
@@ -243,7 +243,7 @@ def classification(output: str, answer: Answer, extra: Extra) -> Figures:
     """One over the number of classes that the output names, if the right one is among them (LongBench)."""
 
     def score(output: str, answer: str) -> float:
-        # The published code drops the names that are part of the answer while it walks the list, so the name behind a
+        # The published code drops the names that are part of the answer while it walks the list, so the name after a
         # dropped one stays; kept as it is, for the sake of equal figures.
         named = [name for name in extra["classes"] if name in output]
         for name in named:

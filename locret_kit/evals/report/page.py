@@ -107,7 +107,7 @@ def figures(out: Path) -> list[dict[str, str]]:
 
 
 def settings(out: Path, rows: Sequence[Row]) -> list[Table]:
-    """What the rows say of themselves, and the folder's configuration."""
+    """The rows' own settings, and the folder's configuration."""
     good = [row for row in rows if not row.error]
     found = {name: _joined(getattr(row, name) for row in good) for name in (*SETTINGS, "backend", "device")}
     for name in sorted({name for row in rows for name in row.versions}):

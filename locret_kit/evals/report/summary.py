@@ -154,7 +154,7 @@ def overview(rows: Iterable[Row]) -> Table | None:
 
 
 def legend(lines: Iterable[Iterable[str]]) -> list[str]:
-    """What the marks after any of these figures mean."""
+    """Meaning of the marks after any of these figures."""
     marks = {letter for cells in lines for text in cells for letter in text.rpartition(")")[2]}
     return [mark for mark in (OTHERS, PRECISION) if mark[0] in marks]
 

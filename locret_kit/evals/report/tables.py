@@ -17,9 +17,9 @@ class Table:
     lines: Sequence[Sequence[str]]
     title: str = ""
     says: str = ""
-    """What the cells hold."""
+    """Unit of the cells."""
     notes: Sequence[str] = ()
-    """What the marks beside cells mean."""
+    """Meaning of the marks beside cells."""
 
     def markdown(self) -> str:
         """The title, the table, and a paragraph for each note."""

@@ -38,7 +38,7 @@ OVER_REAL_TEXT: dict[str, Callable[[str, str], Task]] = {
 }
 """Tasks that make no sense over repeated sentences."""
 REAL_TEXT = "pydoc"
-"""What these read where no real text is named: the one that is always there."""
+"""The text that these read where no real text is named: the one that is always there."""
 ALONE: dict[str, Callable[[], Task]] = {
     "R.KV": kv_task,
     "Math.Find": math_find_task,
@@ -48,7 +48,7 @@ ALONE: dict[str, Callable[[], Task]] = {
 }
 """Synthetic tasks that make all of their text."""
 AGAINST_FULL: dict[str, Callable[[Task], Task]] = {"fidelity": fidelity_of, "agreement": agreement_of}
-"""What 'PREFIX:NAME' makes of a task."""
+"""Makers of the task 'PREFIX:NAME'."""
 
 
 def known_tasks() -> list[str]:
@@ -78,8 +78,8 @@ def row_names(name: str) -> list[str]:
 
 
 def haystack_name(haystack: str) -> str:
-    """What rows say, and pieces are drawn by: of a file or folder its name alone, so that its place on a machine matters to
-    neither.
+    """The name that rows give and pieces are drawn by: of a file or folder its name alone, so that its place on a machine
+    matters to neither.
 
     >>> haystack_name("/data/leval/quality.jsonl"), haystack_name("jargon")
     ('quality.jsonl', 'jargon')

@@ -19,7 +19,7 @@ REFERRED = ("fidelity", "agreement")
 
 @dataclass(frozen=True)
 class Request:
-    """Which example is asked for. The same request gives the same bytes in every process."""
+    """Request for one example. The same request gives the same bytes in every process."""
 
     tokenizer: PreTrainedTokenizerBase
     length: int
@@ -81,7 +81,7 @@ class Task:
 
 
 def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
-    """``(prompt, special)``: the text with the answer's first words behind it, through the chat template with ``chat``."""
+    """``(prompt, special)``: the text with the answer's first words after it, through the chat template with ``chat``."""
     if not chat:
         return f"{text} {prefix}" if prefix else text, True
     before, after = render_prompt(request.tokenizer, "", "", chat=True)

@@ -131,7 +131,7 @@ def _find_files(entry: Entry, folder: Path, split: str | None) -> list[Path]:
 
 
 def _series(path: Path) -> tuple[Path, str, str]:
-    """What the shards of a file have in common: ``train`` of ``train-00000-of-00080.parquet``, nothing of ``0000.parquet``."""
+    """The common part of a file's shards: ``train`` of ``train-00000-of-00080.parquet``, nothing of ``0000.parquet``."""
     return path.parent, re.sub(r"(^|[-_])\d.*$", "", path.stem), path.suffix
 
 

@@ -25,7 +25,7 @@ def fit(
     seed: str,
     least: int = 1,
 ) -> D:
-    """What ``build(rng, n)`` gives for an ``n`` whose prompt has ``length`` tokens, or at most 1% fewer.
+    """Result of ``build(rng, n)`` for an ``n`` whose prompt has ``length`` tokens, or at most 1% fewer.
 
     One item may be longer than 1%. Then other random items are tried (the generator's seed gets a further number) until
     the total fits; which one is found depends on the arguments alone.

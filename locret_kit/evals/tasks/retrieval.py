@@ -35,7 +35,7 @@ class Draft:
     answer: Answer
     depth: float | None = None
     prefix: str = ""
-    """What the answer starts with."""
+    """Beginning of the answer."""
 
 
 def synthetic(request: Request, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1) -> Example:

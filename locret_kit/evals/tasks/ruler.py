@@ -28,7 +28,7 @@ UNIT = 6
 COMMON = 10
 """Common words that are asked for."""
 SHOWN_VALUE = "12345"
-"""What the variables of 'ruler.vt' have in the chain that is shown with its answer, and there alone."""
+"""The value that the variables of 'ruler.vt' have in the chain that is shown with its answer, and there alone."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def common_words_task() -> Task:
 
 
 def frequent_words_task() -> Task:
-    """Coded words whose frequency falls with the square of their rank; the first three behind the dots are asked for."""
+    """Coded words whose frequency falls with the square of their rank; the first three after the dots are asked for."""
 
     def make(request: Request) -> Example:
         def build(rng: random.Random, n: int) -> Draft:

@@ -15,7 +15,7 @@ from ...samples.text import next_start, starts, take
 from .base import Example, Request, Task, count_ids, spread_depth, wrap
 
 CONTINUATION = 128
-"""Tokens whose likelihood 'perplexity' measures behind the prompt."""
+"""Tokens whose likelihood 'perplexity' measures after the prompt."""
 PASSAGE = 128
 """Tokens that 'reconstruction' asks to repeat."""
 QUOTE = re.compile(r"(?:\S+\s+){11}\S+")
@@ -25,7 +25,7 @@ QUESTIONS = {
     "fidelity.reconstruct": ("\n\nRepeat the above article from its beginning, word for word.", 128),
     "fidelity.continue": ("", 96),
 }
-"""What follows the text, and tokens of the answer."""
+"""Words that follow the text, and tokens of the answer."""
 
 
 def fidelity_task(name: str, haystack: str, text: str) -> Task:
@@ -56,7 +56,7 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
     """RoCo's context reconstruction: the text is to be repeated, and what comes is compared with it.
 
     RoCo has articles of some hundred tokens repeated whole. So that a text of any length costs the same, a passage is asked
-    for here, which begins behind a quotation at an evenly spread depth; over the examples every part of the text counts.
+    for here, which begins after a quotation at an evenly spread depth; over the examples every part of the text counts.
     """
 
     def make(request: Request) -> Example:
@@ -85,7 +85,7 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
 
 
 def _passage(request: Request, piece: str) -> tuple[str, str, float]:
-    """``(quotation, the tokens behind it, its depth)``: words that stand once in the piece, from the start of a line or
+    """``(quotation, the tokens after it, its depth)``: words that stand once in the piece, from the start of a line or
     sentence on, the nearest to the depth of the example.
 
     Raises:
@@ -101,11 +101,11 @@ def _passage(request: Request, piece: str) -> tuple[str, str, float]:
             borders = encode(request.tokenizer, rest[: 16 * PASSAGE])[1]
             if len(borders) >= PASSAGE:
                 return found.group(), rest[: borders[PASSAGE - 1][1]], round(at / max(1, last), 4)
-    raise ValueError(f"length={request.length} is too short for a quotation and {PASSAGE} tokens behind it")
+    raise ValueError(f"length={request.length} is too short for a quotation and {PASSAGE} tokens after it")
 
 
 def perplexity_task(name: str, haystack: str, text: str) -> Task:
-    """'perplexity': the text's next tokens behind a prompt, one at a time; 'perplexity_prefill': the prompt's own second
+    """'perplexity': the text's next tokens after a prompt, one at a time; 'perplexity_prefill': the prompt's own second
     half while it is read."""
 
     def make(request: Request) -> Example:
