@@ -45,7 +45,7 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
     Raises:
         ValueError: the folder holds rows of another setting or other heads; names it. OSError: it cannot be written.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, fields
 
     from ..config.evaluate import FIXED
     from ..evals.engine.rows import read_config
@@ -60,10 +60,12 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
         before = read_config(out)
         before.setdefault("one_shot", before.get("prefill") == "one-shot")  # its older name
         older = () if "heads" in before else ("model", "adapter")  # which wrote these as they were given, mostly null
+        defaults = {item.name: item.default for item in fields(config)}
         for key in FIXED:
-            if key not in older and before.get(key) != now[key]:
+            then = before.get(key, defaults[key])
+            if key not in older and then != now[key]:
                 raise ValueError(
-                    f"out={config.out} holds rows with {key}={before.get(key)}, not {key}={now[key]}: choose another out"
+                    f"out={config.out} holds rows with {key}={then}, not {key}={now[key]}: choose another out"
                 )
     known = before.get("heads", {})
     for name, facts in now["heads"].items():
