@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..config.reader import flattened
 from ..config.train import TrainConfig
 
 
@@ -54,14 +55,4 @@ def marked_text(tokens: Sequence[str], kept: Sequence[bool]) -> str:
 
 def flat(config: TrainConfig) -> dict[str, int | float | str]:
     """``{dotted key: value}`` of a configuration; values other than numbers and strings are written out."""
-
-    def walk(tree: dict[str, object], prefix: str) -> dict[str, int | float | str]:
-        found: dict[str, int | float | str] = {}
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                found |= walk(value, f"{prefix}{key}.")
-            else:
-                found[prefix + key] = value if isinstance(value, (int, float, str)) else str(value)
-        return found
-
-    return walk(asdict(config), "")
+    return {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in flattened(asdict(config)).items()}
