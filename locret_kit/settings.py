@@ -6,17 +6,20 @@ This is the only list of their names: the cache, the schedule, plans, reports, e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
 
+from .naming import nearest
 from .validation import Says, check, made
 
 BUDGET, CHUNK = 1024, 512
 """Slots and tokens where neither the user nor the heads say."""
 INT32_MAX = 2**31 - 1
+SCHEMES = ("compact", "clipped", "original")
 PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
 """Settings that heads are published with."""
 
@@ -29,11 +32,24 @@ Budget = Annotated[
 ]
 
 
+def read_positions(text: str) -> tuple[str, int | None]:
+    """The name of a position scheme, and its span: ``compact``, ``original``, ``clipped`` or ``clipped(span)``.
+
+    Raises:
+        ValueError: another name, or a span that is missing its meaning.
+    """
+    match = re.fullmatch(r"(\w+)(?:\((\d+)\))?", text)
+    if not match or match[1] not in SCHEMES or (match[2] and match[1] != "clipped"):
+        known = "compact, original, clipped or clipped(SPAN)"
+        raise ValueError(f"positions={text!r} must be {known}.{nearest(text.split('(')[0], SCHEMES)}")
+    if match[2] and (len(match[2]) > 10 or int(match[2]) > INT32_MAX):
+        raise ValueError(f"positions={text!r}: the span must be at most {INT32_MAX} tokens")
+    return match[1], int(match[2]) if match[2] else None
+
+
 def is_positions(text: str) -> bool:
     """Whether a position scheme is known. Raises ValueError with those that are."""
-    from .cache.geometry.positions import Positions
-
-    return bool(Positions.parse(text, 1))
+    return bool(read_positions(text))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,17 +11,12 @@ distances among the newest ``span`` tokens, and below that ranks, so no position
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...naming import nearest
-from ...settings import INT32_MAX
-
-NAMES = ("compact", "clipped", "original")
-_CALL = re.compile(r"^(\w+)(?:\((\d+)\))?$")
+from ...settings import read_positions
 
 
 @dataclass(frozen=True)
@@ -36,18 +31,12 @@ class Positions:
         """``compact``, ``original``, ``clipped(span)``, or ``clipped`` alone: half of the backbone's ``window``.
 
         Raises:
-            ValueError: another name, or a span that is missing its meaning.
+            ValueError: see `read_positions`.
         """
-        match = _CALL.match(text)
-        if not match or match[1] not in NAMES or (match[2] and match[1] != "clipped"):
-            raise ValueError(
-                f"positions={text!r} must be compact, original, clipped or clipped(SPAN).{nearest(text.split('(')[0], NAMES)}"
-            )
-        if match[2] and (len(match[2]) > 10 or int(match[2]) > INT32_MAX):
-            raise ValueError(f"positions={text!r}: the span must be at most {INT32_MAX} tokens")
-        if match[1] == "clipped":
-            return cls(int(match[2]) if match[2] else max(1, window // 2))
-        return cls(0 if match[1] == "compact" else None)
+        name, span = read_positions(text)
+        if name == "clipped":
+            return cls(max(1, window // 2) if span is None else span)
+        return cls(0 if name == "compact" else None)
 
     @property
     def by_rank(self) -> bool:

@@ -1,0 +1,145 @@
+"""Who may import whom. Every import counts: at the top of a file, inside of a function, and for types alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = (
+    {"naming", "shapes", "threads"},
+    {"files", "validation", "cis"},
+    {"settings"},
+    {"backbones", "samples", "hub"},
+    {"checkpoint"},
+    {"heads"},
+    {"policies"},
+    {"cache"},
+    {"planning"},
+    {"runtime"},
+    {"config"},
+    {"training"},
+    {"evals"},
+    {"card"},
+    {"cli"},
+)
+"""Rooms of ``locret_kit``: packages, and the modules beside them. A room imports from its own floor's rooms only what is its
+own, and from the floors before it."""
+ONLY = {
+    "pydantic": {"validation", "config"},
+    "lightning": {"training"},
+    "deepspeed": {"training"},
+    "huggingface_hub": {"hub", "card", "backbones", "evals", "samples", "checkpoint"},
+    "matplotlib": {"evals", "training"},
+    "jinja2": {"evals", "samples"},
+    "triton": set(),
+}
+"""Libraries that only some rooms know; Triton is known to the kernels alone."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the kit and the kernels, by its dotted name."""
+    found = {}
+    for base, package in ((ROOT, "locret_kit"), (ROOT / "kernels", "locret_kernels")):
+        for file in (base / package).rglob("*.py"):
+            parts = file.relative_to(base).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Dotted names that a module imports; of the project's own, the modules that they lie in."""
+    file = modules()[module]
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            found |= {inner if (inner := f"{stem}.{name.name}") in modules() else stem for name in node.names}
+    return frozenset(found - {module})
+
+
+def room(module: str) -> str:
+    """The room of a module of the kit: ``cache`` of ``locret_kit.cache.storage.rows``."""
+    return module.split(".")[1] if "." in module else module
+
+
+def arrows() -> Iterator[tuple[str, str]]:
+    """Every import of a module of ``locret_kit`` by another one."""
+    for module in modules():
+        for target in imports(module) & modules().keys():
+            if module.startswith("locret_kit.") and target.startswith("locret_kit."):
+                yield module, target
+
+
+def test_every_room_has_its_floor():
+    rooms = {room(module) for module in modules() if module.startswith("locret_kit.")}
+    assert rooms == set.union(*FLOORS)
+
+
+def test_imports_run_one_way():
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    up = [
+        f"{module} imports {target}"
+        for module, target in arrows()
+        if room(module) != room(target) and floor[room(target)] >= floor[room(module)]
+    ]
+    assert not up, "\n".join(sorted(up))
+
+
+def test_the_kernels_import_nothing_of_the_kit():
+    up = [
+        f"{file.name}: {line.strip()}"
+        for file in (ROOT / "kernels").rglob("*.py")
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.strip().startswith(("import locret_kit", "from locret_kit"))
+    ]
+    assert not up, "\n".join(up)
+
+
+def test_no_circle():
+    """Neither among modules: whoever follows imports never comes back."""
+    done: set[str] = set()
+
+    def follow(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for target in sorted(imports(module) & modules().keys()):
+                follow(target, (*path, module))
+            done.add(module)
+
+    for module in sorted(modules()):
+        follow(module, ())
+
+
+@pytest.mark.parametrize("library", ONLY)
+def test_a_library_is_known_where_it_belongs(library):
+    knows = {
+        room(module)
+        for module in modules()
+        if module.startswith("locret_kit") and any(name.split(".")[0] == library for name in imports(module))
+    }
+    assert knows <= ONLY[library]
+
+
+def test_a_circle_would_be_seen(tmp_path, monkeypatch):
+    """The test itself: a lazy import back to where one came from is a circle."""
+    for name, text in (("a", "from .b import x\n"), ("b", "def f():\n    from . import a\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+    files = {f"locret_kit.{name}": tmp_path / f"{name}.py" for name in "ab"}
+    monkeypatch.setattr(f"{__name__}.modules", lambda: files)
+    imports.cache_clear()
+    try:
+        with pytest.raises(AssertionError, match=r"locret_kit\.a -> locret_kit\.b -> locret_kit\.a"):
+            test_no_circle()
+    finally:
+        imports.cache_clear()
