@@ -68,5 +68,5 @@ def test_backends_agree(model, policy, bits, kernel, positions):
 
 
 def test_a_backend_that_is_not_there(model):
-    with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
+    with pytest.raises(ValueError, match="backend=cuda must be one of: reference, triton"):
         run(model, "h2o", None, "cuda")
