@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +15,6 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
@@ -131,18 +130,20 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
     require_folder(out)
-    with ExitStack() as held:
-        if getattr(rank_zero_only, "rank", 0) == 0:  # the other processes of a run share its folder
-            held.enter_context(locked(out / ".lock", f"out={out}: another locret-train is writing there"))
-        return _fit(cfg, argv, out, strategy)
-
-
-def _fit(cfg: TrainConfig, argv: list[str], out: Path, strategy: Strategy | str) -> Path | None:
-    resume, state = begin_from(cfg.resume, out), out / "state"
+    state = out / "state"
     again = shlex.join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
     stop, last = StopWhole(state / "interrupted.ckpt", again), Last()
     trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
-    backbone, tokenizer = _backbone(cfg, device=None if strategy == "auto" else "cpu")
+    # The other processes of a run share its folder.
+    busy = f"out={out}: another locret-train is writing there"
+    with locked(out / ".lock", busy) if trainer.is_global_zero else nullcontext():
+        return _run(cfg, trainer, stop, last)
+
+
+def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> Path | None:
+    out = Path(cfg.out)
+    resume = begin_from(cfg.resume, out)
+    backbone, tokenizer = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
     with _memory_for(
         f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
     ):
