@@ -24,6 +24,7 @@ from locret_kit.samples.chat import encode_chat
 from locret_kit.samples.records import to_messages
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.samples.text import load_text
+from locret_kit.training import fit
 from locret_kit.training.board import cis_image, marked_text, most_kept, ranks
 from locret_kit.training.curves import read_curves
 from locret_kit.training.data import Samples
@@ -243,9 +244,12 @@ def test_synthetic_samples_that_are_too_long_are_drawn_again(capsys):
         Samples(DataConfig(max_tokens=20), tokenizer, seed=0)
 
 
-def test_sizes_that_nothing_can_hold_are_one_line(backbone, tmp_path, capsys):
+def test_sizes_that_nothing_can_hold_are_one_line(backbone, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(fit.TRAININGS, "heads", lambda backbone, cfg: torch.empty(10**15))  # PyTorch's own error
+    assert train(backbone, tmp_path / "run", "heads.d_hidden=77") == 1
+    assert "locret-train: heads.d_hidden=77 does not fit into memory" in capsys.readouterr().err
+    monkeypatch.undo()
     for setting, words in (
-        ("heads.d_hidden=99999999999999", "heads.d_hidden=99999999999999 does not fit into memory"),
         ("data.num_workers=1000000", "data.num_workers=1000000 must be at most"),
         ("heads.init=nope", "heads.init=nope: ckpt='nope': no such file or folder"),
     ):
