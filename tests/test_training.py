@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -249,8 +250,9 @@ def test_sizes_that_nothing_can_hold_are_one_line(backbone, tmp_path, capsys, mo
     assert train(backbone, tmp_path / "run", "heads.d_hidden=77") == 1
     assert "locret-train: heads.d_hidden=77 does not fit into memory" in capsys.readouterr().err
     monkeypatch.undo()
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     for setting, words in (
-        ("data.num_workers=1000000", "data.num_workers=1000000 must be at most"),
+        ("data.num_workers=1000", "data.num_workers=1000 must be at most 8, four per CPU core"),
         ("heads.init=nope", "heads.init=nope: ckpt='nope': no such file or folder"),
     ):
         assert train(backbone, tmp_path / "run", setting) == 1
