@@ -29,3 +29,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     return getattr(import_module(_EXPORTS[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, requires
 from typing import ParamSpec
 
 from .. import threads
@@ -24,6 +26,20 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def install_hint(error: ImportError) -> str:
+    """How to install a missing module that one of the package's extras brings; '' for others."""
+    missing = (error.name or "").split(".")[0]
+    try:
+        wanted = requires("locret-kit") or []
+    except PackageNotFoundError:  # run from a checkout
+        return ""
+    for requirement in wanted:
+        found = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
+        if found and found[1].replace("-", "_") == missing:
+            return f": pip install 'locret-kit[{found[2]}]'"
+    return ""
 
 
 def command(
@@ -54,7 +70,7 @@ def command(
                 say("stdout was closed before the output ended")
                 return 1
             except mendable as error:
-                say(first_line(error))
+                say(first_line(error) + (install_hint(error) if isinstance(error, ImportError) else ""))
                 return usage if isinstance(error, UsageError) else 1
             except KeyboardInterrupt:
                 if stopped:
