@@ -1,12 +1,12 @@
 """Write the tables of results from the committed rows (``checkpoints/*/results.jsonl``, and ``kernels/benchmarks/results/*.csv``
 of GPUs), or check that they agree.
 
-    python scripts/results.py           # rewrite what stands between the markers of README.md, and RESULTS.md
-    python scripts/results.py --check   # exit status 1 if it would change
+    python scripts/results.py           # rewrite the tables
+    python scripts/results.py --check   # exit status 1 if one would change
 
-The README has the needles in a few columns, everything about pass keys in real text, and what GPUs reach of their targets;
-RESULTS.md has every table of rows. Markers are HTML comments on lines of their own: ``<!-- results:begin -->`` and
-``<!-- results:end -->``, ``<!-- gpu:begin -->`` and ``<!-- gpu:end -->``.
+README.md has a few lines of needles, docs/results/needles.md all of them and everything about pass keys in real text,
+docs/results/gpu.md what GPUs reach of their targets, each between HTML comments such as ``<!-- needles:begin -->`` and
+``<!-- needles:end -->``; the RESULTS.md beside the heads has every table of rows.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ import targets  # noqa: E402
 NEEDLES = ("R.PassKey", "R.Number")
 HEADS, PAPER = "smollm2-135m-locret", "smollm2-135m-paper"
 FULL_TABLE = ("R.PassKey", "jargon")
+SUMMARY = (
+    ("R.PassKey", "jargon", 4096, 256), ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 4096, 1024),
+    ("R.PassKey", "jargon", 16384, 4096), ("R.PassKey", "leval-quality.jsonl", 4096, 512), ("R.Number", "jargon", 2048, 512),
+    ("R.Number", "repeated", 8192, 512), ("R.PassKey", "repeated", 131072, 1024),
+)  # fmt: skip
+"""Lines of the README's table: task, text, tokens, slots."""
 ENOUGH = 8
 """Examples that a line of the short table has at least."""
 
@@ -43,12 +49,14 @@ def provenance(rows: Sequence[Row], files: Sequence[Path]) -> str:
     return f"{', '.join(part for part in (where, measured, _ground(rows)) if part)}.\n"
 
 
-def short(cells: Sequence[Cell]) -> str:
-    """Needles in a line each: full attention, the heads that ship, the paper's recipe, and the best that trains nothing."""
+def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ()) -> str:
+    """One line per needle: full attention, the heads that ship, the paper's recipe, and the best that trains nothing; of
+    ``only`` these tasks, texts, lengths and budgets, where some are given."""
     found = {(c.task, c.haystack, c.length, c.budget, c.policy, c.heads): c for c in cells if c.mean is not None}
     head = ["needle", "text", "tokens", "slots", "n", "full attention", "`locret`", "`rereading-locret`"]
     lines = [[*head, "the paper's recipe", "best without training"], ["---"] * (len(head) + 2)]
     ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= ENOUGH]
+    ours = [c for c in ours if not only or (c.task, c.haystack, c.length, c.budget) in only]
     usual = usual_dtype(ours)
     for cell in sorted(ours, key=lambda c: (NEEDLES.index(c.task), c.haystack, c.length, c.budget)):
         where = cell.task, cell.haystack, cell.length
@@ -87,7 +95,7 @@ def _best(ours: Cell, cells: Sequence[Cell], usual: str) -> str:
     return f"{_share(best[0], ours.n, usual)}: {names}"
 
 
-def readme_section(cells: Sequence[Cell]) -> str:
+def needles(cells: Sequence[Cell]) -> str:
     """The short table of needles, and all about one of them."""
     chosen = [cell for cell in cells if (cell.task, cell.haystack) == FULL_TABLE]
     return f"{short(cells)}\n{score_table(chosen).markdown() if chosen else ''}"
@@ -116,18 +124,16 @@ def replaced(text: str, name: str, new: str) -> str:
     return f"{before}{begin}\n{new}{end}{rest.split(end)[1]}"
 
 
-def gpu_section(files: Sequence[Path]) -> str:
-    """What the rows of `scripts/gpu.py` in these files reach of their targets."""
-    rows = [row for file in files for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())]
-    return targets.to_markdown(rows)
+def read_gpu_rows(files: Sequence[Path]) -> list[dict[str, str]]:
+    """The rows that `scripts/gpu.py` wrote."""
+    return [row for file in files for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 where ``--check`` finds a difference, or after an error said in one line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a file is stale")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--tables", type=Path, default=ROOT / "checkpoints" / HEADS / "RESULTS.md")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md, docs and checkpoints")
     parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results.jsonl)")
     parser.add_argument("--gpu-rows", type=Path, nargs="*", help="(default: kernels/benchmarks/results/*.csv)")
     args = parser.parse_args(argv)
@@ -136,15 +142,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         rows = read_rows(files)
         cells, ground = summarize(rows), provenance(rows, files)
-        readme = replaced(args.readme.read_text(encoding="utf-8"), "results", f"{ground}\n{readme_section(cells)}")
-        texts = {
-            args.readme: replaced(readme, "gpu", gpu_section(results if args.gpu_rows is None else args.gpu_rows)),
-            args.tables: f"# Results\n\n{ground}\n{to_markdown(cells)}",
-        }
+        gpus = targets.to_markdown(read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows))
+        sections = (
+            ("README.md", "summary", short(cells, SUMMARY)),
+            ("docs/results/needles.md", "needles", f"{ground}\n{needles(cells)}"),
+            ("docs/results/gpu.md", "gpu", gpus),
+        )
+        texts = {args.root / "checkpoints" / HEADS / "RESULTS.md": f"# Results\n\n{ground}\n{to_markdown(cells)}"}
+        for name, marker, table in sections:
+            path = args.root / name
+            texts[path] = replaced(path.read_text(encoding="utf-8"), marker, table)
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
         if args.check and stale:
-            names = " and ".join(path.name for path in stale)
-            print(f"{names} differ from the rows: run python scripts/results.py", file=sys.stderr)
+            names = " and ".join(str(path.relative_to(args.root)) for path in stale)
+            print(
+                f"{names} differ{'s' if len(stale) == 1 else ''} from the rows: run python scripts/results.py",
+                file=sys.stderr,
+            )
             return 1
         for path in stale:
             write_beside(path, lambda beside, text=texts[path]: beside.write_text(text, encoding="utf-8"))

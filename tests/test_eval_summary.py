@@ -317,27 +317,31 @@ def test_summary_files(tmp_path):
     assert "0.50 ± 0.50 (n=2)" in (tmp_path / "summary.md").read_text()
 
 
-def test_the_readme_s_results_are_those_of_the_committed_rows(capsys):
+def test_the_documented_results_are_those_of_the_committed_rows(capsys):
     assert RESULTS.main(["--check"]) == 0, capsys.readouterr().err
 
 
 def test_results_script(tmp_path, capsys):
-    script, readme, tables, rows = RESULTS, tmp_path / "README.md", tmp_path / "RESULTS.md", tmp_path / "results.jsonl"
+    files = {"README.md": "summary", "docs/results/needles.md": "needles", "docs/results/gpu.md": "gpu"}
+    rows, tables = tmp_path / "rows.jsonl", tmp_path / "checkpoints" / RESULTS.HEADS / "RESULTS.md"
     rows.write_text(ROW.to_json() + "\n")
-    gpu = "<!-- gpu:begin -->\n<!-- gpu:end -->\n"
-    readme.write_text(f"top\n<!-- results:begin -->\nold\n<!-- results:end -->\n{gpu}bottom\n")
-    arguments = ["--readme", str(readme), "--tables", str(tables), "--rows", str(rows), "--gpu-rows"]
-    assert script.main([*arguments, "--check"]) == 1 and "old" in readme.read_text() and not tables.exists()
-    assert "README.md and RESULTS.md differ" in capsys.readouterr().err
-    assert script.main(arguments) == 0 and script.main([*arguments, "--check"]) == 0
-    text = readme.read_text()
-    assert text.startswith("top\n<!-- results:begin -->\n") and text.endswith("<!-- gpu:end -->\nbottom\n")
-    assert "old" not in text and text.count("| not measured yet | not measured yet |") == len(script.targets.TARGETS)
+    for name, marker in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"top\n<!-- {marker}:begin -->\nold\n<!-- {marker}:end -->\nbottom\n")
+    arguments = ["--root", str(tmp_path), "--rows", str(rows), "--gpu-rows"]
+    assert RESULTS.main([*arguments, "--check"]) == 1 and not tables.exists()
+    assert "needles.md and " in capsys.readouterr().err
+    assert RESULTS.main(arguments) == 0 and RESULTS.main([*arguments, "--check"]) == 0
+    for name, marker in files.items():
+        text = (tmp_path / name).read_text()
+        assert text.startswith(f"top\n<!-- {marker}:begin -->\n") and text.endswith(f"<!-- {marker}:end -->\nbottom\n")
+        assert "old" not in text
+    assert text.count("| not measured yet | not measured yet |") == len(RESULTS.targets.TARGETS)
     assert "1.00 (n=1)" in tables.read_text()
     rows.write_text(replace(ROW, score=0.0).to_json() + "\n")
-    assert script.main([*arguments, "--check"]) == 1
-    readme.write_text("no markers")
-    assert script.main(arguments) == 1 and "once each" in capsys.readouterr().err
+    assert RESULTS.main([*arguments, "--check"]) == 1
+    (tmp_path / "README.md").write_text("no markers")
+    assert RESULTS.main(arguments) == 1 and "once each" in capsys.readouterr().err
 
 
 def test_the_short_table_of_needles(tmp_path):

@@ -1,4 +1,4 @@
-"""What the README says of names, commands and files is what there is."""
+"""Names, commands and files in the README and in docs/results are those that there are."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from locret_kit.policies import grammar, registry
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    page: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 KIT = ("locret-infer", "locret-eval", "locret-train", "locret-plan", "locret-publish")
 
 
@@ -29,9 +32,9 @@ def table(header: str) -> list[list[str]]:
 
 
 def commands() -> list[list[str]]:
-    """The words of every command of the kit in the README's blocks."""
+    """The words of every command of the kit in the pages' blocks."""
     found = []
-    for block in re.findall(r"```bash\n(.*?)```", TEXT, re.S):
+    for block in (block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, re.S)):
         heads = re.search(r"^heads=(\S+)", block, re.M)
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.replace("$heads", heads[1] if heads else "$heads"), comments=True)
@@ -77,12 +80,14 @@ def test_there_are_commands_of_every_kind():
     assert {words[0] for words in commands()} == set(KIT) and len(commands()) > 25
 
 
-def test_links_lead_somewhere():
-    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in TEXT.splitlines()}
-    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = PAGES[page]
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("#"):
             assert target[1:] in headings, target
         elif not target.startswith("https://"):
-            assert (ROOT / target).exists(), target
-    for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", TEXT):
+            assert (page.parent / target.split("#")[0]).exists(), target
+    for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
