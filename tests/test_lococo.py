@@ -249,7 +249,7 @@ def test_budgets_hold_and_nothing_is_remembered(tmp_path_factory, base, budget, 
         run(text, tokens(60), budget=budget, length=60, chunk=chunk)
         for text in (base, f"{base} merge=lococo({folder})")
     )
-    for most, layer in zip(pooled.budgets, held(pooled), strict=True):
+    for most, layer in zip(pooled.context.budgets, held(pooled), strict=True):
         assert sum(map(len, layer)) <= 2 * (most + 4)
     assert pooled.kept_rows == plain.kept_rows and pooled.nbytes == plain.nbytes
 

@@ -103,11 +103,11 @@ def test_runs_repeat_and_never_exceed_the_budget(policy):
     assert first.counters.evictions > 1
     lengths = [[len(head) for head in layer] for layer in held(first)]
     assert sum(map(sum, lengths)) == 3 * 2 * (24 + 4)  # four tokens came after the prompt
-    for layer, budget in zip(lengths, first.budgets, strict=True):
+    for layer, budget in zip(lengths, first.context.budgets, strict=True):
         assert sum(layer) == 2 * (budget + 4)
         if not first.policy.ragged:
             assert layer == [budget + 4] * 2
-    assert sum(first.budgets) == 3 * 24
+    assert sum(first.context.budgets) == 3 * 24
     for layer in held(first):
         assert all(head == sorted(set(head)) and head[-4:] == [83, 84, 85, 86] for head in layer)
 

@@ -397,7 +397,7 @@ def test_the_first_eviction_is_that_of_rows_in_full(policy):
     assert torch.equal(plain, stored)
     if not caches[0].needs_logits:
         assert held(caches[0]) == held(caches[1]) and caches[1].counters.evictions == 1
-    assert [sum(map(len, layer)) for layer in held(caches[1])] == [2 * budget for budget in caches[1].budgets]
+    assert [sum(map(len, layer)) for layer in held(caches[1])] == [2 * budget for budget in caches[1].context.budgets]
     assert all(bool((layer.group[layer._held()] >= 0).any()) for layer in caches[1].layers if layer.rows >= 64)
 
 
