@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 
 from .backbones.load import resolve_model
 from .checkpoint import FORMAT
-from .evals.engine.rows import Row, check_cells
+from .evals.engine.rows import KEY, Row, check_cells
 from .evals.report.summary import Cell, show, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import HeadsConfig, RetainingHeads
@@ -220,7 +219,7 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
         recorded: the backbone as the heads name it. published: its name on the Hub, which rows get.
 
     Raises:
-        ValueError: another line that is no JSON, or a score that is no number; names file and line.
+        ValueError: another line that is no JSON, or a row with a field of another type; names file and line.
     """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in an answer
@@ -237,17 +236,15 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
             raise
         if value is None:
             continue
-        try:
-            row = Row.from_dict(value) if isinstance(value, dict) else None
-        except (ValueError, TypeError):
-            row = None
-        if isinstance(value, dict) and row is not None:
+        if isinstance(value, dict) and all(name in value for name in KEY):
+            try:
+                row = Row.from_dict(value)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
             value |= {name: public(value[name]) for name in ("model", "adapter", "error") if name in value}
             if Path(str(row.model)).name == Path(recorded).name:
                 value["model"] = published
             line = json.dumps(value, ensure_ascii=False)
-            if row.score is not None and not (isinstance(row.score, int | float) and math.isfinite(row.score)):
-                raise ValueError(f"{where}: score={row.score!r} must be a number")
             rows += [row] if row.score is not None else []
         kept.append(line + "\n")
     return "".join(kept).encode("utf-8", "backslashreplace"), rows  # half a surrogate pair as JSON's own escape

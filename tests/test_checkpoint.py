@@ -136,7 +136,7 @@ def test_every_wrong_head_is_named(tmp_path, kind):
         ({"config": {**CONFIG.to_dict(), "inference": "abc"}, "state": {}}, "inference=abc must be settings by name"),
         (
             {"config": {**CONFIG.to_dict(), "inference": {"budget": "x"}}, "state": {}},
-            "inference.budget=x must be slots",
+            "inference.budget=x must be at least 1 slot",
         ),
         ({"config": {**CONFIG.to_dict(), "inference": {"budget": 0}}, "state": {}}, "at least 1"),
         (

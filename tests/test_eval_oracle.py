@@ -70,7 +70,7 @@ def test_with_room_for_all_it_is_full_attention(backbone, tmp_path, monkeypatch)
         ({"policies": "[kvzip(joint=yes)]"}, "policy=kvzip(joint=yes) must be one of: kvzip, kvzip(joint=true)"),
         ({"budgets": "[12]"}, "policy=kvzip, budget=12: must be above 12: local_len=8 and 4 sinks"),
         ({"kv_bits": 4}, "policy=kvzip stores what it keeps as it is, in one form: leave kv_bits out"),
-        ({"prefill": "one-shot"}, "leave one_shot out"),
+        ({"one_shot": "true"}, "leave one_shot out"),
         ({"tasks": "[perplexity_prefill]"}, "take tasks=[perplexity] instead of perplexity_prefill"),
         ({"policies": "[kvzipp]"}, "is unknown"),
     ],

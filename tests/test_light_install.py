@@ -26,10 +26,10 @@ HIDE = f"""
 import sys
 from importlib.machinery import PathFinder
 
-class Rest:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return None if name.split(".")[0] in {EXTRAS!r} else PathFinder.find_spec(name, path, target)
+class Rest(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in {EXTRAS!r} else super().find_spec(name, path, target)
 
 sys.meta_path = [Rest if finder is PathFinder else finder for finder in sys.meta_path]
 """

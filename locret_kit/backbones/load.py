@@ -76,7 +76,7 @@ def _reading(what: str) -> Iterator[None]:
         if said.endswith(":"):  # the reason follows
             said = " ".join(str(error).split())[:300]
         kind = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: "
-        raise FileNotFoundError(f"{what}: {kind}{said}") from error
+        raise ValueError(f"{what}: {kind}{said}") from error
 
 
 def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
