@@ -65,7 +65,7 @@ def resolve_model(name: str, field: str = "model") -> str:
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def _reading(what: str, kind: type[Exception] = FileNotFoundError) -> Iterator[None]:
     """Turn the many errors of transformers, PyTorch and PEFT over damaged files into one line that begins with ``what``."""
     try:
         yield
@@ -75,8 +75,8 @@ def _reading(what: str) -> Iterator[None]:
         said = first_line(error).rstrip()
         if said.endswith(":"):  # the reason follows
             said = " ".join(str(error).split())[:300]
-        kind = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: "
-        raise ValueError(f"{what}: {kind}{said}") from error
+        name = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: "
+        raise kind(f"{what}: {name}{said}") from error
 
 
 def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
@@ -182,11 +182,14 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     """The model with a PEFT adapter (a folder or a Hub id) merged into its weights.
 
     Raises:
-        FileNotFoundError: it cannot be read, or does not fit the model. ValueError: its kind has no merged form.
+        ValueError: it cannot be read, does not fit the model, or is of a kind that has no merged form.
     """
     from peft import PeftModel
 
-    with _reading(f"adapter={adapter!r} cannot be put on {type(model).__name__}"), warnings.catch_warnings():
+    with (
+        _reading(f"adapter={adapter!r} cannot be put on {type(model).__name__}", ValueError),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft asks transformers by an old name
         wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
