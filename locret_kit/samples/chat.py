@@ -68,8 +68,8 @@ def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None =
     if has_template(tokenizer):
         text = _render(tokenizer, messages)
         where = [_locate(tokenizer, messages, i, text) for i in range(len(messages))]
-        turns = [
-            (a, b, _turn_end(tokenizer, messages, i)) if messages[i]["role"] == "assistant" else (a, b, "")
+        turns = [  # an answer's tail: the template's text after it when the conversation ends with it
+            (a, b, _marked(tokenizer, messages[: i + 1], i)[1] if messages[i]["role"] == "assistant" else "")
             for i, (a, b) in enumerate(where)
         ]
     else:
@@ -213,11 +213,6 @@ def _locate(tokenizer, messages: Sequence[dict], index: int, text: str) -> Span:
     if not (text.startswith(before) and text.endswith(after) and content in text[start:end]):
         raise ValueError(f"the chat template changes messages[{index}]; its span cannot be found exactly")
     return start, end
-
-
-def _turn_end(tokenizer, messages: Sequence[dict], index: int) -> str:
-    """The template's text after answer `index` when the conversation ends with it."""
-    return _marked(tokenizer, messages[: index + 1], index)[1]
 
 
 def _with_end_token(tokenizer, text: str, ids: list[int], offsets: list[Span], last: int, tail: str) -> int:

@@ -7,14 +7,21 @@ A fact's template is (kind of value, statement, question, first words of the ans
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .wording import COLOURS, JOBS, MONTHS, NAMES, PLACES, PROJECTS, QUOTES, THINGS, WORDS
 
+
+def _the(kind: str, what: str, short: str | None = None) -> tuple[str, str, str, str]:
+    """The template of "The ... is {v}."; the answer may say ``short`` instead of ``what``."""
+    return kind, f"The {what} is {{v}}.", f"What is the {what}?", f"The {short or what} is"
+
+
 FACTS = (
-    ("digits5", "The pass key is {v}.", "What is the pass key?", "The pass key is"),
-    ("digits", "The sequence of digits is {v}.", "What is the sequence of digits?", "The sequence of digits is"),
-    ("digits", "The secret number is {v}.", "What is the secret number?", "The secret number is"),
+    _the("digits5", "pass key"),
+    _the("digits", "sequence of digits"),
+    _the("digits", "secret number"),
     (
         "digits",
         "One of the special magic numbers for {w} is: {v}.",
@@ -22,19 +29,9 @@ FACTS = (
         "The special magic number for {w} is",
     ),
     ("digits", "Please remember this number: {v}.", "Which number should be remembered?", "The number to remember is"),
-    (
-        "digits",
-        "The telephone number of {n} is {v}.",
-        "What is the telephone number of {n}?",
-        "The telephone number of {n} is",
-    ),
-    ("digits", "The account number of {n} is {v}.", "What is the account number of {n}?", "The account number is"),
-    (
-        "digits",
-        "The combination of the safe is {v}.",
-        "What is the combination of the safe?",
-        "The combination of the safe is",
-    ),
+    _the("digits", "telephone number of {n}"),
+    _the("digits", "account number of {n}", "account number"),
+    _the("digits", "combination of the safe"),
     (
         "digits",
         "The serial number on the {w} reads {v}.",
@@ -51,14 +48,9 @@ FACTS = (
         "The number on the ticket is",
     ),
     ("digits", "Case file {v} was opened by {n}.", "Which case file did {n} open?", "{n} opened case file"),
-    ("code", "The access code for {p} is {v}.", "What is the access code for {p}?", "The access code is"),
-    ("code", "The Wi-Fi password at {p} is {v}.", "What is the Wi-Fi password at {p}?", "The Wi-Fi password is"),
-    (
-        "code",
-        "The booking reference of {n} is {v}.",
-        "What is the booking reference of {n}?",
-        "The booking reference is",
-    ),
+    _the("code", "access code for {p}", "access code"),
+    _the("code", "Wi-Fi password at {p}", "Wi-Fi password"),
+    _the("code", "booking reference of {n}", "booking reference"),
     (
         "code",
         "The licence plate of the car {n} drives is {v}.",
@@ -69,12 +61,12 @@ FACTS = (
     ("code", "Flight {v} leaves for Lisbon in the evening.", "Which flight leaves for Lisbon?", "The flight is"),
     ("hex", "session_{k} = {v}", "What is the value of session_{k}?", "The value of session_{k} is"),
     ("uuid", '"{k}": "{v}"', 'What is the value of the key "{k}"?', 'The value of "{k}" is'),
-    ("uuid", "The identifier of the {w} is {v}.", "What is the identifier of the {w}?", "The identifier is"),
-    ("hex", "The checksum of archive {k} is {v}.", "What is the checksum of archive {k}?", "The checksum is"),
+    _the("uuid", "identifier of the {w}", "identifier"),
+    _the("hex", "checksum of archive {k}", "checksum"),
     ("number", "{k}={v}", "What is {k} set to?", "{k} is set to"),
-    ("word", "The password is {v}.", "What is the password?", "The password is"),
-    ("word", "The magic word of {n} is {v}.", "What is the magic word of {n}?", "The magic word is"),
-    ("word", "The code name of the meeting is {v}.", "What is the code name of the meeting?", "The code name is"),
+    _the("word", "password"),
+    _the("word", "magic word of {n}", "magic word"),
+    _the("word", "code name of the meeting", "code name"),
     ("words", "The three words to remember are {v}.", "What are the three words to remember?", "The three words are"),
     ("words", "The recovery phrase of {n} is: {v}.", "What is the recovery phrase of {n}?", "The recovery phrase is"),
     ("job", "{n} works as a {v}.", "What does {n} do for a living?", "{n} works as a"),
@@ -94,9 +86,9 @@ FACTS = (
     ("colour", "Somebody painted the {w} {v}.", "In which colour was the {w} painted?", "The {w} was painted"),
     ("price", "The {w} costs {v}.", "How much does the {w} cost?", "The {w} costs"),
     ("price", "{n} paid {v} for the {w}.", "How much did {n} pay for the {w}?", "{n} paid"),
-    ("price", "The budget of project {r} is {v}.", "What is the budget of project {r}?", "The budget is"),
+    _the("price", "budget of project {r}", "budget"),
     ("date", "{n} was born on {v}.", "When was {n} born?", "{n} was born on"),
-    ("date", "The deadline of project {r} is {v}.", "What is the deadline of project {r}?", "The deadline is"),
+    _the("date", "deadline of project {r}", "deadline"),
     ("date", "The {w} must be returned by {v}.", "By when must the {w} be returned?", "It must be returned by"),
     ("time", "The train to the coast departs at {v}.", "When does the train to the coast depart?", "It departs at"),
     ("time", "{n} has an appointment at {v}.", "At what time is the appointment of {n}?", "The appointment is at"),
@@ -145,30 +137,21 @@ def make_value(kind: str, rng: random.Random) -> str:
     def letters(alphabet: str, n: int) -> str:
         return "".join(rng.choice(alphabet) for _ in range(n))
 
-    match kind:
-        case "digits5":
-            return letters("0123456789", 5)
-        case "digits":
-            return letters("0123456789", rng.randint(4, 12))
-        case "number":
-            return str(rng.randrange(10, 100000))
-        case "code":
-            return letters("ABCDEFGHJKLMNPQRSTUVWXYZ", rng.randint(2, 4)) + "-" + str(rng.randint(10, 99999))
-        case "hex":
-            return letters("0123456789abcdef", rng.choice((8, 12, 16)))
-        case "uuid":
-            return "-".join(letters("0123456789abcdef", n) for n in (8, 4, 4, 4, 12))
-        case "word":
-            return f"{rng.choice(WORDS)}{rng.choice(('', '-', ' '))}{rng.choice(WORDS)}"
-        case "words":
-            return ", ".join(rng.sample(WORDS, 3))
-        case "price":
-            return f"{rng.randrange(2, 5000)}{rng.choice((' euros', ' dollars', ' crowns'))}"
-        case "date":
-            return f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1900, 2040)}"
-        case "time":
-            return f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}"
-    return rng.choice({"job": JOBS, "name": NAMES, "place": PLACES, "colour": COLOURS, "quote": QUOTES}[kind])
+    drawn: dict[str, Callable[[], str]] = {
+        "digits5": lambda: letters("0123456789", 5),
+        "digits": lambda: letters("0123456789", rng.randint(4, 12)),
+        "number": lambda: str(rng.randrange(10, 100000)),
+        "code": lambda: letters("ABCDEFGHJKLMNPQRSTUVWXYZ", rng.randint(2, 4)) + "-" + str(rng.randint(10, 99999)),
+        "hex": lambda: letters("0123456789abcdef", rng.choice((8, 12, 16))),
+        "uuid": lambda: "-".join(letters("0123456789abcdef", n) for n in (8, 4, 4, 4, 12)),
+        "word": lambda: f"{rng.choice(WORDS)}{rng.choice(('', '-', ' '))}{rng.choice(WORDS)}",
+        "words": lambda: ", ".join(rng.sample(WORDS, 3)),
+        "price": lambda: f"{rng.randrange(2, 5000)}{rng.choice((' euros', ' dollars', ' crowns'))}",
+        "date": lambda: f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1900, 2040)}",
+        "time": lambda: f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}",
+    }
+    listed = {"job": JOBS, "name": NAMES, "place": PLACES, "colour": COLOURS, "quote": QUOTES}
+    return drawn[kind]() if kind in drawn else rng.choice(listed[kind])
 
 
 def _again(prefix: str, value: str, said: str, rng: random.Random) -> str:

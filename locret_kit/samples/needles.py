@@ -32,23 +32,20 @@ class Task:
     """Digits, of five random ones, that are said twice in a row: 5 for R.Number, which so has 10 digits."""
 
 
+def _task(what: str, find: str, repeats: int) -> Task:
+    return Task(
+        f"There is an important info hidden inside a lot of irrelevant text. {find} "
+        "I will quiz you about the important information there.",
+        f"The {what} is {{key}}. Remember it. {{key}} is the {what}.\n",
+        f"What is the {what}?",
+        f"The {what} is",
+        repeats,
+    )
+
+
 TASKS = {
-    "R.PassKey": Task(
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-        "I will quiz you about the important information there.",
-        "The pass key is {key}. Remember it. {key} is the pass key.\n",
-        "What is the pass key?",
-        "The pass key is",
-        0,
-    ),
-    "R.Number": Task(
-        "There is an important info hidden inside a lot of irrelevant text. Find it. "
-        "I will quiz you about the important information there.",
-        "The sequence of digits is {key}. Remember it. {key} is the sequence of digits.\n",
-        "What is the sequence of digits?",
-        "The sequence of digits is",
-        5,
-    ),
+    "R.PassKey": _task("pass key", "Find it and memorize them.", 0),
+    "R.Number": _task("sequence of digits", "Find it.", 5),
 }
 ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "line": "\n{question} {prefix}"}
 """Text after the document: InfiniteBench's blank lines, or one line as in the pass-key task's first form (Landmark

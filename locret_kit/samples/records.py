@@ -11,25 +11,17 @@ from ..files import parse_json
 from ..naming import first_line
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-SCHEMAS = {
-    "messages": "messages: list of {role, content} (THUDM/LongAlign-10k)",
-    "conversations": "conversations: list of {from, value}",
-    "leval": "input, instructions: list, outputs: list (L-Eval)",
-    "alpaca": "instruction, output, optionally input (Yukang/LongAlpaca-12k)",
-    "document": "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
-}
+SCHEMAS = (
+    "messages: list of {role, content} (THUDM/LongAlign-10k)",
+    "conversations: list of {from, value}",
+    "input, instructions: list, outputs: list (L-Eval)",
+    "instruction, output, optionally input (Yukang/LongAlpaca-12k)",
+    "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
+)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Beginning of a lone surrogate, and of a pair of them, in JSON."""
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-}
+ROLES = {name: name for name in ("system", "user", "assistant")}
+ROLES |= {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
 
 
 def read_records(
@@ -86,21 +78,18 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
         if not asked or len(asked) != len(given):
             raise ValueError(f"instructions and outputs must be as many, and at least one: {len(asked)}, {len(given)}")
         index %= len(asked)
-        for name, value in (("instructions", asked[index]), ("outputs", given[index])):
-            if not isinstance(value, str):
-                raise ValueError(f"{name}[{index}]={value!r:.200} must be a string")
-        return _turn(f"{_text(record, 'input')}\n\n{asked[index]}", given[index])
+        turn = {f"instructions[{index}]": asked[index], f"outputs[{index}]": given[index]}
+        question, answer = (_text(turn, name) for name in turn)
+        return _turn(f"{_text(record, 'input')}\n\n{question}", answer)
     if "instruction" in record and "output" in record:
         extra = _text(record, "input") if record.get("input") else ""
         return _turn(_text(record, "instruction") + (f"\n\n{extra}" if extra else ""), _text(record, "output"))
     if name and question and answer:
-        value = record[answer]
-        if isinstance(value, list) and value:  # several accepted answers: the first
-            value = value[0]
-        if not isinstance(value, str):
-            raise ValueError(f"{answer}={value!r:.200} must be a string")
+        if isinstance(record[answer], list) and record[answer]:  # several accepted answers: the first
+            record = {**record, answer: record[answer][0]}
+        value = _text(record, answer)
         return _turn(f"{_text(record, name)}\n\n{_text(record, question)}", value)
-    known = "\n".join(f"  {schema}" for schema in SCHEMAS.values())
+    known = "\n".join(f"  {schema}" for schema in SCHEMAS)
     raise ValueError(f"no known schema has the keys {sorted(map(str, record))}\nKnown are\n{known}")
 
 
@@ -185,13 +174,13 @@ def _turn(question: str, answer: str) -> list[dict]:
 
 
 def _conversation(turns: list, role: str, content: str) -> list[dict]:
-    messages = [_message(turn, role, content, i) for i, turn in enumerate(turns)]
+    messages = []
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict) or str(turn.get(role)) not in ROLES or not isinstance(turn.get(content), str):
+            raise ValueError(
+                f"turn {i} needs a {role!r} of {sorted(ROLES)} and a string {content!r}; it is {turn!r:.200}"
+            )
+        messages.append({"role": ROLES[turn[role]], "content": turn[content]})
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError(f"no assistant turn among the {len(messages)} of the conversation")
     return messages
-
-
-def _message(turn: dict, role: str, content: str, i: int) -> dict:
-    if not isinstance(turn, dict) or str(turn.get(role)) not in ROLES or not isinstance(turn.get(content), str):
-        raise ValueError(f"turn {i} needs a {role!r} of {sorted(ROLES)} and a string {content!r}; it is {turn!r:.200}")
-    return {"role": ROLES[turn[role]], "content": turn[content]}
