@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from . import hub
 from .files import CONFIG, WEIGHTS, read_folder, read_json, read_weights, write_beside, write_folder
 
 FORMAT = "locret_kit.heads.v1"
@@ -52,18 +54,8 @@ def write_checkpoint(target: Path, config: dict[str, object], state: dict[str, T
         write_folder(target, config, state)
 
 
-def read_checkpoint(
-    source: Path | str,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | None = None,
-    local_files_only: bool = False,
-) -> Stored:
-    """Read a folder, a ``.pt``, ``.bin`` or ``.safetensors`` file, or a repository of the Hub.
-
-    Args:
-        revision, token, cache_dir, local_files_only: as ``huggingface_hub`` takes them.
+def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
+    """Read a folder, a ``.pt``, ``.bin`` or ``.safetensors`` file, or a repository of the Hub (with ``access``).
 
     Raises:
         FileNotFoundError: nothing is there. ValueError: it is no checkpoint of heads, or damaged.
@@ -80,7 +72,6 @@ def read_checkpoint(
     name = str(source)
     if path.suffix in (".pt", ".bin", ".safetensors") or name.startswith((".", "/")) or name.count("/") != 1:
         raise FileNotFoundError(f"ckpt={name!r}: no such file or folder")
-    from .hub import pull
 
     def choose(names: list[str]) -> list[str]:
         if WEIGHTS in names:
@@ -90,7 +81,7 @@ def read_checkpoint(
             raise ValueError(f"{source} holds neither {WEIGHTS} nor one .bin file")
         return bins
 
-    file = pull(name, choose, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only)[0]
+    file = hub.pull(name, choose, **access)[0]
     if file.name == WEIGHTS:
         return read_checkpoint(file.parent)
     backbone, inference = PUBLISHED.get(name, (None, {}))

@@ -15,10 +15,12 @@ from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from typing_extensions import Unpack
 
 from .backbones.families import BackboneSpec, spec_of
 from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
 from .files import CONFIG, HASH, read_json
+from .hub import Access
 from .settings import RunSettings
 from .validation import Says, annotations_of, check, checked, made
 
@@ -125,27 +127,20 @@ class RetainingHeads(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        revision: str | None = None,
-        backbone: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | None = None,
-        local_files_only: bool = False,
+        cls, source: str | Path, *, backbone: str | None = None, **access: Unpack[Access]
     ) -> RetainingHeads:
         """Load from a folder, a ``.pt`` file, a published ``.bin`` or a Hub repository.
 
         Args:
             backbone: folder or Hub id. Its configuration gives the sizes where a file says nothing of its backbone, as a
                 ``.bin``; those of the paper's authors are known by name (``checkpoint.PUBLISHED``).
+            access: of the Hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, as ``huggingface_hub`` takes
+                them.
 
         Raises:
             FileNotFoundError: nothing there. ValueError: no heads, or names and shapes do not fit; each is named.
         """
-        stored = read_checkpoint(
-            source, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-        )
+        stored = read_checkpoint(source, **access)
         return _build(_config_of(stored, backbone), stored)
 
     def save_pretrained(self, target: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -211,10 +206,8 @@ def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
             wrong.append(f"{name} is {found.dtype}, expected floating point")
         elif not found.isfinite().all():
             wrong.append(f"{name} is not finite")
-        elif float(found.float().abs().max()) > LARGEST:
-            wrong.append(
-                f"{name} holds {float(found.float().abs().max()):.0e}, above {LARGEST:.0e}: scores would overflow"
-            )
+        elif (largest := float(found.float().abs().max())) > LARGEST:
+            wrong.append(f"{name} holds {largest:.0e}, above {LARGEST:.0e}: scores would overflow")
     if wrong:
         more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
         raise ValueError(f"{path} does not fit {config.backbone}: " + "; ".join(wrong[:4]) + more)

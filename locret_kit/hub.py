@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from json import JSONDecodeError
 from pathlib import Path
+from typing import TypedDict
+
+from typing_extensions import Unpack
 
 from .files import read_json
 from .naming import first_line
@@ -21,15 +24,16 @@ ATTEMPTS = 3
 """Times that a commit is sent where the Hub is busy or the connection is lost."""
 
 
-def pull(
-    repo: str,
-    choose: Callable[[list[str]], list[str]],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | None = None,
-    local_files_only: bool = False,
-) -> list[Path]:
+class Access(TypedDict, total=False):
+    """How a repository is read, as ``huggingface_hub`` takes it."""
+
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | None
+    local_files_only: bool
+
+
+def pull(repo: str, choose: Callable[[list[str]], list[str]], **access: Unpack[Access]) -> list[Path]:
     """Local paths of the files that ``choose`` picks from a repository's names, all of one commit.
 
     Where the Hub cannot be reached, what an earlier call left in the cache is used.
@@ -41,16 +45,14 @@ def pull(
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     def get(wanted: list[str], local: bool) -> Path:
-        folder = snapshot_download(
-            repo, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=wanted, local_files_only=local
-        )
-        return Path(folder)
+        here: Access = {**access, "local_files_only": local}
+        return Path(snapshot_download(repo, allow_patterns=wanted, **here))
 
     wanted = None
     try:
-        if local_files_only:
+        if access.get("local_files_only"):
             raise OfflineModeIsEnabled("local_files_only")
-        names = _state(repo, revision, token)[1]
+        names = _state(repo, access.get("revision"), access.get("token"))[1]
         wanted = choose(names)
         folder = get(wanted, local=False)
     except Exception as error:
@@ -86,15 +88,9 @@ def push(
 
     if token is None and get_token() is None:
         raise OSError(f"repo={repo!r}: no Hub token: set HF_TOKEN or run `hf auth login`")
-    api, said, operations = (
-        HfApi(token=token),
-        "nothing was published",
-        [
-            CommitOperationAdd(str(file.relative_to(folder)), file)
-            for file in sorted(folder.rglob("*"))
-            if file.is_file()
-        ],
-    )
+    api, said = HfApi(token=token), "nothing was published"
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    operations = [CommitOperationAdd(str(file.relative_to(folder)), file) for file in files]
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         before, names = _state(repo, None, token)

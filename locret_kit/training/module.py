@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
@@ -53,20 +54,20 @@ class HeadTraining(FrozenTraining):
             )
         )
         if cfg.heads.init is not None:
-            try:
-                given = RetainingHeads.from_pretrained(cfg.heads.init, backbone=cfg.backbone.model)
-            except (ValueError, OSError) as error:
-                raise ValueError(f"heads.init={cfg.heads.init}: {error}") from error
-            self._begin_with(given)
+            self._begin_with(cfg.heads.init)
 
-    def _begin_with(self, heads: RetainingHeads) -> None:
+    def _begin_with(self, source: str) -> None:
         """Copy the weights of other heads of the same backbone, width and unit."""
+        try:
+            heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"heads.init={source}: {error}") from error
         heads.check_backbone(self.spec)
         for key in ("d_hidden", "target"):
             mine, theirs = getattr(self.heads.config, key), getattr(heads.config, key)
             if mine != theirs:
                 name = "target.kind" if key == "target" else f"heads.{key}"
-                raise ValueError(f"heads.init={self.cfg.heads.init} has {name}={theirs}, not {mine}")
+                raise ValueError(f"heads.init={source} has {name}={theirs}, not {mine}")
         self.heads.load_state_dict(heads.state_dict())
 
     @property
@@ -102,19 +103,13 @@ class HeadTraining(FrozenTraining):
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Observer]:
         """One forward of the backbone over samples, the figures of each and (with ``backward``) every head's gradients."""
-        loss = {name: getattr(self.cfg.loss, name) for name in ("smoothing", "top_fraction", "top_weight", "beta")}
-        target = self.cfg.target
+        given = {**vars(self.cfg.target), "loss": vars(self.cfg.loss), "backward": backward, "watch": watch}
         observers = [
-            Observer(
-                self.heads, ropes_of(self.backbone, len(sample.ids)), self.spec.windows, sample.answers,
-                kind=target.kind, floor=target.floor, lead=target.lead, loss=loss, backward=backward, watch=watch,
-            )
+            Observer(self.heads, ropes_of(self.backbone, len(sample.ids)), self.spec.windows, sample.answers, **given)
             for sample in batch
-        ]  # fmt: skip
+        ]
         lengths = [len(sample.ids) for sample in batch]
-        ids = torch.zeros(len(batch), max(lengths), dtype=torch.long)
-        for row, sample in zip(ids, batch, strict=True):
-            row[: len(sample.ids)] = torch.tensor(sample.ids)
+        ids = pad_sequence([torch.tensor(sample.ids) for sample in batch], batch_first=True)
         handler = observers[0] if len(batch) == 1 else PaddedBatch(observers, lengths)
         with torch.no_grad(), self._attachment.handled_by(handler):
             decoder_of(self.backbone)(input_ids=ids.to(self.device), use_cache=False)

@@ -19,19 +19,17 @@ which is exact, and cheap since heads are small. All strategies write one kind o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..backbones.families import decoder_of
 from ..heads import RetainingHeads
-from .replicated import ReplicatedStrategy
-from .zero import ZeroStrategy
+from .zero import ReplicatedStrategy, ZeroStrategy
 
 ZERO = {"deepspeed_stage_2": (2, False), "deepspeed_stage_3": (3, False), "deepspeed_stage_3_offload": (3, True)}
 """Stage, and whether weights and optimiser wait in the CPU's memory."""
@@ -73,11 +71,6 @@ def shard(heads: RetainingHeads, backbone: PreTrainedModel, mesh: DeviceMesh) ->
     fully_shard(decoder, mesh=mesh)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other as it is. Shares memory."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def finish_gradients(strategy: Strategy, parameters: list[nn.Parameter], bound: float) -> None:
     """Make the gradients of one optimiser step: the mean over processes, each element within ``[-bound, bound]``.
 
@@ -86,24 +79,10 @@ def finish_gradients(strategy: Strategy, parameters: list[nn.Parameter], bound: 
     if isinstance(strategy, ZeroStrategy):
         strategy.finish_gradients(parameters, bound)
         return
-    average_gradients(parameters)
-    if bound:
-        clip_values(parameters, bound)
-
-
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Mean over processes, in place. Sharded gradients are left: FSDP has averaged them."""
-    if not dist.is_initialized():
-        return
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None and not hasattr(grad, "to_local"):
+    for grad in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        mine = grad.to_local() if hasattr(grad, "to_local") else grad  # shares memory
+        if mine is grad and dist.is_initialized():  # FSDP has averaged what is sharded
             dist.all_reduce(grad)
             grad /= dist.get_world_size()
-
-
-def clip_values(parameters: Iterable[nn.Parameter], bound: float) -> None:
-    """Clamp every gradient element to ``[-bound, bound]``, in place."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).clamp_(-bound, bound)
+        if bound:
+            mine.clamp_(-bound, bound)

@@ -24,14 +24,24 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..backbones.families import decoder_of
-from .replicated import ReplicatedStrategy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """Lightning's processes, each with a whole copy of the heads, without its wrapper around the forward; gradients become
+    one when a step's are finished."""
+
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        for weight in self.model.parameters():
+            dist.broadcast(weight.data, src=0)
 
 
 class ZeroStrategy(ReplicatedStrategy):
