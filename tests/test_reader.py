@@ -94,6 +94,10 @@ def test_dashes_switches_bare_words_and_lists_of_texts():
         (["a.txt", "b.txt"], UsageError, "file is given twice: file=a.txt and file=b.txt"),
         (["names=a"], UsageError, "model=... is missing"),
         (["--model", ""], ValueError, "model is empty: give it a value, or leave it out"),
+        (["--modle", "x", "--model", "m"], UsageError, "unknown key 'modle'. Did you mean 'model'?"),
+        (["--number", "--on"], UsageError, "--number needs a value"),
+        (["--config", ""], ValueError, "config is empty: give it a value, or leave it out"),
+        (["--confg", "x"], UsageError, "unknown key 'confg'. Did you mean 'config'?"),
         (["number=0"], ValueError, "number=0 must be at least 1"),
         (["number=x"], ValueError, "number=x must be an integer, at least 1"),
         (["number=" + "9" * 5000], ValueError, "number=inf must be an integer"),
@@ -105,6 +109,27 @@ def test_errors(argv, kind, said):
     with pytest.raises(kind) as caught:
         read(ONE, argv)
     assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--on", "false"], {"on": False}),
+        (["--no-on", "--", "--on=b.txt"], {"on": False, "file": "--on=b.txt"}),
+        (["--", "a=b.txt"], {"file": "a=b.txt"}),
+        (["./a=b.txt"], {"file": "./a=b.txt"}),
+        (["--model=a=b", "number=null"], {"model": "a=b", "number": None}),
+        (["--model", "-1"], {"model": "-1"}),
+        (["--model", "-- not an option"], {"model": "-- not an option"}),
+    ],
+)
+def test_words_that_look_like_others(argv, values):
+    assert given_by(ONE, argv) == values
+
+
+def test_a_misspelt_option_is_named_before_its_value():
+    with pytest.raises(UsageError, match="unknown key 'modle'. Did you mean 'model'?"):
+        given_by(PLAN, ["--modle", "x"])
 
 
 def test_old_names_go_on_working_and_say_the_new_one(capsys):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import re
 import shutil
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -107,7 +109,7 @@ def read(command: Command[T], argv: list[str]) -> T | None:
     if printing:
         import yaml
 
-        tree = {name: _get(options, name) for name in options_of(command.schema)} | {
+        tree = {name: operator.attrgetter(name)(options) for name in options_of(command.schema)} | {
             name: values[name] for name in ("recipe",) if name in values
         }
         print(yaml.safe_dump(nested(tree), sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
@@ -117,21 +119,14 @@ def read(command: Command[T], argv: list[str]) -> T | None:
 
 def given_by(command: Command[T], argv: list[str]) -> Values:
     """Values by option, those of a ``--config`` file below those of the command line."""
-    known, words = options_of(command.schema), list(_pairs(command, argv))
-    files = [text for name, text in words if name == "config"]
-    if len(files) > 1:
-        raise UsageError(f"config is given twice: {files[0]} and {files[1]}")
-    values: Values = {}
-    for file in files:
-        values |= values_of(command.schema, read_yaml(Path(file), f"config={file}"), f" in config={file}")
+    known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
     texts: dict[str, list[str]] = {}
-    for name, text in words:
-        texts.setdefault(name, []).append(text)
-    for name, found in texts.items():
-        if name == "config":
-            continue
+    for name, text in _pairs(command, known, argv):
         if name not in known:
             raise UsageError(unknown(name, known))
+        texts.setdefault(name, []).append(text)
+    values: Values = {}
+    for name, found in texts.items():
         annotation = known[name].annotation
         if any(isinstance(item, Each) for item in metadata_of(annotation)):
             values[name] = checked(name, annotation, found)
@@ -141,29 +136,38 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
         if not found[0].strip():
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
         values[name] = checked(name, annotation, typed(annotation, found[0]))
+    if file := values.pop("config", None):
+        below = values_of(command.schema, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
+        values = below | values
     return values
 
 
-def _pairs(command: Command[T], argv: list[str]) -> Iterator[tuple[str, str]]:
-    known, rest = options_of(command.schema), iter(argv)
-    for word in rest:
+def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) -> Iterator[tuple[str, str]]:
+    rest = deque(argv)
+    while rest:
+        word = rest.popleft()
+        if word == "--" and command.positional is not None:
+            yield from ((command.positional, bare) for bare in rest)
+            return
         dashes = word.startswith("--")
         if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
             if command.positional is None:
-                raise UsageError(f"argument {word!r} must be --key value or key=value, such as {_example(known)}")
+                numbers = (f"{name}={option.default}" for name, option in known.items() if type(option.default) is int)
+                raise UsageError(
+                    f"argument {word!r} must be --key value or key=value, such as {next(numbers, 'key=1')}"
+                )
             yield command.positional, word
             continue
         name, equals, text = word[2 * dashes :].partition("=")
         name = name.replace("-", "_")
         if not equals and _is_switch(known, name):
-            text = "true"
+            text = rest.popleft() if rest and rest[0] in ("true", "false") else "true"
         elif not equals and name.startswith("no_") and _is_switch(known, name[3:]):
             name, text = name[3:], "false"
-        elif not equals and (name in known or name in (*command.old, "config")):
-            following = next(rest, None)
-            if following is None:
+        elif not equals and (name in known or name in command.old):
+            if not rest or re.match(r"--[a-z][\w.-]*(=|$)", rest[0]):
                 raise UsageError(f"{word} needs a value: {word} VALUE or {name}=VALUE")
-            text = following
+            text = rest.popleft()
         for before in (f"{name}={text}", name):
             if before in command.old:
                 now = command.old[before] if "=" in before else f"{command.old[before]}={text}"
@@ -175,10 +179,6 @@ def _pairs(command: Command[T], argv: list[str]) -> Iterator[tuple[str, str]]:
 
 def _is_switch(known: Mapping[str, Option], name: str) -> bool:
     return name in known and bool in parts(known[name].annotation)
-
-
-def _example(known: Mapping[str, Option]) -> str:
-    return next((f"{name}={option.default}" for name, option in known.items() if type(option.default) is int), "key=1")
 
 
 def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
@@ -324,12 +324,6 @@ def nested(values: Mapping[str, object]) -> Values:
             at = at.setdefault(section, {})  # type: ignore[assignment]
         at[last] = value
     return tree
-
-
-def _get(options: object, name: str) -> object:
-    for part in name.split("."):
-        options = getattr(options, part)
-    return options
 
 
 def help_of(command: Command[T]) -> str:
