@@ -10,11 +10,12 @@ tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context 
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..backbones.families import BackboneSpec, has_adapter, spec_of
+from ..backbones.families import BackboneSpec, spec_of
 from ..backbones.slices import SLICE
 from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
@@ -46,12 +47,11 @@ class Backbone:
 
     @classmethod
     def of(cls, config: Any) -> Backbone:
-        """Read a (text) configuration. Of an architecture without an adapter, the weights are counted and the workspace is
-        that of a like model of a known family."""
+        """Read a (text) configuration. The workspace of an architecture without an adapter is that of a like model of a known
+        family."""
         hidden = config.hidden_size
         inter = getattr(config, "intermediate_size", None) or 4 * hidden
-        count = parameters_of if has_adapter(config) else counted_parameters
-        return cls(spec_of(config), config.vocab_size, hidden, inter, count(config))
+        return cls(spec_of(config), config.vocab_size, hidden, inter, parameters_of(config))
 
     @property
     def fused(self) -> bool:
@@ -73,31 +73,14 @@ class Backbone:
         return self.parameters * item - self.spec.n_layers * layer
 
 
-def counted_parameters(config: Any) -> int:
-    """Weights of any language model, made without memory for them."""
+def parameters_of(config: Any) -> int:
+    """Weights of the language model, tied embeddings once, made without memory for them."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-
-
-def parameters_of(config: Any) -> int:
-    """Weights of the language model, tied embeddings once."""
-    spec, hidden, inter = spec_of(config), config.hidden_size, config.intermediate_size
-    kind, q_dim = spec.model_type, spec.n_heads * spec.head_dim
-    layer = hidden * spec.qkv_dim + q_dim * hidden + 3 * hidden * inter
-    layer += (4 if kind == "gemma3_text" else 2) * hidden  # norms before (Gemma: and after) attention and MLP
-    if kind in ("qwen3", "gemma3_text"):
-        layer += 2 * spec.head_dim  # norms of q and k
-    if kind == "qwen2":
-        layer += spec.qkv_dim
-    elif getattr(config, "attention_bias", False):
-        layer += spec.qkv_dim + hidden
-    if getattr(config, "mlp_bias", False):
-        layer += 2 * inter + hidden
-    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return embeddings + spec.n_layers * layer + hidden
+    with torch.device("meta"):  # of a copy, and in float32, since transformers writes the type into the configuration
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+    return sum(weight.numel() for weight in model.parameters())
 
 
 @dataclass(frozen=True)
