@@ -9,7 +9,7 @@ from statistics import mean, stdev
 import pytest
 
 from locret_kit.cli.eval import chosen_rows, main
-from locret_kit.config.evaluate import load_rows_config
+from locret_kit.config.evaluate import RowsConfig
 from locret_kit.evals.engine.rows import Row, Shard
 from locret_kit.evals.report.paired import differences, to_markdown
 
@@ -97,5 +97,5 @@ def test_rows_are_named_as_the_tasks_were_asked_for(tmp_path):
         for name in names:
             shard.append(replace(ONE, task=name))
     asked = ("passkey", "ruler", "fidelity:passkey", "agreement:ruler", "ruler.vt")
-    found = {name: chosen_rows(load_rows_config([f"out={tmp_path}", f"tasks=[{name}]"])) for name in asked}
+    found = {name: chosen_rows(RowsConfig(out=str(tmp_path), tasks=[name])) for name in asked}
     assert [[row.task for row in found[name]] for name in asked] == [[name] for name in (*names, "ruler.vt")]

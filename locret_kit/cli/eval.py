@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.evaluate import EVAL, KEPT, PAIRED, ROWS, TASKS, folder_command, load_eval_config
-from ..config.reader import help_of, read
+from ..config.reader import Command, T, help_of, read
 from .command import command
 
 if TYPE_CHECKING:
-    from ..config.evaluate import EvalConfig, RowsConfig
+    from ..config.evaluate import EvalConfig, FolderConfig, KeptConfig, NoConfig, PairedConfig, RowsConfig
     from ..evals.engine.rows import Row
     from ..evals.engine.settings import Engine, Run, Variant
     from .eval_engine import Parts
@@ -119,20 +119,16 @@ def _draw_all(out: Path) -> None:
         print(f"locret-eval: no figures and no page: {error}", file=sys.stderr)
 
 
-def _summary(argv: list[str]) -> int:
-    if folder := _out(argv, "summary"):
-        from ..evals.report.summary import write_summary
+def _summary(config: FolderConfig) -> None:
+    from ..evals.report.summary import write_summary
 
-        print(write_summary(folder))
-    return 0
+    print(write_summary(config.folder))
 
 
-def _report(argv: list[str]) -> int:
-    if folder := _out(argv, "report"):
-        from ..evals.report.page import write_page
+def _report(config: FolderConfig) -> None:
+    from ..evals.report.page import write_page
 
-        print(write_page(folder))
-    return 0
+    print(write_page(config.folder))
 
 
 def _figure(argv: list[str]) -> int:
@@ -149,8 +145,8 @@ def _figure(argv: list[str]) -> int:
     if find_figure(name).source == "rows":
         if config := read(ROWS, words):
             written = draw(name, chosen_rows(config), Path(config.out) / "figures")
-    elif folder := _out(words, f"figure {name}"):
-        written = draw(name, folder, folder / "figures")
+    elif where := read(folder_command(f"figure {name}"), words):
+        written = draw(name, where.folder, where.folder / "figures")
     print("\n".join(map(str, written)))
     return 0
 
@@ -180,10 +176,7 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
     return rows
 
 
-def _kept(argv: list[str]) -> int:
-    config = read(KEPT, argv)
-    if config is None:
-        return 0
+def _kept(config: KeptConfig) -> None:
     from ..evals.report.kept import show_kept
 
     rows = [row for row in chosen_rows(config) if row.sample == config.sample and row.kept is not None]
@@ -197,17 +190,12 @@ def _kept(argv: list[str]) -> int:
     )
     for row in rows:
         print(show_kept(Path(config.out), row, layer=config.layer, color=color))
-    return 0
 
 
-def _paired(argv: list[str]) -> int:
-    config = read(PAIRED, argv)
-    if config is None:
-        return 0
+def _paired(config: PairedConfig) -> None:
     from ..evals.report.paired import differences, to_markdown
 
     print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
-    return 0
 
 
 def _lm_eval(argv: list[str]) -> int:
@@ -236,32 +224,27 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
     return load_engine(config, parts), variants(config.policies, config.budgets, parts.trained)[0]
 
 
-def _tasks(argv: list[str]) -> int:
-    if read(TASKS, argv) is None:
-        return 0
+def _tasks(config: NoConfig) -> None:
     from ..evals.tasks import GROUPS, known_tasks
 
     print("\n".join(known_tasks()))
     print(f"groups: {', '.join(GROUPS)}; fidelity:NAME and agreement:NAME score a task against full attention")
-    return 0
 
 
-def _out(argv: list[str], command: str) -> Path | None:
-    """The folder of ``out=FOLDER``; None where its help was asked for.
+def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]], int]:
+    """A subcommand that shows what its options ask for."""
 
-    Raises:
-        ValueError: anything else was given. FileNotFoundError: no such folder.
-    """
-    config = read(folder_command(command), argv)
-    if config is None:
-        return None
-    if not Path(config.out).is_dir():
-        raise FileNotFoundError(f"out={config.out} is no folder")
-    return Path(config.out)
+    def run(argv: list[str]) -> int:
+        if config := read(options, argv):
+            show(config)
+        return 0
+
+    return run
 
 
 COMMANDS = {
-    "summary": _summary, "report": _report, "paired": _paired, "figure": _figure, "kept": _kept, "tasks": _tasks,
+    "summary": _with(folder_command("summary"), _summary), "report": _with(folder_command("report"), _report),
+    "paired": _with(PAIRED, _paired), "figure": _figure, "kept": _with(KEPT, _kept), "tasks": _with(TASKS, _tasks),
     "lm_eval": _lm_eval,
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, MinLen
@@ -82,9 +83,8 @@ class EvalConfig(RunSettings, Machine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tasks", "out"):
-            if not getattr(self, name):
-                raise ValueError(f"{name}=... is missing")
+        if not self.out:
+            raise ValueError("out=... is missing")
 
 
 @dataclass(kw_only=True)
@@ -137,6 +137,13 @@ class FolderConfig:
     out: str
     """Folder of the rows."""
 
+    @property
+    def folder(self) -> Path:
+        """The folder. Raises FileNotFoundError where there is none."""
+        if not Path(self.out).is_dir():
+            raise FileNotFoundError(f"out={self.out} is no folder")
+        return Path(self.out)
+
 
 @dataclass(kw_only=True)
 class NoConfig:
@@ -168,11 +175,6 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
         ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
     """
     return build(EvalConfig, given_by(EVAL, argv))
-
-
-def load_rows_config(argv: list[str]) -> RowsConfig:
-    """The same for a choice of rows."""
-    return build(RowsConfig, given_by(ROWS, argv))
 
 
 def folder_command(name: str) -> Command[FolderConfig]:
