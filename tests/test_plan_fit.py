@@ -109,7 +109,7 @@ def test_the_promise_of_24_gib():
         ({"budget": 0}, "budget=0 must be at least 1"),
         ({"chunk": 0}, "chunk=0 must be at least 1"),
         ({"context": 0}, "context=0 must be from 1 to 2147483647 (32-bit positions)"),
-        ({"dtype": "int8"}, "dtype='int8' must be one of: bfloat16, float16, float32"),
+        ({"dtype": "int8"}, "dtype=int8 must be one of: bfloat16, float16, float32"),
         ({"d_hidden": -1}, "d_hidden=-1 must be at least 0"),
         ({"kv_bits": 3}, "kv_bits=3 must be one of: 4, 2"),
         ({"weight_bits": 2}, "weight_bits=2 must be 8 or 4"),

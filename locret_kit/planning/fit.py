@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -32,11 +33,7 @@ def resized(setting: Setting, budget: int) -> Setting:
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest value in ``1..most`` for which a predicate that never turns true again holds; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_right(range(1, most + 1), False, key=lambda n: not fits(n))
 
 
 def largest_budget(backbone: Backbone, setting: Setting, cap: int) -> int:
@@ -59,13 +56,6 @@ def largest_sample(backbone: Backbone, setting: TrainSetting, cap: int, most: in
     low = setting.answer + 1
     found = largest(lambda n: plan_training(backbone, replace(setting, tokens=low + n)).peak <= cap, most - low)
     return low + found if found else 0
-
-
-def with_chunk_that_fits(backbone: Backbone, setting: Setting, cap: int) -> Setting:
-    """The setting, or with the largest smaller chunk that fits ``cap`` bytes; as it is where none does."""
-    if plan_inference(backbone, setting).peak <= cap:
-        return setting
-    return setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or setting.chunk)
 
 
 def nearest_fitting(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:

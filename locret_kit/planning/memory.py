@@ -12,7 +12,7 @@ from ..backbones.families import has_adapter, text_config
 from ..backbones.load import pick_device
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
-from .fit import RESERVE, listed, nearest_fitting, require_fit, with_chunk_that_fits
+from .fit import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
 from .plan import Backbone, Plan, Setting, plan_inference
 from .sizes import UNITS, parse_bytes, show
 
@@ -51,8 +51,8 @@ def fit_plan(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) -
         DoesNotFit: with the nearest settings that would, before anything is allocated.
     """
     backbone = Backbone.of(config)
-    if not chunk_is_fixed:
-        setting = with_chunk_that_fits(backbone, setting, cap)
+    if not chunk_is_fixed and plan_inference(backbone, setting).peak > cap:
+        setting = setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or setting.chunk)
     return setting, require_fit(backbone, setting, cap)
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from ..backbones.families import BackboneSpec, spec_of
 from ..backbones.slices import SLICE
@@ -24,8 +26,11 @@ from ..cache.storage.quantised import RESIDUAL, check_head_size, check_storage, 
 from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings
+from ..validation import check, checked
 from .sizes import show
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+Positive = Annotated[int, Ge(1)]
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ROTATION_COPIES = 4
 """Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
@@ -105,10 +110,8 @@ class Setting:
         _ = self.schedule  # names the field that is out of bounds
         check_storage(self.run.kv_bits, self.policy)
         check_weight_bits(self.weight_bits)
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
-        if self.d_hidden < 0:
-            raise ValueError(f"d_hidden={self.d_hidden} must be at least 0")
+        checked("dtype", Dtype, self.dtype)
+        checked("d_hidden", Annotated[int, Ge(0)], self.d_hidden)
 
     def with_run(self, **changes: Any) -> Setting:
         """The setting with other settings of the cache."""
@@ -310,27 +313,24 @@ def _project(backbone: Backbone, T: int, item: int, bits: int, before: int, afte
 class TrainSetting:
     """One training step on one device that holds everything: samples of ``tokens``, ``answer`` of them the answer."""
 
-    tokens: int
-    answer: int = 64
-    batch: int = 1
+    tokens: Positive
+    answer: Positive = 64
+    batch: Positive = 1
     """Samples of one forward (``data.batch``), padded to the longest."""
     dtype: str = "bfloat16"
     """Of the backbone; heads, their gradients and AdamW's two moments are float32."""
-    d_hidden: int = 1024
-    block: int = 64
+    d_hidden: Positive = 1024
+    block: Positive = 64
     """Answer queries that the target reads at a time (`column_max`)."""
     weight_bits: int | None = None
     """Bits of a weight in the backbone's layers; None is ``dtype``."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "answer", "batch", "d_hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check(self)
         if self.answer >= self.tokens:
             raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
         check_weight_bits(self.weight_bits)
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(ITEM_BYTES)}")
+        checked("dtype", Dtype, self.dtype)
 
     def __str__(self) -> str:
         samples = f"{self.batch} samples of " if self.batch > 1 else ""
