@@ -8,7 +8,9 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,7 +212,7 @@ def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any
     from ..runtime.tokens import stream_ids
     from ..samples.chat import has_template, render_prompt
 
-    text: Iterable[str] = _not_blank(_blocks(args.file), args.file)
+    text: Iterable[str] = _blocks(args.file)
     if len(questions) > 1:
         text = list(text)
     prompts = []
@@ -224,35 +226,24 @@ def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any
 
 
 def _blocks(file: str | None) -> Iterator[str]:
-    """The text of a file, or of stdin."""
+    """The text of a file, or of stdin; an empty or blank one is an error."""
     from ..runtime.tokens import read_utf8
 
-    if file is not None and file != "-":
-        try:
-            with Path(file).open("rb") as stream:
-                yield from read_utf8(stream)
-        except OSError as error:
-            raise ValueError(f"file={file!r} cannot be read: {error.strerror}") from error
-        return
-    if sys.stdin.isatty():
+    source, blank = "stdin" if file in (None, "-") else f"file={file!r}", True
+    if source == "stdin" and sys.stdin.isatty():
         print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
-    yield from read_utf8(sys.stdin.buffer)
-
-
-def _not_blank(blocks: Iterable[str], file: str | None) -> Iterator[str]:
-    """Pass the blocks on; an empty or blank text is an error."""
-    blank = True
-    for block in blocks:
-        blank = blank and not block.strip()
-        yield block
+    try:
+        with nullcontext(sys.stdin.buffer) if source == "stdin" else Path(str(file)).open("rb") as stream:
+            for block in read_utf8(stream):
+                blank = blank and not block.strip()
+                yield block
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     if blank:
-        source = "stdin" if file in (None, "-") else f"file={file!r}"
         raise ValueError(f"{source} holds no text: locret-infer long.txt ..., or ... < long.txt")
 
 
-def _to_stdout(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+_to_stdout = partial(print, end="", flush=True)
 
 
 def _progress() -> Callable[[int, int], None]:
