@@ -44,31 +44,25 @@ def out_of_memory(said: str, cfg: Any) -> str:
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
     from ..planning.fit import largest_sample
-    from ..planning.memory import allocator_figures
+    from ..planning.memory import allocator_figures, shortage
     from ..planning.plan import Backbone, TrainSetting, plan_training
-    from ..planning.sizes import show
     from .plan import resolve
 
     figures = allocator_figures(said)
     one_device = cfg.trainer.strategy in ("auto", "ddp") and cfg.backbone.device_map is None
     if figures is None or cfg.trains != "heads" or not one_device:
         return said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
-    asked, free, held = figures
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
-    tokens, room = cfg.data.max_tokens, held + free
+    tokens = cfg.data.max_tokens
     setting = TrainSetting(
         tokens, min(TrainSetting.answer, tokens - 1), cfg.data.batch, dtype, cfg.heads.d_hidden,
         weight_bits=cfg.backbone.weight_bits,
     )  # fmt: skip
     backbone = Backbone.of(resolve(cfg.backbone.model)[0])
-    if (expected := plan_training(backbone, setting).peak) <= room:  # the plan was too low by as much as was asked
-        room = expected - asked
+    words, room = shortage(figures, plan_training(backbone, setting).peak)
     longest = largest_sample(backbone, setting, room, most=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
-    return (
-        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run, with "
-        f"data.max_tokens={tokens} and data.batch={cfg.data.batch}. By the plan {advice}; resume=auto goes on"
-    )
+    return f"{words}, with data.max_tokens={tokens} and data.batch={cfg.data.batch}. By the plan {advice}; resume=auto goes on"
 
 
 def pool_flags(cfg: Any, folder: Any) -> str:

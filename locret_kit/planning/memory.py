@@ -79,21 +79,26 @@ def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
     config = text_config(model)
     if figures is None or not has_adapter(config):
         return said.splitlines()[0]
-    asked, free, held = figures
     setting = Setting(
         tokens, cache.settings, dtype=str(model.dtype).removeprefix("torch."),
         d_hidden=cache.heads.config.d_hidden if cache.heads is not None else 0, policy=cache.policy,
         weight_bits=weight_bits_of(model),
     )  # fmt: skip
     backbone = Backbone.of(config)
-    room, expected = held + free, plan_inference(backbone, setting).peak
-    if expected <= room:  # the plan was too low by as much as was asked
-        room = expected - asked
+    words, room = shortage(figures, plan_inference(backbone, setting).peak)
     near = listed(backbone, nearest_fitting(backbone, setting, room))
-    return (
-        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run, "
-        f"with {setting} at context {tokens}. " + (f"These fit: {near}" if near else "No setting of this policy fits")
+    fitting = f"These fit: {near}" if near else "No setting of this policy fits"
+    return f"{words}, with {setting} at context {tokens}. {fitting}"
+
+
+def shortage(figures: tuple[int, int, int], planned: int) -> tuple[str, int]:
+    """Words for an allocation that failed, and the bytes that a plan may take instead of the ``planned`` ones."""
+    asked, free, held = figures
+    words = (
+        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run"
     )
+    room = held + free  # or the plan was too low by as much as was asked
+    return words, room if planned > room else planned - asked
 
 
 def allocator_figures(said: str) -> tuple[int, int, int] | None:
