@@ -22,7 +22,7 @@ from .evals.report.summary import Cell, show, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import HeadsConfig, RetainingHeads
 from .hub import REPO, push
-from .naming import first_line
+from .naming import blaming
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
@@ -38,16 +38,15 @@ def publish(
     private: bool = False,
     message: str = "Upload retaining heads",
     token: str | None = None,
-    base_model: str | None = None,
-    adapter: str | None = None,
-    license: str | None = None,
+    **names: str | None,
 ) -> str:
     """Upload the heads, with what ``source`` (their folder or file) has beside them; the commit's address.
 
-    The other arguments are those of ``write_release`` and ``hub.push``. Raises ValueError or OSError with one line.
+    The other arguments are those of ``hub.push``, and (``names``: base_model, adapter, license) of ``write_release``. Raises
+    ValueError or OSError with one line.
     """
     with tempfile.TemporaryDirectory() as work:
-        write_release(heads, repo, Path(work), source, base_model=base_model, adapter=adapter, license=license)
+        write_release(heads, repo, Path(work), source, **names)
         return push(Path(work), repo, private=private, message=message, marker=(CONFIG, FORMAT), token=token)
 
 
@@ -105,10 +104,9 @@ def write_release(
         raise ValueError(
             f"{source}: {TRAINING} is no training's configuration: {type(error).__name__} {error}"
         ) from error
-    try:
+    # The client's checks of metadata raise errors of many kinds.
+    with blaming(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
         card = make_card(config, repo, body, mine, {**given, **({"license": license} if license else {})}, training)
-    except Exception as error:  # the client's checks of metadata raise errors of many kinds
-        raise ValueError(f"{source}: {CARD} has metadata that the Hub does not know: {first_line(error)}") from error
     (target / CARD).write_text(card, encoding="utf-8")
     return sorted(file.name for file in target.iterdir())
 
@@ -183,31 +181,27 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
     """A card's prose for heads that come with none: their shape, and how they were trained where that is known."""
     width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     unit = {"logit": "attention logit", "log_prob": "log-probability"}[config.target]
-    lines = [
+    paragraphs = [
         f"# Retaining heads for {config.backbone.split('/')[-1]}",
-        "",
         f"One MLP for each of {config.n_layers} layers ({width} -> {config.d_hidden} -> {config.n_kv_heads}, "
         f"{config.activation}, no biases; {parameters / 1e6:.1f}M parameters in all) that predicts, from a token's q, k, v "
         f"before RoPE, the largest {unit} that later answer queries will give its slot. The key/value cache keeps the slots "
         "that score best ([Locret](https://arxiv.org/abs/2410.01805)).",
     ]
     if config.adapter:
-        lines += [
-            "",
+        paragraphs += [
             f"They belong to the backbone with the adapter [{config.adapter}](https://huggingface.co/{config.adapter}).",
         ]
     if training:
         optim, data = training["optim"], training["data"]
-        lines += [
-            "",
+        paragraphs += [
             "## Training",
-            "",
             f"{optim['steps']} steps of {optim['accumulate']} samples per device, at most {data['max_tokens']} tokens each, "
             f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, target {training['target']['kind']}, the top "
             f"{training['loss']['top_fraction']:.0%} of slots weigh {training['loss']['top_weight']:g}. "
             f"The whole configuration is in `{TRAINING}`.",
         ]
-    return "\n".join(lines)
+    return "\n\n".join(paragraphs)
 
 
 def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[Row]]:
@@ -237,10 +231,8 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
         if value is None:
             continue
         if isinstance(value, dict) and all(name in value for name in KEY):
-            try:
+            with blaming(where, ValueError):
                 row = Row.from_dict(value)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
             value |= {name: public(value[name]) for name in ("model", "adapter", "error") if name in value}
             if Path(str(row.model)).name == Path(recorded).name:
                 value["model"] = published
@@ -280,10 +272,8 @@ def read_card(file: Path) -> tuple[dict[str, Any], str]:
 
     if not file.is_file():
         return {}, ""
-    try:
+    with blaming(f"{file}: its metadata cannot be read", Exception):  # YAML's and the client's own
         card = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    except Exception as error:  # YAML's and the client's own
-        raise ValueError(f"{file}: its metadata cannot be read: {first_line(error)}") from error
     return {k: v for k, v in card.data.to_dict().items() if v is not None}, card.text
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .naming import first_line
+from .naming import blaming, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,10 +154,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with blaming(f"{path} is truncated or no safetensors file", SafetensorError):
         return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
 
 
 def _digest(path: Path) -> str:

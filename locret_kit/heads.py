@@ -21,6 +21,7 @@ from .backbones.families import BackboneSpec, spec_of
 from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
 from .files import CONFIG, HASH, read_json
 from .hub import Access
+from .naming import blaming
 from .settings import RunSettings
 from .validation import Says, annotations_of, check, checked, made
 
@@ -76,11 +77,6 @@ class HeadsConfig:
         """The policy that they were published with."""
         return str(self.inference.get("policy") or "locret")
 
-    def mismatches(self, spec: BackboneSpec) -> list[str]:
-        """One line for each dimension in which a backbone is not the one the heads were made for."""
-        pairs = [(n, getattr(self, n), getattr(spec, n)) for n in DIMENSIONS]
-        return [f"{n}: heads have {mine}, the backbone has {theirs}" for n, mine, theirs in pairs if mine != theirs]
-
     def to_dict(self) -> dict[str, object]:
         """Every field by name, as ``config.json`` has them."""
         return asdict(self)
@@ -114,7 +110,8 @@ class RetainingHeads(nn.Module):
 
     def check_backbone(self, spec: BackboneSpec) -> None:
         """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""
-        if wrong := self.config.mismatches(spec):
+        pairs = [(n, getattr(self.config, n), getattr(spec, n)) for n in DIMENSIONS]
+        if wrong := [f"{n}: heads have {mine}, the backbone has {its}" for n, mine, its in pairs if mine != its]:
             raise ValueError(f"these heads are for {self.config.backbone}: " + "; ".join(wrong))
 
     def named_weights(self) -> dict[str, nn.Parameter]:
@@ -174,12 +171,10 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
         raw = read_json(path)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} is not a configuration of heads")
-    try:
+    with blaming(str(path), ValueError):
         if raw.get("format", FORMAT) != FORMAT:
             raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
         return made(HeadsConfig, {name: value for name, value in raw.items() if name not in ("format", HASH)}, "field")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
@@ -189,11 +184,8 @@ def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
         raise ValueError(f"{path} holds something else than tensors by name")
     if config.n_layers > len(state):  # before anything of the size that a file names is built
         raise ValueError(f"{path} holds {len(state)} tensors: most of its n_layers={config.n_layers} heads are missing")
-    try:
-        with torch.device("meta"):
-            heads = RetainingHeads(config)
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path}: its configuration builds no heads: {error}") from error
+    with blaming(f"{path}: its configuration builds no heads", KeyError, TypeError, RuntimeError), torch.device("meta"):
+        heads = RetainingHeads(config)
     wanted = heads.named_weights()
     wrong = [f"{name} is not expected" for name in state if name not in wanted]
     for name, weight in wanted.items():

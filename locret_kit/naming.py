@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -15,3 +16,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def blaming(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into a ValueError of one line that begins with ``what``."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{what}: {first_line(error)}") from error

@@ -22,7 +22,7 @@ from typing import TypedDict, TypeVar, cast
 
 from typing_extensions import dataclass_transform
 
-from ..naming import first_line
+from ..naming import blaming, first_line
 from ..validation import annotations_of
 from . import methods
 from .base import Allocation, Merge, Policy, PrefillMask, Reread, Scope, Score, Selection, TopK, Uniform
@@ -189,10 +189,8 @@ def parameters_of(made: type) -> dict[str, Parameter]:
     Raises:
         ValueError: an annotation cannot be evaluated.
     """
-    try:
+    with blaming(f"annotations of {made.__module__}.{made.__qualname__}", Exception):
         annotations = annotations_of(made)
-    except Exception as error:
-        raise ValueError(f"annotations of {made.__module__}.{made.__qualname__}: {first_line(error)}") from error
     return {
         item.name: Parameter(
             item.default if item.default_factory is MISSING else item.default_factory(), (annotations[item.name],)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..files import parse_json
-from ..naming import first_line
+from ..naming import blaming
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 SCHEMAS = (
@@ -103,11 +103,9 @@ def _read_file(path: Path, broken: Callable[[str], object] | None) -> Iterator[d
 def _read_parquet(path: Path) -> Iterator[dict]:
     import pyarrow.parquet
 
-    try:
+    with blaming(f"{path} cannot be read", pyarrow.ArrowInvalid):
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
             yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:

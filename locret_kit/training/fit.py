@@ -60,15 +60,13 @@ def read_state(path: Path) -> dict:
 
 def newest_state(out: Path) -> Path | None:
     """The checkpoint with the highest step under ``out/state``, unreadable ones left aside."""
-    best: tuple[int, Path] | None = None
+    steps: dict[Path, int] = {}
     for path in (out / "state").glob("*.ckpt"):
         try:
-            step = read_state(path)["global_step"]
+            steps[path] = read_state(path)["global_step"]
         except ValueError as error:
             print(f"{error}: it is left aside", file=sys.stderr)
-            continue
-        best = max(best or (-1, path), (step, path))
-    return best[1] if best else None
+    return max(steps, key=lambda path: (steps[path], path), default=None)
 
 
 def begin_from(resume: str, out: Path) -> Path | None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
 from ..config.train import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
+from ..naming import blaming
 from ..samples.chat import Sample
 from .base import FrozenTraining
 from .board import cis_image, marked_text, most_kept
@@ -58,10 +59,8 @@ class HeadTraining(FrozenTraining):
 
     def _begin_with(self, source: str) -> None:
         """Copy the weights of other heads of the same backbone, width and unit."""
-        try:
+        with blaming(f"heads.init={source}", ValueError, OSError):
             heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"heads.init={source}: {error}") from error
         heads.check_backbone(self.spec)
         for key in ("d_hidden", "target"):
             mine, theirs = getattr(self.heads.config, key), getattr(heads.config, key)

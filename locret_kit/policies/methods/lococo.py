@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
+from ...naming import blaming
 from ...validation import made
 from ..base import Folded, Merge, Odd, Part, Policy, Positive, Slots, rank_of
 from ..registry import part
@@ -106,8 +107,7 @@ class ConvPool(nn.Module):
     def check_backbone(self, spec: BackboneSpec) -> None:
         """Raise ValueError naming every dimension in which ``spec`` is not the backbone of this pool."""
         pairs = [(name, getattr(self.config, name), getattr(spec, name)) for name in DIMENSIONS]
-        wrong = [f"{n}: the pool has {mine}, the backbone has {theirs}" for n, mine, theirs in pairs if mine != theirs]
-        if wrong:
+        if wrong := [f"{n}: the pool has {mine}, the backbone has {its}" for n, mine, its in pairs if mine != its]:
             raise ValueError(f"this pool is for {self.config.backbone}: " + "; ".join(wrong))
 
 
@@ -131,10 +131,8 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     if not isinstance(raw, dict) or found != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={found!r}, a pool says {FORMAT!r}")
     raw.pop(HASH, None)
-    try:
+    with blaming(str(folder / CONFIG), ValueError):
         return made(PoolConfig, raw, "field")
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
 def load_pool(folder: str | Path) -> ConvPool:
