@@ -189,9 +189,8 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
         "that score best ([Locret](https://arxiv.org/abs/2410.01805)).",
     ]
     if config.adapter:
-        paragraphs += [
-            f"They belong to the backbone with the adapter [{config.adapter}](https://huggingface.co/{config.adapter}).",
-        ]
+        link = f"[{config.adapter}](https://huggingface.co/{config.adapter})"
+        paragraphs.append(f"They belong to the backbone with the adapter {link}.")
     if training:
         optim, data = training["optim"], training["data"]
         paragraphs += [
