@@ -18,7 +18,7 @@
 | head | a key/value head; ``heads`` of a checkpoint are retaining heads, one for all key/value heads of a layer |
 | slot, row | a token that a head holds, as a policy sees it; and as it lies in a buffer |
 | chunk | tokens between evictions |
-| block | tokens that attend together, none of them behind an eviction that is due |
+| block | tokens that attend together, none of them after an eviction that is due |
 | piece | tokens that one forward is fed, of any number |
 | body, tail | the prompt up to its last ``local_len`` tokens, and these, which are held back |
 """

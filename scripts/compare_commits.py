@@ -139,7 +139,7 @@ class Checkout:
 
 
 def answer(checkout: Checkout, example: Example, out: Path) -> dict[str, str]:
-    """What one commit makes of an example: every figure, the text, and the positions that each head keeps."""
+    """One commit's result for an example: every figure, the text, and the positions that each head keeps."""
     checkout.run("eval", example.command(out), out.with_suffix(".log"))
     rows = [json.loads(line) for line in (out / "rows.0.jsonl").read_bytes().splitlines()]
     (row,) = (row for row in rows if row["policy"] == example.policy)  # fidelity adds full attention's

@@ -88,7 +88,7 @@ def run_published(script: str, arguments: Sequence[str]) -> None:
 
 
 def published(folder: Path, script: str, *arguments: str) -> str:
-    """What a script of the folder prints.
+    """Output of a script of the folder.
 
     Raises:
         ValueError: it fails; with the last line of what it says.

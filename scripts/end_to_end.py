@@ -36,7 +36,7 @@ SHARE = 0.2
 COMPILING = 20.0
 """Seconds that a measurement may spend on compiling kernels."""
 FAILURES = (RuntimeError, ValueError, TritonError)
-"""What ends one measurement and not the others: no memory, a kernel that does not compile, an error of the device."""
+"""Errors that end one measurement and not the others: no memory, a kernel that does not compile, an error of the device."""
 
 
 class Figure(NamedTuple):

@@ -183,7 +183,7 @@ class Table:
 
 
 def failure(error: BaseException) -> str:
-    """What ended a measurement, in one line."""
+    """The error that ended a measurement, in one line."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 

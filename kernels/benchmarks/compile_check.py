@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     num_stages: int
 
     def row(self, arch: int, D: int, dtype: torch.dtype) -> Row:
-        """What names the launch; nothing is compiled yet."""
+        """Name of the launch; nothing is compiled yet."""
         shown = {k: v for k, v in self.constants.items() if k not in ("D0", "D1", "G")}
         shown |= {"warps": self.num_warps, "stages": self.num_stages}
         options = " ".join(f"{k}={int(v)}" for k, v in shown.items())

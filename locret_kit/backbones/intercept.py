@@ -32,7 +32,7 @@ NAME = "locret"
 
 
 class Handler(Protocol):
-    """What receives a backbone's attention calls."""
+    """Receiver of a backbone's attention calls."""
 
     wants_unrotated: bool
 

@@ -48,7 +48,7 @@ class CacheCounters:
 
 @dataclass(frozen=True)
 class Context:
-    """What a step needs beside the rows of its layer. Only the counters and the tables of a forward change."""
+    """Everything that a step needs beside the rows of its layer. Only the counters and the tables of a forward change."""
 
     policy: Policy
     schedule: Schedule

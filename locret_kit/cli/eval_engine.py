@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an evaluation compares, before the backbone is loaded."""
+    """Policies, budgets and heads that an evaluation compares, before the backbone is loaded."""
 
     model: str
     """The backbone's name."""
@@ -38,7 +38,7 @@ class Parts:
         return [name for name in self.heads if name != UNTRAINED]
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What ``config.json`` remembers of each heads."""
+        """Facts of each heads' checkpoint for ``config.json``."""
         return {
             name: {"weights": self.hashes[name], "inference": one.config.inference} for name, one in self.heads.items()
         }

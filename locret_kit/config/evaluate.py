@@ -165,7 +165,7 @@ FIXED = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
     "model", "adapter", "chat", "ending", "max_new_tokens", "dtype", "weight_bits",
 )  # fmt: skip
-"""What all rows of a folder share, and the heads of one name; the other keys may differ from one run to the next."""
+"""Keys that all rows of a folder share, and the heads of one name; the others may differ from one run to the next."""
 
 
 def load_eval_config(argv: list[str]) -> EvalConfig:
@@ -178,5 +178,5 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
 
 
 def folder_command(name: str) -> Command[FolderConfig]:
-    """What takes ``out=FOLDER`` alone."""
+    """Options of subcommands that take ``out=FOLDER`` alone."""
     return Command("locret-eval", FolderConfig, f"usage: locret-eval {name} out=FOLDER")

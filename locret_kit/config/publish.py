@@ -15,7 +15,7 @@ Put retaining heads on the Hugging Face Hub, with card, curves and results.
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """What is published."""
+    """Heads to publish, and their names on the Hub."""
 
     ckpt: str
     """Retaining heads: a folder or a .pt file; a .bin needs --base-model."""

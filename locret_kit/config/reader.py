@@ -48,7 +48,7 @@ class Each:
 
 @dataclass(frozen=True)
 class Command(Generic[T]):
-    """What a command takes."""
+    """A command's name, options and help."""
 
     name: str
     schema: type[T]

@@ -58,7 +58,7 @@ class HeadsSection:
 
 @dataclass
 class TargetConfig:
-    """What the heads learn to predict."""
+    """The target that the heads learn to predict."""
 
     kind: Literal["logit", "log_prob"] = "logit"
     """'logit' (the paper's raw attention logits) or 'log_prob' (minus each query's log-sum-exp)."""
@@ -185,7 +185,7 @@ class PoolSection:
     gate: Annotated[float, Interval(gt=0, lt=1)] = 0.5
     """Part of the convolution in the mixing weights at first; the rest is each merged slot's own token."""
     policy: str = "h2o"
-    """What chooses the slots that stay: a policy's name or an expression."""
+    """The policy that chooses the slots that stay: a name or an expression."""
     heads: str | None = None
     """Retaining heads (a folder, a file or a Hub id), for policies that score with them."""
 

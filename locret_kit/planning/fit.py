@@ -1,4 +1,4 @@
-"""Which settings fit a number of bytes: the largest, and the nearest to one that does not."""
+"""Settings that fit a number of bytes: the largest, and the nearest to one that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run cost: tokens, seconds, rows, bytes."""
+"""Cost of a run: tokens, seconds, rows, bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Report:
     evictions: int
     evicted_rows: int
     kept_rows: list[int]
-    """Rows of a key/value head (on average where heads differ) after prefill, a layer each."""
+    """Rows of a key/value head (on average where heads differ) after prefill, per layer."""
     cache_bytes: int
     peak_bytes: int
     device: str
@@ -74,7 +74,7 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        """What a person reads on stderr."""
+        """Lines for a person to read on stderr."""
         low, high = min(self.kept_rows), max(self.kept_rows)
         rows = f"{high}" if low == high else f"{low} to {high}"
         s = self.settings

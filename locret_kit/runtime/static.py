@@ -109,7 +109,7 @@ def _shape_is_read(name: str, args: Any, kwargs: Any) -> bool:
 
 
 class StaticDecoder:
-    """``decoder(token)`` gives the logits ``[V]`` behind a token, as the dynamic forward does.
+    """``decoder(token)`` gives the logits ``[V]`` after a token, as the dynamic forward does.
 
     On CUDA a form of the step that has run before is captured, then replayed; elsewhere the very same function runs as it
     is. ``reason`` says why nothing (more) is captured, once that is known; the caller then decodes dynamically.
@@ -129,7 +129,7 @@ class StaticDecoder:
         """Of the layer that had most, before the first token."""
         self.graphs: dict[tuple[Cuts, Cuts], tuple[Any, Tensor]] = {}
         self.changes: dict[tuple[Cuts, Cuts], list[int]] = {}
-        """What a graph's step adds to the host's counts."""
+        """Counts on the host that a step of a graph adds to."""
         self.ran: dict[tuple[Cuts, Cuts], int] = {}
         self._held: list[list[tuple[Tensor, Tensor]]] = []
         """Tables of rotation that graphs read: a dynamic forward in between would free them."""
@@ -153,7 +153,7 @@ class StaticDecoder:
         return logits
 
     def _cuts(self) -> tuple[Cuts, Cuts]:
-        """Which layers must be cut to make room for a token, and which are due after it."""
+        """Layers that must be cut to make room for a token, and those that are due after it."""
         before, after, schedule = [], [], self.cache.schedule
         for layer, rows in enumerate(self.cache.bounded):
             held, fresh, budget = rows.rows, rows.since_eviction, self.cache.context.budgets[layer]
@@ -204,7 +204,7 @@ class StaticDecoder:
         return graph, logits
 
     def _judge(self, found: set[str], cut: bool) -> None:
-        """What a step that reads from the device means for graphs; the very first one prepares what later ones need not."""
+        """Decide about graphs after a step that read from the device; the very first one prepares what later ones need not."""
         if not found or sum(self.ran.values()) < WARM:
             return
         if cut and self.cuts_captured:

@@ -69,7 +69,7 @@ def _take(tokenizer: Any, text: str, done: int, end: int, ids: array) -> tuple[s
     first = next((i for i, (a, b) in enumerate(offsets) if b > done), len(tokens))
     last = len(tokens)
     if end < len(text):
-        # Cut well before the window's end, where what comes behind cannot change a token any more.
+        # Cut well before the window's end, where later text cannot change a token any more.
         last = next(
             (
                 i
@@ -114,7 +114,7 @@ def _starts_word(text: str, at: int) -> bool:
 
 
 def _specials(tokenizer: Any, special: bool) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text of its own accord."""
+    """Special tokens (BOS, EOS) that the tokenizer adds before and after a text."""
     if not special:
         return [], []
     plain = tokenizer("a", add_special_tokens=False).input_ids

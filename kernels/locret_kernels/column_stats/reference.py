@@ -1,4 +1,4 @@
-"""What attention gave each slot, reduced over queries without the attention matrix: the definition, in torch.
+"""Attention that each slot received, reduced over queries without the attention matrix: the definition, in torch.
 
 A first pass of attention returns the log-sum-exp of every query's row; here ``exp(logit - lse)`` is computed again, a tile of
 queries at a time, and reduced over the queries. No more than ``[G, TILE, S]`` weights exist at once.

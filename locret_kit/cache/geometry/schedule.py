@@ -85,7 +85,7 @@ class Schedule:
             seen, tokens = seen + step, tokens - step
 
     def after_prompt(self, seen: int, room: int) -> int | None:
-        """Tokens of a block behind the prompt (a later turn), with ``room`` rows free: no eviction would fall inside it.
+        """Tokens of a block after the prompt (a later turn), with ``room`` rows free: no eviction would fall inside it.
         None while the prompt lasts."""
         if self.prompt_length is None or seen < self.prompt_length:
             return None

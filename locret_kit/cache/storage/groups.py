@@ -108,7 +108,7 @@ def regroup(
 def _standing_out(
     keys_BTSD: Tensor, all_BTS: Tensor, loose_BTS: Tensor, head_BTS: Tensor, heads: int, most: int
 ) -> Tensor:
-    """Which of the loose rows are the ``most`` of each head that are furthest from the mean of all, in standard deviations of a
+    """Mark the loose rows that are the ``most`` of each head that are furthest from the mean of all, in standard deviations of a
     channel."""
     y_BTSD, of_BTSH = _centred(keys_BTSD, all_BTS, head_BTS, heads)
     by_BTHS, square_BTSD = of_BTSH.transpose(-1, -2), y_BTSD.square_()

@@ -95,7 +95,7 @@ class QuantisedLayer(BoundedLayer):
     """Rows of one layer in ``bits`` bits, as many for every head (``ragged_quantised`` lets heads differ).
 
     Between blocks every row but the newest ``tail`` is quantised. In a block all rows are read into the scratch, new ones are
-    written behind them, and ``settle`` quantises those that have left the tail. A row of the tail may be quantised already
+    written after them, and ``finish_block`` quantises those that have left the tail. A row of the tail may be quantised already
     (after an eviction among the newest); it keeps its codes. One token goes to the tail alone and its attention reads the
     codes as they are, until the tail is full: once every ``group`` tokens.
     """
@@ -188,7 +188,7 @@ class QuantisedLayer(BoundedLayer):
         return self._newest(self.rows, 0)
 
     def _heads(self) -> tuple[Tensor, int]:
-        """Which of the heads that share a table each of all rows ``[B, tables, S]`` (int64) is of, and how many share it."""
+        """Head of each row ``[B, tables, S]`` (int64) among those that share a table, and how many share it."""
         return torch.zeros((), dtype=torch.int64, device=self.device).expand(self.B, self.H, self.rows), 1
 
     def _in_tail(self) -> Index:

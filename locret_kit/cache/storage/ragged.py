@@ -88,7 +88,7 @@ class RaggedLayer(BoundedLayer):
         self.scores[newest] = score_BT.repeat_interleave(self.H, 0)
 
     def buffer(self, name: str) -> Tensor:
-        """All rows of a buffer, the room behind them included."""
+        """All rows of a buffer, the free room after them included."""
         return getattr(self, name)
 
     def parts(self) -> Iterator[EqualLengthHeads]:

@@ -74,7 +74,7 @@ class Repetition:
         self.cache, self.start, self.stop = cache, start, stop
         self.wants_unrotated = cache.wants_unrotated
         self.scores: list[Tensor] = []
-        """``[B, H, stop - start]``, a layer each."""
+        """``[B, H, stop - start]``, per layer."""
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)

@@ -29,7 +29,7 @@ class Representatives(Selection):
     anchor: Literal["mean", "random", "alternate", "zeros", "ones"] = "mean"
     """'mean' (majority bit), 'random', 'alternate' (0101...), 'zeros' or 'ones'."""
     pick: Literal["even", "random"] = "even"
-    """Which of a group stays: its first ('even', evenly spaced) or a drawn one ('random')."""
+    """The member of a group that stays: its first ('even', evenly spaced) or a drawn one ('random')."""
     level: Literal["token", "chunk", "page"] = "token"
     """'token', 'chunk' (8 tokens) or 'page' (32 tokens)."""
 
