@@ -171,7 +171,7 @@ def train(checkout: Checkout, out: Path, steps: int, *, kill_after: int | None =
         child.wait()
         words.append("resume=auto")
     checkout.run("train", words, log)
-    with (out / "curves.csv").open() as file:
+    with (out / "heads" / "curves.csv").open() as file:
         curve = [
             {name: text for name, text in line.items() if not any(part in name for part in MACHINE)}
             for line in csv.DictReader(file)
