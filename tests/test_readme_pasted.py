@@ -44,6 +44,7 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(2400)  # a dozen runs of the demo backbone: minutes on two idle cores
 def test_every_block_runs(copy):
     assert SETUP in BLOCKS[0][1]
     bin_folder = Path(sys.executable).parent
