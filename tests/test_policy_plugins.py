@@ -51,7 +51,7 @@ register("NAME", "VATP, arXiv 2406.12335", {"score": Vatp()}, names={"where": No
 
 @pytest.fixture
 def tables(monkeypatch):
-    """What is registered in a test is forgotten after it."""
+    """Forget after a test whatever it registers."""
     registry.policies()
     monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
     monkeypatch.setattr(registry, "_policies", dict(registry._policies))

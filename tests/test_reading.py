@@ -1,4 +1,4 @@
-"""What a token of the prompt sees while the prompt is read (`prefill_mask=sliding(newest, sinks)`)."""
+"""Slots that a token of the prompt sees while the prompt is read (`prefill_mask=sliding(newest, sinks)`)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", (ROOT / "README.md").read_tex
 SETUP = "bash scripts/setup.sh && source .venv/bin/activate"
 """Left out: `scripts/test.sh`, which runs this test, has just done it."""
 SHORTER = {"locret-train": " optim.steps=2 optim.warmup_steps=1 data.max_tokens=256 data.val_samples=1"}
-"""What is added to commands that take longer than a test may."""
+"""Settings added to commands that take longer than a test may."""
 QUESTION = "What is the pass key?"
 
 pytestmark = pytest.mark.backbone
