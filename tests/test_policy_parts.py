@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_kit.policies.allocation import WHOLE, Adaptive, Pyramid, rounded, rounded_on_device
+from locret_kit.policies.allocation import Adaptive, Pyramid
 from locret_kit.policies.base import Slots, TopK, rows_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.methods.kvcrush import Representatives
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.nacl import Sampled
 from locret_kit.policies.registry import policies
+from locret_kit.policies.rounding import WHOLE, rounded, rounded_on_device
 
 ANCHORS = ("mean", "random", "alternate", "zeros", "ones")
 MANY = settings(max_examples=200)

@@ -23,10 +23,11 @@ from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..policies.methods.sirllm import token_entropy
 from ..settings import RunSettings
-from .context import CacheCounters, Context
+from .context import CacheCounters, Context, Pins
 from .fork import CannotFork, check_lengths, check_past
 from .geometry.schedule import Schedule
-from .reread import check_reread, choose_passages, in_prompt, prompt_positions
+from .pins import check_room, pins_of, without
+from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
 from .step import Fixed, evict_if_due, read_block, read_tokens
 from .storage.make import make_layers
 from .storage.quantised import Scratch, check_storage
@@ -55,6 +56,7 @@ class BoundedCache(Cache):
         settings: resolved for this prompt; positions and backend too once a model is bound.
         context: constants of the bound cache.
         counters: work done on this text.
+        pins: ranges of positions of the text whose tokens are never evicted, ascending; see `pin`.
         reread_positions: positions in the prompt of the tokens that are read in its place, the tail's included; empty
             where the prompt is read once, or not yet for the second time.
 
@@ -88,6 +90,7 @@ class BoundedCache(Cache):
         self.scratch = Scratch()
         self.counters = CacheCounters()
         self._context: Context | None = None
+        self.pins: Pins = ()
         self.last_hidden: Tensor | None = None
         self.reread_positions: list[int] = []
         # Whether a forward has begun that not every layer has finished.
@@ -116,8 +119,10 @@ class BoundedCache(Cache):
         """
         self.refuse_interrupted()
         if self._context is None:
-            self._context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
-            self.settings = self._context.settings
+            context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
+            check_room(context, self.pins)
+            self._context = replace(context, pins=self.pins)
+            self.settings = context.settings
             self.layers.extend(make_layers(self._context, self.scratch))
         elif self._context.spec != spec_of(text_config(model)):
             raise ValueError("this cache already holds rows of another model")
@@ -190,6 +195,32 @@ class BoundedCache(Cache):
             evict_if_due(ctx, layer, rows)
         self.unfinished = False
 
+    # ---- pinned text -----------------------------------------------------------------------------------------------
+
+    def pin(self, start: int, end: int) -> None:
+        """Never evict the tokens at positions ``[start, end)`` of the text, read already or yet to come; what of them was
+        evicted stays gone. They are part of the budget, and rank above all that the policy protects. Where slots are merged
+        they take nothing over. Forks and copies inherit them, `reset` forgets them.
+
+        Raises:
+            ValueError: not 0 <= start < end; more tokens are pinned than the smallest layer has room for beside its
+                stabilizers, the prompt's tail and one slot more. Before the first forward, `bind` raises that.
+        """
+        if not 0 <= start < end:
+            raise ValueError(f"pin({start}, {end}): start must be at least 0, and end above it")
+        self._set_pins(pins_of((*self.pins, (start, end))))
+
+    def unpin(self, start: int, end: int) -> None:
+        """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""
+        self._set_pins(without(self.pins, start, end))
+
+    def _set_pins(self, pins: Pins) -> None:
+        if self._context is not None:
+            check_room(self._context, pins)
+            at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            self._context = replace(self._context, pins=at)
+        self.pins = pins
+
     # ---- two readings of the prompt's tail -------------------------------------------------------------------------
 
     @property
@@ -204,6 +235,7 @@ class BoundedCache(Cache):
         total, reread = self.get_seq_length(), self.policy.reread
         if reread is not None and total == self.schedule.prompt_length and self.needs_reread:
             self.reread_positions = choose_passages(self.context, reread, self.bounded, total)
+            self._set_pins(self.pins)
             self.last_hidden = None
 
     def prompt_positions(self, start: int, end: int) -> Sequence[int]:
@@ -237,6 +269,7 @@ class BoundedCache(Cache):
         if prompt_length is None:
             settings = replace(settings, decode_every=None)
         new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length)
+        new.pins = self.pins
         if self._context is None:
             return new
         check_lengths(s, new.schedule, seen)
@@ -272,6 +305,7 @@ class BoundedCache(Cache):
         """
         if prompt_length not in (None, self.schedule.prompt_length):
             self._resolve(self._asked, prompt_length)
+            self.pins = ()
             if self._context is not None:
                 # A new context, and the old buffers where their size stays.
                 old, model, self._context, self.unfinished = self.bounded, self._context.model, None, False
@@ -282,6 +316,7 @@ class BoundedCache(Cache):
         super().reset()
         self.counters.clear()
         self.last_hidden, self.reread_positions, self.unfinished = None, [], False
+        self._set_pins(())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ..heads import RetainingHeads
 
 
+Pins = tuple[tuple[int, int], ...]
+"""Half-open ranges of positions, ascending, between any two of which there is a gap."""
+
+
 @dataclass
 class CacheCounters:
     """Work of a cache on one text, for the report. Seconds are host time; scoring includes the statistics of attention,
@@ -69,6 +73,8 @@ class Context:
     spec: BackboneSpec
     tables: RotationTables
     counters: CacheCounters
+    pins: Pins = ()
+    """Positions, as rows carry them, whose tokens are never evicted."""
 
     @classmethod
     def of(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..policies.base import Policy, Reread
-from .context import Context
+from .context import Context, Pins
 from .geometry.schedule import Schedule
+from .pins import pins_of
 from .storage.rows import BoundedLayer
 from .view import slots_of
 
@@ -36,8 +37,8 @@ def check_reread(policy: Policy, schedule: Schedule) -> None:
 
 
 def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer], total: int) -> list[int]:
-    """Positions in a prompt of ``total`` tokens that are read in its place, the tail's included. Every layer, which holds the
-    first reading of the tail, is emptied; what it has seen then ends before those tokens."""
+    """Positions in a prompt of ``total`` tokens that are read in its place, the pinned ones' and the tail's included. Every
+    layer, which holds the first reading of the tail, is emptied; what it has seen then ends before those tokens."""
     body, tail = ctx.schedule.body or 0, ctx.schedule.tail
     size = reread.size(min(budget for budget in ctx.budgets if budget), tail)
     score_P = torch.zeros(body, device=ctx.model.device)
@@ -47,7 +48,9 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
             reread.collect(score_P, slots, tail, size)
             ctx.counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
     # Layers without a window have pooled their votes; all layers then start again before the chosen tokens.
-    chosen = [*reread.choose(score_P, size).tolist(), *range(body, total)]
+    pinned = {position for start, end in ctx.pins for position in range(start, min(end, body))}
+    voted = reread.choose(score_P, size - len(pinned)).tolist()
+    chosen = [*sorted({*voted, *pinned}), *range(body, total)]
     for rows in layers:
         rows.reset()
         rows.seen = total - len(chosen)
@@ -59,6 +62,16 @@ def prompt_positions(reread: Sequence[int], total: int, start: int, end: int) ->
     positions ``reread`` are read in the place of its last ones."""
     first = total - len(reread)
     return reread[start - first : end - first] if reread and start >= first else range(start, end)
+
+
+def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:
+    """Pins of a prompt of ``total`` tokens as ranges of the positions that rows carry, where the positions ``reread`` are read
+    in the place of its last ones: what is not read again is gone."""
+    if not reread:
+        return pins
+    first, pinned = total - len(reread), [range(*pin) for pin in pins]
+    again = [(first + i, first + i + 1) for i, at in enumerate(reread) if any(at in pin for pin in pinned)]
+    return pins_of([*again, *((max(start, total), end) for start, end in pins)])
 
 
 def in_prompt(reread: Sequence[int], total: int, positions: Kept) -> Kept:

@@ -231,7 +231,7 @@ def _merge(
     ctx: Context, merger: Merge, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
 ) -> None:
     """Fold the slots that go into those that stay, in place and one head at a time: beside the buffers there are never more
-    than a head's rows in float32."""
+    than a head's rows in float32. Pinned slots are as they were read: no merger sees them."""
     raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
     rope = ctx.rope(layer)
     told_BHS = merger.told(ctx.policy, slots, scores_BHS, stay_BHS)
@@ -239,13 +239,14 @@ def _merge(
     for b, h in product(range(B), range(H)):
         keys, values, positions = (rows.head(name, b, h) for name in ("keys", "values", "positions"))
         held = slice(S - len(keys), S)  # slots are padded on the left
-        told_S = told_BHS[b, h, held]
+        told_S, stay_S = told_BHS[b, h, held], stay_BHS[b, h, held]
         if merger.remembers:
             told_S = torch.logaddexp(told_S, rows.head("absorbed", b, h))
         exact = torch.promote_types(keys.dtype, torch.float32)
         keys_SD = keys.to(exact) if raw else turned_back(rope, keys.to(exact), positions)
-        new = merger.fold(layer, keys_SD, values.to(exact), told_S, stay_BHS[b, h, held])
-        at, folded = new.slots_R, new.keys_RD
+        free_S = slice(None) if slots.pinned is None else ~slots.pinned[b, h, held]
+        new = merger.fold(layer, keys_SD[free_S], values.to(exact)[free_S], told_S[free_S], stay_S[free_S])
+        at, folded = torch.arange(len(keys), device=keys.device)[free_S][new.slots_R], new.keys_RD
         if not raw:
             folded = rotate(folded, *rope.tables(positions[at], exact))
         keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)

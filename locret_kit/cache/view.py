@@ -7,6 +7,7 @@ from torch import Tensor
 from ..backbones.rope import Rope, rotate
 from ..policies.base import Slots
 from .context import Context
+from .pins import pinned_slots
 from .storage.rows import BoundedLayer
 
 
@@ -31,6 +32,7 @@ def slots_of(
         seen=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
         positions=positions,
         valid=valid,
+        pinned=pinned_slots(ctx.pins, positions, valid),
         entry_scores=rows.slots("scores"),
         stats=stats,
         keys=lambda: _keys(ctx, layer, rows, seen),

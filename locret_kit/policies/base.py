@@ -21,6 +21,7 @@ from annotated_types import Interval, Predicate
 from torch import Tensor, nn
 
 from ..validation import Says, check
+from .rounding import raised
 
 if TYPE_CHECKING:
     from ..backbones.families import BackboneSpec
@@ -92,6 +93,8 @@ class Slots:
     """``[B, H, S]`` int32, ascending in every head."""
     valid: Tensor
     """``[B, H, S]`` bool; False is padding."""
+    pinned: Tensor | None = field(default=None, kw_only=True)
+    """``[B, H, S]`` bool: slots that stay, whatever the parts say; None without any."""
     entry_scores: Tensor
     """``[B, H, S]`` float32: what ``Score.score_new_tokens`` returned for the slot; zeros for scores without. What
     ``Score.score_slots`` writes into it stays with the slot."""
@@ -406,17 +409,23 @@ class Policy:
             warnings.warn(text, PolicyWarning, 3)
 
     def protected(self, slots: Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots that one of the scopes protects."""
-        protected_BHS = torch.zeros_like(slots.valid)
+        """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects."""
+        protected_BHS = torch.zeros_like(slots.valid) if slots.pinned is None else slots.pinned.clone()
         for scope in self.scopes:
             protected_BHS |= scope.protects(slots)
         return protected_BHS
 
     def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given)."""
+        """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
+        scopes and selection share what the head's budget leaves, as if the head held no others."""
         if scores_BHS is None:
             scores_BHS = self.score.score_slots(slots)
         protected_BHS = self.protected(slots)
         comparable_BHS = self.score.comparable(scores_BHS, slots) if self.ragged else scores_BHS
         budgets_BH = self.allocation.head_budgets(comparable_BHS, protected_BHS, slots.valid, slots.keep)
-        return self.selection.select(scores_BHS, protected_BHS, slots.valid, budgets_BH, slots)
+        valid_BHS, pinned_BHS = slots.valid, slots.pinned
+        if pinned_BHS is None:
+            return self.selection.select(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots)
+        taken_BH, free_BHS = pinned_BHS.sum(-1), valid_BHS & ~pinned_BHS
+        left_BH = raised(budgets_BH, taken_BH) - taken_BH
+        return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS

@@ -9,7 +9,8 @@ different positions would cancel in the fast dimensions. Values know no position
 
 A token weighs what its score says of the attention it draws (``Score.log_weight``), or the same as every other token. What
 a slot has taken over is remembered beside it, so a later fold is a mean over all tokens again and the weights of a head sum
-to the same before and after. Position, entry score and running statistics of a slot stay those of its own token.
+to the same before and after. Position, entry score and running statistics of a slot stay those of its own token. Pinned
+slots take nothing over: they are the text as it was read.
 
 To attention a merged slot is one key, not several: it draws what its mean key draws.
 Source: the training-free baseline of attention pools, as Locret 4.4 combines eviction with LoCoCo (arXiv 2406.05317).

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
+from ..cache.context import Pins
 from ..cache.step import Fixed, evict_if_due, make_room
 from ..naming import first_line
 
@@ -63,12 +64,13 @@ def reason_against(model: Any, cache: BoundedCache) -> str | None:
 
 @dataclass(frozen=True)
 class Cut:
-    """A layer that is cut before or after a token: everything that its kernels' shapes depend on."""
+    """A layer that is cut before or after a token: every number of the host on which its kernels depend."""
 
     layer: int
     rows: int
     since_eviction: int
     """Tokens since the layer's last eviction; 0 for a layer with a window, where nothing asks."""
+    pins: Pins = ()
 
 
 Cuts = tuple[Cut, ...]
@@ -154,14 +156,14 @@ class StaticDecoder:
 
     def _cuts(self) -> tuple[Cuts, Cuts]:
         """Layers that must be cut to make room for a token, and those that are due after it."""
-        before, after, schedule = [], [], self.cache.schedule
+        before, after, schedule, pins = [], [], self.cache.schedule, self.cache.context.pins
         for layer, rows in enumerate(self.cache.bounded):
             held, fresh, budget = rows.rows, rows.since_eviction, self.cache.context.budgets[layer]
             if held == rows.capacity:
-                before.append(Cut(layer, held, fresh if rows.window is None else 0))
+                before.append(Cut(layer, held, fresh if rows.window is None else 0, pins))
                 held, fresh = budget if rows.window is None else rows.window - 1, 0
             if rows.window is None and schedule.keep_at(rows.seen + 1, held + 1, budget) is not None:
-                after.append(Cut(layer, held + 1, fresh + 1))
+                after.append(Cut(layer, held + 1, fresh + 1, pins))
         return tuple(before), tuple(after)
 
     def _run(self, before: Cuts, after: Cuts) -> Tensor:

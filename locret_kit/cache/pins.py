@@ -1,0 +1,57 @@
+"""Pinned text: ranges of positions whose tokens are never evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from .context import Context, Pins
+
+
+def pins_of(ranges: Iterable[tuple[int, int]]) -> Pins:
+    """Half-open ranges of positions in order, those that touch united, empty ones left out."""
+    made: list[tuple[int, int]] = []
+    for start, end in sorted((start, end) for start, end in ranges if start < end):
+        if made and start <= made[-1][1]:
+            made[-1] = made[-1][0], max(end, made[-1][1])
+        else:
+            made.append((start, end))
+    return tuple(made)
+
+
+def without(pins: Pins, start: int, end: int) -> Pins:
+    """Pins but for the positions ``[start, end)``."""
+    return pins_of(part for a, b in pins for part in ((a, min(b, start)), (max(a, end), b)))
+
+
+def count(pins: Pins) -> int:
+    """Positions that are pinned."""
+    return sum(end - start for start, end in pins)
+
+
+def check_room(ctx: Context, pins: Pins) -> None:
+    """Raise ValueError where some layer could not hold the pinned tokens, its stabilizers or the prompt's tail, and one slot
+    that the policy chooses. Evictions leave ``budget`` slots, stabilizers among them; the one before the tail leaves
+    ``budget - tail``, without. Passages that are read again must hold the pinned ones."""
+    budgets, s, reread = [budget for budget in ctx.budgets if budget], ctx.schedule, ctx.policy.reread
+    if ctx.policy.keeps_everything or not budgets or not pins:
+        return
+    smallest = min(budgets)
+    beside = max(s.stabilizers, s.tail)
+    most, why = smallest - beside - 1, f"its {beside} stabilizers or tail tokens and one slot more need room too"
+    if reread is not None and (size := reread.size(smallest, s.tail)) <= most:
+        most, why = size - 1, f"{size} tokens are read again, one of them by choice"
+    if (asked := count(pins)) > most:
+        raise ValueError(
+            f"pins={asked} tokens must be at most {max(0, most)}: the smallest layer has a budget of {smallest} slots, and {why}"
+        )
+
+
+def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor | None:
+    """Boolean ``[B, H, S]``: the slots of pinned positions; None without pins. The host waits for nothing."""
+    found = None
+    for start, end in pins:
+        inside = (positions_BHS >= start) & (positions_BHS < end) & valid_BHS
+        found = inside if found is None else found | inside
+    return found
