@@ -145,7 +145,7 @@ def jsonl(path: Path, records: list[dict]) -> Path:
 
 
 def samples_of(source: Path, tokenizer=None) -> Samples:
-    data = DataConfig(sources=[str(source)], max_tokens=200)
+    data = DataConfig(sources=[str(source)], max_tokens=200, val_samples=0)
     return Samples(data, tokenizer or tiny_tokenizer(), seed=0)
 
 
@@ -196,7 +196,7 @@ def test_lines_that_are_no_json_are_counted_and_left_out(backbone, tmp_path, cap
     source = jsonl(tmp_path / "mixed.jsonl", GOOD)
     with source.open("a") as file:
         file.write('{"half\n[1]\n' + "[" * 200_000 + "\n")
-    assert len(samples_of(source).records[str(source)]) == len(GOOD)
+    assert len(samples_of(source).sources[str(source)].records) == len(GOOD)
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"data.sources: {str(source)!r}: 3 lines are left out, the first since {source}, line ")
     (tmp_path / "none.jsonl").write_text("no\nno\n")
@@ -224,7 +224,7 @@ def test_what_was_refused_is_not_tokenised_again(tmp_path, monkeypatch):
         tried.append(messages[-1]["content"])
         return encode_chat(tokenizer, messages, **more)
 
-    monkeypatch.setattr("locret_kit.training.data.encode_chat", encode)
+    monkeypatch.setattr("locret_kit.training.sources.encode_chat", encode)
     samples = samples_of(jsonl(tmp_path / "mixed.jsonl", [BAD[3][0], *GOOD]))
     assert all(samples[i] for i in range(40)) and sum(content == BAD[3][0]["output"] for content in tried) == 1
 
@@ -242,7 +242,7 @@ def test_synthetic_samples_that_are_too_long_are_drawn_again(capsys):
     assert all(0.9 * 256 <= len(sample.ids) <= 256 for sample in drawn)
     assert capsys.readouterr().err.count("is left out: n_tokens=256 is too small") == 40 - len(made)
     with pytest.raises(ValueError, match="data.max_tokens=20 is too small for synthetic samples"):
-        Samples(DataConfig(max_tokens=20), tokenizer, seed=0)
+        Samples(DataConfig(max_tokens=20, val_samples=0), tokenizer, seed=0)
 
 
 def test_sizes_that_nothing_can_hold_are_one_line(backbone, tmp_path, capsys, monkeypatch):

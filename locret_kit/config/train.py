@@ -97,7 +97,8 @@ class DataConfig:
     repetitive: Fraction = 0.3
     """Share of synthetic samples whose haystack is one repeated paragraph."""
     val_samples: Count = 8
-    """Samples held out for validation; 0 skips it."""
+    """Samples of validation, which nothing of is trained on: records are set aside for them, and a tenth of each text; 0 sets
+    nothing aside."""
     split: str = "train"
     """Split of a Hub data set."""
     batch: Slots = 1

@@ -1,24 +1,27 @@
-"""Facts to hide in synthetic training data, each with its question and answer.
+"""Facts to hide in synthetic samples, each with its question and answer.
 
 A fact's template is (kind of value, statement, question, first words of the answer); {v} is the value, {n} a name,
-{w} a thing, {p} a place, {r} a project, {k} a key. To add one, add a line to `FACTS`.
+{w} a thing, {p} a place, {r} a project, {k} a key. To add one, add a line to `FACTS`, which is trained on, or to `HELD_FACTS`,
+which is for validation alone.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .wording import COLOURS, JOBS, MONTHS, NAMES, PLACES, PROJECTS, QUOTES, THINGS, WORDS
+from .wording import COLOURS, HELD_QUOTES, JOBS, MONTHS, NAMES, PLACES, PROJECTS, QUOTES, THINGS, WORDS
+
+Template = tuple[str, str, str, str]
 
 
-def _the(kind: str, what: str, short: str | None = None) -> tuple[str, str, str, str]:
+def _the(kind: str, what: str, short: str | None = None) -> Template:
     """The template of "The ... is {v}."; the answer may say ``short`` instead of ``what``."""
     return kind, f"The {what} is {{v}}.", f"What is the {what}?", f"The {short or what} is"
 
 
-FACTS = (
+FACTS: tuple[Template, ...] = (
     _the("digits5", "pass key"),
     _the("digits", "sequence of digits"),
     _the("digits", "secret number"),
@@ -101,6 +104,26 @@ FACTS = (
         "The best thing to do is this:",
     ),
 )
+HELD_FACTS: tuple[Template, ...] = (
+    _the("digits", "extension of the front desk"),
+    ("digits", "Locker {v} is kept for {n}.", "Which locker is kept for {n}?", "{n} has locker"),
+    (
+        "digits5",
+        "Whoever calls the lift has to type {v}.",
+        "What has to be typed to call the lift?",
+        "The code to type is",
+    ),
+    ("code", "The parcel of {n} is marked {v}.", "How is the parcel of {n} marked?", "The parcel is marked"),
+    ("hex", "revision {k} -> {v}", "Which hash does revision {k} have?", "Revision {k} has the hash"),
+    _the("word", "watchword at {p}", "watchword"),
+    ("words", "{n} recited three words: {v}.", "Which three words did {n} recite?", "{n} recited"),
+    ("job", "Before the war, {n} was a {v}.", "What was {n} before the war?", "{n} was a"),
+    ("name", "The keys to {p} are with {v}.", "Who has the keys to {p}?", "The keys are with"),
+    ("place", "{n} hid the {w} near {v}.", "Where did {n} hide the {w}?", "{n} hid it near"),
+    ("price", "Repairing the {w} came to {v}.", "What did it cost to repair the {w}?", "The repair came to"),
+    ("date", "Project {r} was called off on {v}.", "When was project {r} called off?", "It was called off on"),
+    ("saying", "{n} used to say that {v}.", "What did {n} use to say?", "{n} used to say that"),
+)
 
 
 @dataclass(frozen=True)
@@ -114,9 +137,9 @@ class Fact:
     value: str
 
 
-def make_fact(rng: random.Random) -> Fact:
+def make_fact(rng: random.Random, templates: Sequence[Template] = FACTS) -> Fact:
     """A random fact; said a second time at once in half of the cases."""
-    kind, statement, question, prefix = rng.choice(FACTS)
+    kind, statement, question, prefix = rng.choice(templates)
     names = {
         "n": rng.choice(NAMES),
         "w": rng.choice(THINGS),
@@ -150,7 +173,7 @@ def make_value(kind: str, rng: random.Random) -> str:
         "date": lambda: f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1900, 2040)}",
         "time": lambda: f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}",
     }
-    listed = {"job": JOBS, "name": NAMES, "place": PLACES, "colour": COLOURS, "quote": QUOTES}
+    listed = {"job": JOBS, "name": NAMES, "place": PLACES, "colour": COLOURS, "quote": QUOTES, "saying": HELD_QUOTES}
     return drawn[kind]() if kind in drawn else rng.choice(listed[kind])
 
 

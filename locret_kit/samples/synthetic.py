@@ -1,4 +1,4 @@
-"""Endless synthetic training samples: facts hidden in real or repetitive text, a question, a short answer.
+"""Endless synthetic samples: facts hidden in real or repetitive text, a question, a short answer.
 
 Sample number `index` depends on (seed, index) and the arguments alone, so any worker can build any sample.
 """
@@ -10,11 +10,12 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from locret_kit.samples.chat import Sample, encode, encode_chat, token_span
-from locret_kit.samples.facts import Fact, make_fact
+from locret_kit.samples.facts import FACTS, HELD_FACTS, Fact, Template, make_fact
 from locret_kit.samples.text import cut, starts, take
-from locret_kit.samples.wording import PROMPTS, SENTENCES
+from locret_kit.samples.wording import HELD_PROMPTS, HELD_SENTENCES, PROMPTS, SENTENCES
 
 COPY = 0.1
 """Share of copy tasks among the samples over real text."""
@@ -27,8 +28,28 @@ _COPY_QUESTIONS = (
 _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
 
 
+@dataclass(frozen=True)
+class Wording:
+    """What samples are worded with, their real text aside."""
+
+    facts: Sequence[Template]
+    prompts: Sequence[str]
+    sentences: Sequence[str]
+    """Sentences that repetitive haystacks repeat."""
+
+
+TRAINING = Wording(FACTS, PROMPTS, SENTENCES)
+VALIDATION = Wording(HELD_FACTS, HELD_PROMPTS, HELD_SENTENCES)
+
+
 def synthetic_sample(
-    tokenizer, texts: Sequence[str], n_tokens: int, seed: int | str, index: int, repetitive: float = 0.3
+    tokenizer,
+    texts: Sequence[str],
+    n_tokens: int,
+    seed: int | str,
+    index: int,
+    repetitive: float = 0.3,
+    wording: Wording = TRAINING,
 ) -> Sample:
     """Sample number `index`: one answer, of 0.9 to 1.0 times `n_tokens` tokens in all.
 
@@ -39,6 +60,7 @@ def synthetic_sample(
         texts: real texts, any of which is cut a piece of; may be empty if `repetitive` is 1.
         n_tokens: upper bound of the sample in tokens.
         repetitive: share of the haystacks that repeat a few short sentences.
+        wording: `TRAINING` or `VALIDATION`, which have nothing in common.
 
     Raises:
         ValueError: `repetitive` outside [0, 1], no text, or an `n_tokens` too small for a question and its facts.
@@ -49,12 +71,12 @@ def synthetic_sample(
         raise ValueError(f"texts must not be empty unless repetitive=1 (it is {repetitive})")
     rng = random.Random(f"{seed}|{index}")
     real = rng.random() >= repetitive
-    facts = _facts(rng)
+    facts = _facts(rng, wording.facts)
     asked = _asked(facts, rng)
-    chat, template, copy = rng.random() < 0.5, rng.choice(PROMPTS), real and rng.random() < COPY
-    wording = rng.random()
+    chat, template, copy = rng.random() < 0.5, rng.choice(wording.prompts), real and rng.random() < COPY
+    length = rng.random()
     places = [rng.random() for _ in facts]
-    question, prefix, answer = _ask(asked, chat, wording)
+    question, prefix, answer = _ask(asked, chat, length)
 
     # 1. what is there without a haystack decides the haystack's size; facts nobody asks for go if there is no room
     while True:
@@ -70,7 +92,7 @@ def synthetic_sample(
         elif len(asked) > 1:
             asked = asked[:1]
             facts = [fact for fact in facts if fact in asked]
-            question, prefix, answer = _ask(asked, chat, wording)
+            question, prefix, answer = _ask(asked, chat, length)
         else:
             break
     room = n_tokens - fixed - max(4, math.ceil(0.03 * n_tokens))
@@ -82,7 +104,9 @@ def synthetic_sample(
     size = room
     for _ in range(20):
         rng.setstate(state)  # a second try keeps the place and changes the length alone
-        body = cut(rng.choice(texts), tokenizer, size, rng) if real else _repeated(tokenizer, size, rng)
+        body = (
+            cut(rng.choice(texts), tokenizer, size, rng) if real else _repeated(tokenizer, size, wording.sentences, rng)
+        )
         context = _hide([fact.statement for fact in facts], places, body, rng)
         if copy and (passage := _passage(context, rng)):
             question, answer = rng.choice(_COPY_QUESTIONS).format(lead=passage[0]), passage[1]
@@ -94,11 +118,11 @@ def synthetic_sample(
     raise ValueError(f"n_tokens={n_tokens} is not met within 10% by sample {index}, which has {len(sample.ids)}")
 
 
-def _facts(rng: random.Random) -> list[Fact]:
+def _facts(rng: random.Random, templates: Sequence[Template]) -> list[Fact]:
     """One to six facts with different questions."""
     facts: dict[str, Fact] = {}
     for _ in range(rng.randint(1, 6)):
-        fact = make_fact(rng)
+        fact = make_fact(rng, templates)
         facts.setdefault(fact.question, fact)
     return list(facts.values())
 
@@ -110,18 +134,18 @@ def _asked(facts: list[Fact], rng: random.Random) -> list[Fact]:
     return rng.sample(facts, n)
 
 
-def _ask(asked: list[Fact], chat: bool, wording: float) -> tuple[str, str | None, str]:
-    """Question, answer prefix (of a plain prompt, else None) and answer. `wording` in [0, 1) picks short or full."""
+def _ask(asked: list[Fact], chat: bool, length: float) -> tuple[str, str | None, str]:
+    """Question, answer prefix (of a plain prompt, else None) and answer. `length` in [0, 1) picks short or full."""
     question = " ".join(fact.question for fact in asked)
     full = " ".join(f"{fact.prefix} {fact.value}." for fact in asked)
     if len(asked) > 1:  # a list of bare values would leave open which of them comes next
         return (question, None, full) if chat else (question, asked[0].prefix, full[len(asked[0].prefix) + 1 :])
-    short = asked[0].value + ("." if wording * 10 % 1 < 0.5 else "")
+    short = asked[0].value + ("." if length * 10 % 1 < 0.5 else "")
     if chat:
-        return question, None, full if wording < 0.5 else short
-    if wording < 0.7:
+        return question, None, full if length < 0.5 else short
+    if length < 0.7:
         return question, asked[0].prefix, full[len(asked[0].prefix) + 1 :]
-    return question, _ANSWER_PREFIXES[int(wording * 100) % 3], full if wording < 0.85 else short
+    return question, _ANSWER_PREFIXES[int(length * 100) % 3], full if length < 0.85 else short
 
 
 def _finish(
@@ -139,9 +163,9 @@ def _finish(
     return Sample(tuple(ids), (token_span(offsets, len(prompt), len(text)),))
 
 
-def _repeated(tokenizer, n_tokens: int, rng: random.Random) -> str:
+def _repeated(tokenizer, n_tokens: int, sentences: Sequence[str], rng: random.Random) -> str:
     """A few short sentences over and over, in lines or in one paragraph."""
-    few = rng.sample(SENTENCES, rng.choice((1, 2, 3, 4, 5, 6)))
+    few = rng.sample(sentences, rng.choice((1, 2, 3, 4, 5, 6)))
     unit = rng.choice((" ", " ", "\n")).join(few) + rng.choice(("\n", "\n", " "))
     return take(unit * (6 * n_tokens // len(unit) + 2), 0, tokenizer, n_tokens)
 

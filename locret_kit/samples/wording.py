@@ -1,5 +1,8 @@
-"""The wording of synthetic training data: the words that values and facts are made of, sentences to hide facts in, and
-prompts to ask with ({c} is the text, {q} the question)."""
+"""The wording of synthetic samples: the words that values and facts are made of, sentences to hide facts in, and prompts to
+ask with ({c} is the text, {q} the question).
+
+What begins with HELD is for validation alone: it shares no 13 words in a row with what is trained on.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,11 @@ QUOTES = [
     "the tallest ladder has no shadow", "count the windows, not the doors", "tomorrow the bridge will open",
 ]  # fmt: skip
 
+HELD_QUOTES = [
+    "a wet umbrella forgives nobody", "the third step always creaks", "never lend a spoon to a sailor",
+    "half of the orchard belongs to the wasps", "the post comes late on purpose", "good soup needs a patient cook",
+]  # fmt: skip
+
 SENTENCES = (
     "The river runs past the mill.",
     "It is cold today.",
@@ -85,6 +93,18 @@ SENTENCES = (
     "Every day is much like the day before it.",
     "Back to the start.",
 )
+HELD_SENTENCES = (
+    "The corridor is long.",
+    "A kettle hums on the stove.",
+    "Rain taps at the window and stops.",
+    "Somebody hums a tune.",
+    "The ferry comes and the ferry goes.",
+    "Dust lies on the shelf.",
+    "Once again nothing came with the post.",
+    "The lamp is dim.",
+    "Sheep stand in the meadow and look at the gate.",
+    "Then it begins anew.",
+)
 
 _INFO = "There is an important info hidden inside a lot of irrelevant text."
 PROMPTS = (
@@ -117,4 +137,12 @@ PROMPTS = (
     "You will be asked this: {q}\n\n{c}\n\n{q}",
     "Question: {q}\n\nText: {c}\n\nQuestion: {q}",
     "Read the text with this question in mind. {q}\n\n{c}\n\nNow answer. {q}",
+)
+HELD_PROMPTS = (
+    "Go through these pages with care, since a question comes at the end.\n\n{c}\n\nHere it is: {q}",
+    "{c}\n\nWhat the pages above say is enough to answer. {q}",
+    "The archive holds these lines:\n{c}\n\nA visitor asks: {q}",
+    "=== BEGIN ===\n{c}\n=== END ===\n{q}",
+    "{c}\n\n\n{q}\nAnswer:",
+    "Keep this at hand: {q}\n\n{c}\n\nSo, what is it? {q}",
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import count
 from typing import cast
 
@@ -14,100 +14,63 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from transformers import PreTrainedTokenizerBase
 
 from ..config.train import DataConfig
-from ..naming import first_line
-from ..samples.chat import Sample, encode_chat
-from ..samples.records import read_records, to_messages
-from ..samples.synthetic import synthetic_sample
-from ..samples.text import load_text
-
-DRAWS = 100
-"""Records in a row, and synthetic samples, that cannot be used and end a run."""
+from ..samples import overlap
+from ..samples.chat import Sample
+from .sources import make_source
 
 
 class Samples:
     """The mixture that ``data`` (the configuration's section) describes; any index from 0.
 
-    Where a record or a synthetic sample cannot be used, another is drawn, and stderr names it once with the reason. Lines
-    that are no records are left out, and counted on stderr.
+    ``held`` is what is validated on. It is set aside before anything is drawn, from each source by its weight, and no source
+    trains on what is like it. Indexes differ in their samples, as far as a source goes; see ``sources``.
 
     Raises:
-        ValueError: a source without records, or one that gave nothing usable in ``DRAWS`` draws (at once where it has none).
+        ValueError: a source with nothing usable, or more samples for validation than can be set aside.
     """
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
-        self.data, self.tokenizer, self.seed = data, tokenizer, seed
-        self._refused: dict[tuple[str, int, int], str] = {}  # by source, record and question
-        self._named: set[tuple[str, int]] = set()
-        self.records = {source: self._read(source) for source in data.sources if source != "synthetic"}
-        for source in self.records:
-            self._draw(source, random.Random(f"{seed}:{source}"))
-        self.texts = [load_text(source) for source in data.texts] if "synthetic" in data.sources else []
-        if "synthetic" in data.sources:
-            self._synthetic(0)
+        self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
+        self.sources = {name: make_source(name, data, tokenizer, seed) for name in data.sources}
+        self.names = list(data.sources)
+        self._places: list[tuple[str, int]] = []  # of the indexes so far
+        self._given = dict.fromkeys(self.names, 0)
+        self.held: list[Sample] = []
+        if data.val_samples:
+            known = overlap.union([])
+            for name, wanted in divided(data.val_samples, self.names, self.weights).items():
+                held, known = self.sources[name].hold(wanted, known)
+                self.held += held
+            for source in self.sources.values():
+                source.leave_out(known)
 
     def __getitem__(self, index: int) -> Sample:
-        rng = random.Random(f"{self.seed}:{index}")
-        source = rng.choices(list(self.data.sources), weights=self.data.weights or None)[0]
-        return self._synthetic(index) if source == "synthetic" else self._draw(source, rng)
+        name, place = self._place(index)
+        return self.sources[name][place]
 
-    def _read(self, source: str) -> list[dict]:
-        broken: list[str] = []
-        records = list(read_records(source, split=self.data.split, broken=broken.append))
-        if broken:
-            lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
-            print(f"data.sources: {source!r}: {lines} left out, the first since {broken[0]}", file=sys.stderr)
-        if not records:
-            raise ValueError(f"data.sources: {source!r} holds no records")
-        return records
+    def _place(self, index: int) -> tuple[str, int]:
+        """The source of sample ``index``, and how many samples before it are from there."""
+        for i in range(len(self._places), index + 1):
+            (name,) = random.Random(f"{self.seed}:{i}").choices(self.names, self.weights)
+            self._places.append((name, self._given[name]))
+            self._given[name] += 1
+        return self._places[index]
 
-    def _synthetic(self, index: int) -> Sample:
-        """Sample ``index``, or where its question and facts are too long for ``max_tokens`` another that ``index`` decides."""
-        data, reason = self.data, ""
-        for draw in range(DRAWS):
-            seed = f"{self.seed}:{draw}" if draw else self.seed
-            try:
-                sample = synthetic_sample(self.tokenizer, self.texts, data.max_tokens, seed, index, data.repetitive)
-            except ValueError as error:
-                reason = reason or first_line(error)
-            else:
-                self._name("synthetic", {index: reason} if reason else {})
-                return sample
-        raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
 
-    def _draw(self, source: str, rng: random.Random) -> Sample:
-        """A usable record's sample; ``rng`` alone decides which."""
-        records = self.records[source]
-        refused: dict[int, str] = {}
-        for _ in range(DRAWS):
-            number = rng.randrange(len(records))
-            asked = records[number].get("instructions")
-            question = rng.randrange(max(1, len(asked) if isinstance(asked, list) else 1))
-            key = source, number, question
-            if key not in self._refused:
-                try:
-                    sample = self._encode(records[number], question)
-                except ValueError as error:
-                    self._refused[key] = first_line(error)
-                else:
-                    self._name(source, refused)
-                    return sample
-            refused[number] = self._refused[key]
-        raise ValueError(
-            f"data.sources: {source!r} has no usable record among {DRAWS} drawn; the last was record {number}: {refused[number]}"
-        )
+def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dict[str, int]:
+    """Samples of each source by its weight; what rounding leaves goes to the largest remainders, the first of equal ones.
 
-    def _encode(self, record: dict, question: int) -> Sample:
-        messages = to_messages(record, index=question)
-        sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens)
-        if not sample.prompt_len:
-            raise ValueError("nothing stands in front of its answer")
-        return sample
-
-    def _name(self, source: str, refused: dict[int, str]) -> None:
-        for number, reason in refused.items():
-            if (source, number) not in self._named:
-                self._named.add((source, number))
-                print(f"data.sources: {source!r}, record {number} is left out: {reason}", file=sys.stderr)
+    >>> divided(8, ["a", "b", "c"], [2, 1, 1.5])
+    {'a': 3, 'b': 2, 'c': 3}
+    """
+    exact = [samples * weight / sum(weights) for weight in weights]
+    whole = [int(share) for share in exact]
+    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: samples - sum(whole)]:
+        whole[i] += 1
+    found = dict.fromkeys(names, 0)
+    for name, n in zip(names, whole, strict=True):
+        found[name] += n
+    return found
 
 
 Step = list[list[Sample]]
@@ -165,13 +128,15 @@ class SampleModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.done = state_dict["done"]
 
+    @cached_property
+    def samples(self) -> Samples:
+        """The same in every process."""
+        return Samples(self.cfg, self.tokenizer, seed=self.seed)
+
     def train_dataloader(self) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        samples = Samples(self.cfg, self.tokenizer, seed=self.seed)
-        share = Share(samples, self.done, rank, world, self.per_step, self.cfg.batch)
+        share = Share(self.samples, self.done, rank, world, self.per_step, self.cfg.batch)
         return DataLoader(share, batch_size=None, num_workers=self.cfg.num_workers)
 
     def val_dataloader(self) -> DataLoader:
-        samples = Samples(self.cfg, self.tokenizer, seed=self.seed + 10_000)
-        held = [samples[i] for i in range(self.cfg.val_samples)]  # the same in every process
-        return DataLoader(cast("Dataset[Sample]", held), batch_size=None, shuffle=False)
+        return DataLoader(cast("Dataset[Sample]", self.samples.held), batch_size=None, shuffle=False)

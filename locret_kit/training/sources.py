@@ -1,0 +1,252 @@
+"""One source of samples: what is validated on is set aside first, the rest is trained on."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from ..config.train import DataConfig
+from ..naming import first_line
+from ..samples import overlap
+from ..samples.chat import Sample, encode_chat
+from ..samples.records import read_records, to_messages
+from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
+from ..samples.text import load_text, next_start
+
+SYNTHETIC = "synthetic"
+"""The source that is made of ``data.texts``; every other one holds records."""
+DRAWS = 100
+"""Records in a row, and synthetic samples, that cannot be used and end a run."""
+STRETCH = 0.1
+"""Part of each real text that is set aside."""
+CHARACTERS = 4
+"""Characters of a token, about."""
+
+
+class Source(Protocol):
+    """Samples to train on, by place: each a function of the configuration and its place alone."""
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        """Set ``wanted`` samples to validate on aside: they, and ``known`` with the 13-grams of what they are made of.
+
+        Raises:
+            ValueError: so many cannot be set aside.
+        """
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        """Train on nothing that has these 13-grams.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+
+    def __getitem__(self, place: int) -> Sample: ...
+
+
+def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Source:
+    """The source of a name in ``data.sources``."""
+    if name == SYNTHETIC:
+        return Synthetic(data, tokenizer, seed)
+    return Records(
+        name, data, tokenizer, f"{seed}:{data.sources.index(name)}"
+    )  # not its path, which machines differ in
+
+
+class Records:
+    """Records in whole epochs, each in an order of its own; a record with several questions is asked the next one in each.
+
+    A record is set aside for each sample to validate on. Its copies are not trained on either: records more than half of whose
+    13-grams are in what was set aside, such as other questions about its document. In the place of a record that cannot be
+    used another one is drawn, and stderr names it once. Lines that are no records are left out, and counted on stderr.
+
+    Args:
+        name: what ``read_records`` takes. seed: what orders are drawn by.
+
+    Raises:
+        ValueError: no records, or ``DRAWS`` in a row that cannot be used.
+    """
+
+    def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: str) -> None:
+        self.name, self.data, self.tokenizer, self.seed = name, data, tokenizer, seed
+        self._refused: dict[tuple[int, int], str] = {}  # by record and question
+        self._named: set[int] = set()
+        self._order: tuple[int, list[int]] = -1, []  # of one epoch
+        self._held = 0
+        self.records = self._read()
+        self.trained = list(range(len(self.records)))
+        """Numbers of the records that are trained on."""
+        self[0]
+
+    def _read(self) -> list[dict]:
+        broken: list[str] = []
+        records = list(read_records(self.name, split=self.data.split, broken=broken.append))
+        if broken:
+            lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
+            print(f"data.sources: {self.name!r}: {lines} left out, the first since {broken[0]}", file=sys.stderr)
+        if not records:
+            raise ValueError(f"data.sources: {self.name!r} holds no records")
+        return records
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        held: list[Sample] = []
+        self._held = wanted
+        for number in self._shuffled("validation"):
+            if len(held) == wanted:
+                break
+            text = text_of(self.records[number])
+            if overlap.is_copy(text, known):
+                continue
+            sample = self._encode(number, 0)
+            if isinstance(sample, Sample):
+                held.append(sample)
+                known = overlap.union([known, overlap.grams(text)])
+        if len(held) < wanted:
+            raise self._too_many(len(held) - 1)
+        return held, known
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.trained = [n for n in self.trained if not overlap.is_copy(text_of(self.records[n]), known)]
+        self._order = -1, []
+        if not self.trained:
+            raise self._too_many(self._held - 1)
+        try:
+            self[0]
+        except ValueError as error:
+            raise self._too_many(self._held - 1) from error
+
+    def _too_many(self, most: int) -> ValueError:
+        return ValueError(
+            f"data.val_samples={self.data.val_samples} sets {self._held} records of {self.name!r} aside, where at most "
+            f"{max(0, most)} can be: copies and what cannot be used do not count, and one must be left to train on"
+        )
+
+    def __getitem__(self, place: int) -> Sample:
+        epoch, at = divmod(place, len(self.trained))
+        if epoch != self._order[0]:
+            self._order = epoch, self._shuffled(f"epoch {epoch}")
+        number, rng, refused = self._order[1][at], random.Random(f"{self.seed}:{place}"), dict[int, str]()
+        for _ in range(DRAWS):
+            sample = self._encode(number, epoch)
+            if isinstance(sample, Sample):
+                self._name(refused)
+                return sample
+            refused[number] = sample
+            last, number = number, rng.choice(self.trained)
+        raise ValueError(
+            f"data.sources: {self.name!r} has no usable record among {DRAWS} drawn; the last was record {last}: {refused[last]}"
+        )
+
+    def _shuffled(self, what: str) -> list[int]:
+        """The records that are trained on, in the order of an epoch or of what is set aside."""
+        return random.Random(f"{self.seed}:{what}").sample(self.trained, len(self.trained))
+
+    def _encode(self, number: int, epoch: int) -> Sample | str:
+        """A record's sample with the question of an epoch, or why it has none."""
+        record = self.records[number]
+        asked = record.get("instructions")
+        questions = max(1, len(asked) if isinstance(asked, list) else 1)
+        question = (random.Random(f"{self.seed}:{number}").randrange(questions) + epoch) % questions
+        if (number, question) in self._refused:
+            return self._refused[number, question]
+        try:
+            sample = encode_chat(self.tokenizer, to_messages(record, index=question), max_tokens=self.data.max_tokens)
+            if not sample.prompt_len:
+                raise ValueError("nothing stands in front of its answer")
+        except ValueError as error:
+            return self._refused.setdefault((number, question), first_line(error))
+        return sample
+
+    def _name(self, refused: dict[int, str]) -> None:
+        for number in refused.keys() - self._named:
+            self._named.add(number)
+            print(f"data.sources: {self.name!r}, record {number} is left out: {refused[number]}", file=sys.stderr)
+
+
+class Synthetic:
+    """Samples that are made of ``data.texts``; each is made once, so there are no epochs.
+
+    A stretch of each text is set aside, and the other texts lose every 13-gram that they share with it. Facts, prompts and
+    repeated sentences of validation are its own. In the place of a sample that does not fit ``max_tokens`` another one is
+    made, and stderr names it.
+
+    Raises:
+        ValueError: ``max_tokens`` is too small for samples; a text has nothing to set aside.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.data, self.tokenizer, self.seed = data, tokenizer, seed
+        self._named: set[str] = set()
+        self.texts = {source: load_text(source) for source in data.texts}
+        """What is trained on, by its name in ``data.texts``."""
+        self[0]
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        if not wanted:
+            return [], known
+        stretches = []
+        for i, (source, text) in enumerate(self.texts.items()):
+            rng = random.Random(f"{self.seed}:validation:{i}")
+            stretch, self.texts[source] = split_text(text, CHARACTERS * self.data.max_tokens, rng)
+            if not stretch.strip():
+                raise ValueError(
+                    f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
+                )
+            stretches.append(stretch)
+        held = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
+        return held, overlap.union([known, *map(overlap.grams, stretches)])
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        for source, text in self.texts.items():
+            self.texts[source] = overlap.without(text, known)
+            if not self.texts[source].strip():
+                raise ValueError(
+                    f"data.texts: {source!r} has nothing left to train on: data.val_samples={self.data.val_samples} sets a "
+                    "stretch aside that the rest repeats"
+                )
+
+    def __getitem__(self, place: int) -> Sample:
+        return self._make(place, list(self.texts.values()), f"{self.seed}", TRAINING)
+
+    def _make(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
+        data, reason = self.data, ""
+        for draw in range(DRAWS):
+            again = f"{seed}:{draw}" if draw else seed
+            try:
+                sample = synthetic_sample(
+                    self.tokenizer, texts, data.max_tokens, again, place, data.repetitive, wording
+                )
+            except ValueError as error:
+                reason = reason or first_line(error)
+                continue
+            if reason and (said := f"record {place} is left out: {reason}") not in self._named:
+                self._named.add(said)
+                print(f"data.sources: {SYNTHETIC!r}, {said}", file=sys.stderr)
+            return sample
+        raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
+
+
+def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
+    """``(stretch, rest)``: a tenth of the text, or ``least`` characters where that is more, but at most half of it; from the
+    start of a line or sentence to another one. One of them is empty where the text has no such start."""
+    size = min(len(text) // 2, max(int(STRETCH * len(text)), least))
+    start = next_start(text, rng.randrange(len(text) - size))
+    end = next_start(text, start + size) if start + size < len(text) else 0
+    before, after = text[:start].rstrip(), text[end:] if end else ""
+    return text[start : end or None], "\n".join(part for part in (before, after) if part)
+
+
+def text_of(value: object) -> str:
+    """Every text of a record, whatever its schema, in order, a line each."""
+    return "\n".join(_texts(value))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
