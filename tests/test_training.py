@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +27,7 @@ from locret_kit.samples.records import to_messages
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.samples.text import load_text
 from locret_kit.training import fit
-from locret_kit.training.board import cis_image, marked_text, most_kept, ranks
+from locret_kit.training.board import cis_figure, marked_text, most_kept, pixels, ranks
 from locret_kit.training.curves import read_curves
 from locret_kit.training.data import Samples
 
@@ -109,7 +110,7 @@ def test_the_board_shows_layers_pictures_text_and_settings(backbone, tmp_path):
     assert sum(curves[tag][2] for tag in layers) / 3 == pytest.approx(curves["val/recall"][2], abs=1e-6)
     assert tags["images"] == ["val/predicted above target"]
     image = events.Images("val/predicted above target")[0]
-    assert image.height == 2 * (256 // 6) * 6 + 4, "3 layers of 2 heads, predictions above truth"
+    assert (image.width, image.height) == (1000, 640)
     text = events.Tensors("val/kept tenth/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text.startswith("    ") and text.count("⟦") == text.count("⟧") > 0
     assert any("hparams" in tag for tag in tags["tensors"]) or "_hparams_/experiment" in str(file.read_bytes())
@@ -273,14 +274,26 @@ def test_ranks_are_those_of_a_sort(rows, slots, seed):
 
 
 def test_the_picture_has_predictions_above_truth_and_bins_keep_the_highest():
-    truth = torch.zeros(2, 4000)
-    truth[0, 17] = truth[1, 3999] = 1
-    image = cis_image(-truth, truth, width=100)
-    tall = 128 * 2
-    assert image.shape == (1, 2 * tall + 4, 100) and image.min() >= 0 and image.max() <= 1
-    below = image[0, -tall:]
-    assert below[0, 0] == 1 and below[-1, -1] == 1
-    assert (image[0, tall : tall + 4] == 1).all()
+    """Two heads of two layers; every axis says what it is."""
+    truth = torch.zeros(4, 4000)
+    truth[0, 17] = truth[3, 3999] = 1
+    figure = cis_figure(-truth, truth, layers=[5, 11], title="After 7 steps", width=100)
+    above, below, legend = figure.axes
+    for panel, picked in ((above, 0), (below, 1)):
+        (image,) = panel.get_images()
+        ranks = image.get_array()
+        assert ranks.shape == (4, 100) and ranks.min() >= 0 and ranks.max() <= 1
+        assert (ranks[0, 0] == 1) == (ranks[3, 99] == 1) == bool(picked)
+        assert image.get_extent() == [0, 4000, 2, 0] and panel.get_ylabel() == "layer (2 KV heads each)"
+        assert [tick.get_text() for tick in panel.get_yticklabels()] == ["5", "11"]
+        assert panel.get_yticks().tolist() == [0.5, 1.5], "in the middle of a layer's rows"
+    assert "Predicted" in above.get_title() and "True" in below.get_title()
+    assert below.get_xlabel() == "token of the prompt" and "rank" in legend.get_ylabel()
+    assert figure.get_suptitle() == "After 7 steps"
+    seen = pixels(figure)
+    assert seen.shape == (640, 1000, 3) and seen.dtype == np.uint8 and len(np.unique(seen.reshape(-1, 3), axis=0)) > 50
+    many = cis_figure(truth.repeat(40, 1), truth.repeat(40, 1), layers=list(range(80)), title="")
+    assert 1 < len(many.axes[0].get_yticks()) <= 16
 
 
 @given(st.integers(1, 5), st.integers(1, 60), st.integers(0, 2**16))

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import numpy as np
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..config.reader import flattened
 from ..config.train import TrainConfig
+
+COLOURS = "cividis"
+"""Brightness rises along it, so it reads in grey."""
+LABELS = 16
+"""Most layers that an axis names."""
 
 
 def ranks(score_RS: Tensor) -> Tensor:
@@ -19,18 +28,41 @@ def ranks(score_RS: Tensor) -> Tensor:
     return order.float() / max(1, score_RS.shape[-1] - 1)
 
 
-def cis_image(predicted_RS: Tensor, target_RS: Tensor, width: int = 768) -> Tensor:
-    """``[1, height, <= width]`` in [0, 1]: rows of layers and heads, ranks predicted above ranks in truth.
+def cis_figure(predicted_RS: Tensor, target_RS: Tensor, layers: Sequence[int], title: str, width: int = 768) -> Figure:
+    """Ranks predicted above ranks in truth: a column for each slot of the prompt, a row for each KV head of ``layers``.
 
     Long prompts are cut into ``width`` bins that show their highest slot.
     """
+    slots, heads = predicted_RS.shape[-1], predicted_RS.shape[0] // len(layers)
     both = torch.stack([ranks(predicted_RS.float()), ranks(target_RS.float())])
-    if both.shape[-1] > width:
+    if slots > width:
         both = F.adaptive_max_pool1d(both, width)
-    tall = max(1, 256 // both.shape[1])
-    above, below = both.repeat_interleave(tall, dim=1)
-    line = torch.ones(4, both.shape[-1])
-    return torch.cat([above, line, below]).unsqueeze(0)
+    figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    panels = figure.subplots(2, 1, sharex=True)
+    named = range(0, len(layers), -(-len(layers) // LABELS))
+    for panel, ranks_RS, name in zip(
+        panels, both, ("Predicted by the heads", "True: attention of the answer's queries"), strict=True
+    ):
+        image = panel.imshow(
+            ranks_RS.numpy(), cmap=COLOURS, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
+            extent=(0, slots, len(layers), 0),
+        )  # fmt: skip
+        panel.set_title(name, fontsize=10)
+        panel.set_ylabel(f"layer ({heads} KV heads each)")
+        panel.set_yticks([row + 0.5 for row in named], [str(layers[row]) for row in named])
+    panels[-1].set_xlabel("token of the prompt")
+    legend = figure.colorbar(image, ax=list(panels), pad=0.01, ticks=[0, 0.5, 0.9, 1])
+    legend.set_ticklabels(["lowest\n(evicted first)", "median", "top tenth", "highest\n(kept longest)"])
+    legend.set_label("importance: rank of the token within its head")
+    return figure
+
+
+def pixels(figure: Figure) -> NDArray[np.uint8]:
+    """A figure as ``[height, width, 3]``."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def most_kept(predicted_RS: Tensor, fraction: float = 0.1) -> Tensor:

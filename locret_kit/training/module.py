@@ -19,7 +19,7 @@ from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
 from ..samples.chat import Sample
 from .base import FrozenTraining
-from .board import cis_image, marked_text, most_kept
+from .board import cis_figure, marked_text, most_kept, pixels
 from .callbacks import KeepBest
 from .data import Step
 from .observer import Observer, PaddedBatch
@@ -40,7 +40,9 @@ class HeadTraining(FrozenTraining):
         config = text_config(backbone)
         require_adapter(config)
         self.spec = spec_of(config)
-        if None not in self.spec.windows:
+        self.scored = [layer for layer, window in enumerate(self.spec.windows) if window is None]
+        """Layers that are evicted from, and have heads to train."""
+        if not self.scored:
             raise ValueError(
                 f"every layer of {cfg.backbone.model} has a window, and is never evicted from: nothing to train"
             )
@@ -144,20 +146,21 @@ class HeadTraining(FrozenTraining):
         )
         if seen:
             predicted_RS, target_RS = (torch.cat([pair[i][0] for pair in seen]).cpu() for i in (0, 1))
-            self._show(sample, predicted_RS, target_RS)
+            self._show(sample, predicted_RS, target_RS, float(figures.means()["recall"]))
 
     def on_validation_epoch_end(self) -> None:
         regression, smooth, recall = torch.stack(self._validation).mean(0)  # [3, scored layers]
         self.validated = {"val/loss": float((regression + smooth).mean()), "val/recall": float(recall.mean())}
-        scored = [layer for layer, window in enumerate(self.spec.windows) if window is None]
-        layers = {f"val/recall_layer/{layer:02d}": float(r) for layer, r in zip(scored, recall, strict=True)}
+        layers = {f"val/recall_layer/{layer:02d}": float(r) for layer, r in zip(self.scored, recall, strict=True)}
         self.log("val/recall", self.validated["val/recall"], prog_bar=True, logger=False)
         self.logger.log_metrics({**self.validated, **layers}, step=self.global_step)  # type: ignore[union-attr]
 
-    def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor) -> None:
+    def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:
         writer: Any = self.logger.experiment  # type: ignore[union-attr]
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         tokens = [tokenizer.decode([token]) for token in sample.ids[: predicted_RS.shape[-1]]]
         kept = most_kept(predicted_RS).tolist()
-        writer.add_image("val/predicted above target", cis_image(predicted_RS, target_RS), self.global_step)
+        title = f"First validation sample after {self.global_step} steps: {recall:.0%} of the true top tenth found"
+        figure = cis_figure(predicted_RS, target_RS, self.scored, title)
+        writer.add_image("val/predicted above target", pixels(figure), self.global_step, dataformats="HWC")
         writer.add_text("val/kept tenth", marked_text(tokens, kept), self.global_step)
