@@ -200,6 +200,15 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
             f"{training['loss']['top_fraction']:.0%} of slots weigh {training['loss']['top_weight']:g}. "
             f"The whole configuration is in `{TRAINING}`.",
         ]
+        if held := training.get("set_aside"):  # a run that does not say so may have trained on them
+            made = "synthetic" in data["sources"]
+            apart = ["no record with a document of theirs"] if not made or len(data["sources"]) > 1 else []
+            apart += (
+                ["no 13 words in a row of the texts that they hide facts in and none of their facts"] if made else []
+            )
+            paragraphs.append(
+                f"Validation samples ({held}) were set aside before training: {', and '.join(apart)} was trained on."
+            )
     return "\n\n".join(paragraphs)
 
 

@@ -187,6 +187,25 @@ def test_a_broken_line_that_is_not_the_last_is_an_error(tmp_path):
         public_rows(file, "a/b", "a/b")
 
 
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        (["synthetic"], "no 13 words in a row of the texts that they hide facts in and none of their facts was"),
+        (["a/b"], "training: no record with a document of theirs was trained on."),
+        (["synthetic", "a/b"], "no record with a document of theirs, and no 13 words in a row"),
+    ],
+)
+def test_the_card_says_whether_validation_was_set_aside(tmp_path, sources, said):
+    source = save(tmp_path / "heads")
+    training = json.loads((source / "training.json").read_text())
+    training["data"]["sources"] = sources
+    for held in (None, 0, 8):
+        (source / "training.json").write_text(json.dumps({**training, "set_aside": held}))
+        write_release(make(), "me/heads", tmp_path / f"release{held}", source)
+        card = (tmp_path / f"release{held}" / "README.md").read_text()
+        assert ("Validation samples (8) were set aside before training" in card) == (said in card) == (held == 8)
+
+
 def test_no_local_path_is_published(tmp_path):
     source = save(tmp_path / "heads")
     training = json.loads((source / "training.json").read_text())

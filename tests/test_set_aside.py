@@ -281,6 +281,7 @@ def test_the_best_heads_are_those_of_the_highest_recall_on_what_was_set_aside(ba
     held = SampleModule(cfg.data, TOKENIZER, seed=0).samples.held
     trained = {number_of(sample) for step in steps for batch in step for sample in batch}
     assert len(held) == 3 and len(trained) == 9 and not trained & {number_of(sample) for sample in held}
+    assert json.loads((tmp_path / "run" / "heads" / "training.json").read_text())["set_aside"] == 3
     (best,) = (tmp_path / "run" / "best").iterdir()
     curve = read_curves(tmp_path / "run")["val/recall"]
     highest = max(curve.values())

@@ -160,7 +160,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
     if trained is None:
         return None
     folder = module.export(trained, out)
-    write_json(folder / "training.json", asdict(cfg))
+    write_json(folder / "training.json", {**asdict(cfg), "set_aside": cfg.data.val_samples})
     write_curves(out, folder / "curves.csv")
     return folder
 
