@@ -1,10 +1,11 @@
-"""Files: atomic writes, folders of weights, JSON, locks.
+"""Files: atomic writes, folders of weights, JSON, UTF-8, locks.
 
 Every write goes beside its target and is renamed, so a full disk or a kill leaves the previous file whole.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from .naming import blaming, first_line
 
@@ -108,6 +109,33 @@ def parse_json(text: str | bytes, where: str) -> object:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
+
+
+def read_utf8(stream: BinaryIO, block: int = 1 << 16) -> Iterator[str]:
+    """Decode a byte stream block by block, without a byte-order mark at its beginning.
+
+    Args:
+        block: bytes read at a time.
+
+    Raises:
+        ValueError: the stream is not UTF-8; names the offset of the first wrong byte.
+    """
+    decoder, offset, first = codecs.getincrementaldecoder("utf-8")(), 0, True
+    while data := stream.read(block):
+        held = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}"
+            ) from None
+        offset += len(data)
+        yield text.removeprefix("\ufeff") if first else text
+        first = first and not text
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise ValueError(f"the text is not UTF-8: it ends inside a character, at byte {offset}") from None
 
 
 def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tensor]) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import PROSE, tiny_tokenizer
 
-from locret_kit.runtime.tokens import read_utf8, stream_ids
+from locret_kit.files import read_utf8
+from locret_kit.runtime.tokens import stream_ids
 
 BACKBONE = Path(__file__).resolve().parents[1] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"

@@ -227,7 +227,7 @@ def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any
 
 def _blocks(file: str | None) -> Iterator[str]:
     """The text of a file, or of stdin; an empty or blank one is an error."""
-    from ..runtime.tokens import read_utf8
+    from ..files import read_utf8
 
     source, blank = "stdin" if file in (None, "-") else f"file={file!r}", True
     if source == "stdin" and sys.stdin.isatty():

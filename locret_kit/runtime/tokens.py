@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterable
+from typing import Any
 
 BLOCK = 1 << 16
-"""Bytes read, and characters encoded, at a time."""
+"""Characters encoded at a time."""
 CONTEXT = 512
 """Characters by which windows overlap."""
-
-
-def read_utf8(stream: BinaryIO, block: int = BLOCK) -> Iterator[str]:
-    """Decode a byte stream block by block, without a byte-order mark at its beginning.
-
-    Raises:
-        ValueError: the stream is not UTF-8; names the offset of the first wrong byte.
-    """
-    import codecs
-
-    decoder, offset, first = codecs.getincrementaldecoder("utf-8")(), 0, True
-    while data := stream.read(block):
-        held = len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(data)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}"
-            ) from None
-        offset += len(data)
-        yield text.removeprefix("\ufeff") if first else text
-        first = first and not text
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise ValueError(f"the text is not UTF-8: it ends inside a character, at byte {offset}") from None
 
 
 def stream_ids(tokenizer: Any, pieces: Iterable[str], *, special: bool = False, block: int = BLOCK) -> array:
