@@ -36,6 +36,8 @@ ONLY = {
     "huggingface_hub": {"hub", "card", "backbones", "evals", "samples", "checkpoint"},
     "matplotlib": {"evals", "training"},
     "jinja2": {"evals", "samples"},
+    "markitdown": {"samples"},
+    "pypdfium2": {"samples"},
     "triton": set(),
 }
 """Libraries that only some rooms know; Triton is known to the kernels alone."""

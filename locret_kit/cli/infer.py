@@ -228,7 +228,11 @@ def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any
 def _blocks(file: str | None) -> Iterator[str]:
     """The text of a file, or of stdin; an empty or blank one is an error."""
     from ..files import read_utf8
+    from ..samples.reader import CONVERTED, read_document
 
+    if file is not None and file.lower().endswith(CONVERTED):
+        yield read_document(file)
+        return
     source, blank = "stdin" if file in (None, "-") else f"file={file!r}", True
     if source == "stdin" and sys.stdin.isatty():
         print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)

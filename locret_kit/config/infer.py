@@ -25,7 +25,7 @@ class Text:
     """The text."""
 
     file: str | None = None
-    """The text, UTF-8; - or nothing is stdin."""
+    """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
     question: Annotated[list[str], Each()] = field(default_factory=list)
     """Asked about the text, through the chat template. Given several times, each is answered in turn. Without one the text is
     continued."""

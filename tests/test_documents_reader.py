@@ -1,0 +1,478 @@
+"""Documents as text. The oracle is the text that the test put into a file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import random
+import re
+import socket
+import struct
+import sys
+import tracemalloc
+import warnings
+import zlib
+from pathlib import Path
+from zipfile import ZIP_BZIP2, ZIP_DEFLATED, ZipFile
+
+import pytest
+from tiny_tokenizer import save_tiny_backbone
+
+from locret_kit.cli import command, infer
+from locret_kit.samples.reader import read_document, read_stream
+
+LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"
+WORDS = LINE.split()
+
+
+def prose(seed: int, n: int) -> list[str]:
+    """A page: ``n`` lines of words."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=10)) for _ in range(n)]
+
+
+def rc4(key: bytes, data: bytes) -> bytes:
+    """The stream cipher of PDF's first security handler."""
+    box, j, out = list(range(256)), 0, bytearray()
+    for i in range(256):
+        j = (j + box[i] + key[i % len(key)]) % 256
+        box[i], box[j] = box[j], box[i]
+    i = j = 0
+    for byte in data:
+        i = (i + 1) % 256
+        j = (j + box[i]) % 256
+        box[i], box[j] = box[j], box[i]
+        out.append(byte ^ box[(box[i] + box[j]) % 256])
+    return bytes(out)
+
+
+def pdf(pages: list[list[str]], *, password: str | None = None, image: bool = False) -> bytes:
+    """A PDF with a page per list of lines; with ``image`` each page is a grey picture instead.
+
+    With a password, content streams are encrypted by the standard handler, revision 2 (PDF reference 1.7, section 3.5).
+    """
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>",
+    ]
+    if image:
+        objects[2] = (
+            b"<< /Type /XObject /Subtype /Image /Width 2 /Height 2 /ColorSpace /DeviceGray /BitsPerComponent 8 /Length 4 >>\n"
+            b"stream\nabcd\nendstream"
+        )
+    resources = b"/XObject << /I 3 0 R >>" if image else b"/Font << /F 3 0 R >>"
+    for i, lines in enumerate(pages):
+        shown = [re.sub(r"([()\\])", r"\\\1", line) for line in lines]
+        body = "BT /F 10 Tf 12 TL 50 760 Td " + " ".join(f"({line}) Tj T*" for line in shown) + " ET"
+        stream = b"q 500 0 0 700 50 50 cm /I Do Q" if image else body.encode("cp1252")
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Contents %d 0 R /Resources << %s >> >>"
+            % (5 + 2 * i, resources)
+        )
+        objects.append(stream)
+    trailer = b""
+    if password is not None:
+        pad = bytes.fromhex("28bf4e5e4e758a4164004e56fffa01082e2e00b6d0683e802f0ca9fe6453697a")
+        user = (password.encode() + pad)[:32]
+        owner = rc4(hashlib.md5((b"owner" + pad)[:32]).digest()[:5], user)
+        key = hashlib.md5(user + owner + struct.pack("<i", -4) + b"0123456789abcdef").digest()[:5]
+        for n in range(4, len(objects), 2):  # streams; object n + 1
+            objects[n] = rc4(hashlib.md5(key + struct.pack("<I", n + 1)[:3] + b"\0\0").digest()[:10], objects[n])
+        secrets = b"/Filter /Standard /V 1 /R 2 /P -4 /O <%s> /U <%s>" % (
+            owner.hex().encode(),
+            rc4(key, pad).hex().encode(),
+        )
+        trailer = b"/ID [<%s> <%s>] /Encrypt << %s >>" % (*[b"0123456789abcdef".hex().encode()] * 2, secrets)
+    for n in range(4, len(objects), 2):
+        objects[n] = b"<< /Length %d >>\nstream\n%s\nendstream" % (len(objects[n]), objects[n])
+    out, places = bytearray(b"%PDF-1.4\n"), []
+    for number, content in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    start = len(out)
+    out += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
+    out += b"".join(b"%010d 00000 n \n" % place for place in places)
+    out += b"trailer << /Size %d /Root 1 0 R %s >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, trailer, start)
+    return bytes(out)
+
+
+def zipped(files: dict[str, str | bytes], method: int = ZIP_DEFLATED) -> bytes:
+    out = io.BytesIO()
+    with ZipFile(out, "w", method) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+OFFICE = "http://schemas.openxmlformats.org/"
+REMOTE = "http://192.0.2.1/picture.png"
+
+
+def escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def docx_files(paragraphs: list[str]) -> dict[str, str | bytes]:
+    """Parts of a Word file: paragraphs, a table, and a picture that lies elsewhere."""
+    rel, main = f"{OFFICE}officeDocument/2006/relationships", f"{OFFICE}wordprocessingml/2006/main"
+    text = [f'<w:p><w:r><w:t xml:space="preserve">{escaped(line)}</w:t></w:r></w:p>' for line in paragraphs]
+    cells = "".join(f"<w:tc><w:p><w:r><w:t>{word}</w:t></w:r></w:p></w:tc>" for word in ("left", "right"))
+    picture = (
+        '<w:p><w:r><w:drawing><wp:inline><a:graphic><a:graphicData><pic:pic><pic:blipFill><a:blip r:link="r1"/>'
+        "</pic:blipFill></pic:pic></a:graphicData></a:graphic></wp:inline></w:drawing></w:r></w:p>"
+    )
+    spaces = (
+        f'xmlns:w="{main}" xmlns:r="{rel}" xmlns:a="{OFFICE}drawingml/2006/main" '
+        f'xmlns:pic="{OFFICE}drawingml/2006/picture" xmlns:wp="{OFFICE}drawingml/2006/wordprocessingDrawing"'
+    )
+    body = "".join(text) + f"<w:tbl><w:tr>{cells}</w:tr></w:tbl>" + picture
+    relations = f'<Relationships xmlns="{OFFICE}package/2006/relationships">%s</Relationships>'
+    types = f"{OFFICE}package/2006/content-types"
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    return {
+        "[Content_Types].xml": f'<Types xmlns="{types}"><Override PartName="/word/document.xml" ContentType="{kind}"/></Types>',
+        "_rels/.rels": relations % f'<Relationship Id="r1" Type="{rel}/officeDocument" Target="word/document.xml"/>',
+        "word/_rels/document.xml.rels": relations
+        % f'<Relationship Id="r1" Type="{rel}/image" Target="{REMOTE}" TargetMode="External"/>',
+        "word/document.xml": f"<w:document {spaces}><w:body>{body}</w:body></w:document>",
+    }
+
+
+def epub_files(chapters: list[str]) -> dict[str, str | bytes]:
+    """Parts of a book; its chapters lie in the archive in another order than they are read."""
+    items = "".join(
+        f'<item id="c{i}" href="c{i}.xhtml" media-type="application/xhtml+xml"/>' for i in range(len(chapters))
+    )
+    spine = "".join(f'<itemref idref="c{i}"/>' for i in range(len(chapters)))
+    page = (
+        f'<?xml version="1.0"?><html><head><title>no</title></head><body><p>%s</p><img src="{REMOTE}"/></body></html>'
+    )
+    return {
+        "mimetype": "application/epub+zip",
+        **{f"c{i}.xhtml": page % escaped(chapters[i]) for i in reversed(range(len(chapters)))},
+        "content.opf": f"<package><metadata/><manifest>{items}</manifest><spine>{spine}</spine></package>",
+        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="content.opf"/></rootfiles></container>',
+    }
+
+
+def docx(paragraphs: list[str]) -> bytes:
+    return zipped(docx_files(paragraphs))
+
+
+def epub(chapters: list[str]) -> bytes:
+    return zipped(epub_files(chapters))
+
+
+def html(paragraphs: list[str], encoding: str = "utf-8") -> bytes:
+    body = "".join(f"<p>{escaped(text)}</p>" for text in paragraphs)
+    return (
+        f"<html><head><meta charset='{encoding}'><style>p {{ color: red }}</style><script src='{REMOTE}.js'>var hidden</script>"
+        f"</head><body><h1>Title</h1>{body}<table><tr><td>left</td><td>right</td></tr></table><img src='{REMOTE}'></body></html>"
+    ).encode(encoding)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"a connection was opened: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def read(data: bytes, name: str, **bounds: int) -> str:
+    return read_stream(io.BytesIO(data), name, **bounds)
+
+
+def refusal(data: bytes, name: str, **bounds: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        read(data, name, **bounds)
+    said = str(caught.value)
+    assert said.startswith(name) and "\n" not in said
+    return said.removeprefix(name)
+
+
+# what a document says
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.MD", "README", "stdin"])
+def test_plain_text_is_exact(name):
+    text = "  one\r\ntwo \t\n\n\n\n\x0cthré<e> 👩 *x* %PDF-1.4 \u00ad\ufb01\n "
+    assert read(text.encode(), name) == text
+    assert read(b"\xef\xbb\xbf" + text.encode(), name) == text
+
+
+@pytest.mark.parametrize("n_pages", [3, 200])
+def test_a_pdf_says_every_word_of_every_page(n_pages):
+    pages = [prose(i, 5) for i in range(n_pages)]
+    text = read(pdf(pages), "book.pdf")
+    assert text.split() == " ".join(line for page in pages for line in page).split()
+    assert "\f" not in text and "\n\n\n" not in text
+    assert text.split("\n\n") == ["\n".join(page) for page in pages]  # a page ends with a blank line
+
+
+def test_words_that_a_line_of_a_pdf_breaks():
+    lines = ["an exam-", "ple of 1914-", "18, - and RE-", "WIND by GPT-", "4, self-made state-"]
+    assert (
+        read(pdf([lines, ["ment"]]), "a.pdf")
+        == "an example of 1914-\n18, - and REWIND by GPT-4, self-made state-\n\nment"
+    )
+
+
+def test_an_encrypted_pdf_that_opens_without_a_password():
+    pages = [prose(1, 4), prose(2, 4)]
+    assert read(pdf(pages, password=""), "a.pdf").split() == " ".join(line for page in pages for line in page).split()
+
+
+def test_word():
+    lines = [*prose(1, 3), "1 < 2 & café"]
+    text = read(docx(lines), "a.docx")
+    assert text.startswith("\n\n".join(lines)) and re.search(r"\|\s*left\s*\|\s*right\s*\|", text)
+
+
+def test_a_book_in_its_reading_order():
+    chapters = [" ".join(prose(i, 3)) for i in range(4)]
+    text = re.sub(r"!\[\]\(\S*\)\s*", "", read(epub(chapters), "a.epub"))
+    assert text.strip().split("\n\n") == chapters
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_page_of_the_web(encoding):
+    lines = [*prose(1, 3), "1 < 2 & café"]
+    text = read(html(lines, encoding), "a.html")
+    assert text.startswith("\n\n".join(["# Title", *lines]))
+    assert re.search(r"\|\s*left\s*\|\s*right\s*\|", text) and REMOTE in text
+    assert "hidden" not in text and "color" not in text
+    assert read(html(lines, encoding), "a.HTM") == text
+
+
+def test_a_page_of_the_web_that_is_nested_deeply():
+    assert "deep" in read(b"<div>" * 5000 + b"deep" + b"</div>" * 5000, "a.html")
+
+
+@pytest.mark.parametrize(("make", "suffix"), [(lambda t: pdf([t]), ".pdf"), (docx, ".docx"), (epub, ".epub")])
+def test_the_content_says_the_format_where_the_name_does_not(make, suffix, tmp_path):
+    data = make(["some words"])
+    assert read(data, "stdin") == read(data, f"a{suffix}")
+    (tmp_path / f"a{suffix}").write_bytes(data)
+    assert (
+        read_document(tmp_path / f"a{suffix}")
+        == read_document(str(tmp_path / f"a{suffix}"))
+        == read(data, f"a{suffix}")
+    )
+
+
+# refusals
+
+
+def test_a_stream_that_gives_few_bytes_at_a_time():
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            return super().read(min(3, size or 0))
+
+    assert read_stream(Slow(b"some words"), "a.txt", limit=10) == "some words"
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match=r"is a folder: name a file$"):
+        read_document(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"none\.pdf does not exist$"):
+        read_document(tmp_path / "none.pdf")
+
+
+def test_extensions():
+    known = ".txt, .md, .html, .htm, .pdf, .docx, .epub"
+    assert refusal(b"x", "a.doc") == f" must end in one of {known}. Did you mean '.docx'?"
+    assert refusal(b"x", "a.xyzzy") == f" must end in one of {known}."
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.pdf", "a.docx", "a.epub", "stdin"])
+def test_empty_documents(name):
+    assert refusal(b"", name) == " is empty"
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b" \n\t", "a.txt"),
+        (b"<p> <script>x</script></p>", "a.html"),
+        (zipped({**docx_files([]), "word/document.xml": "<a/>"}), "a.docx"),
+    ],
+)
+def test_blank_documents(data, name):
+    assert refusal(data, name).startswith((" has no text", " is damaged"))
+
+
+def test_not_utf8():
+    assert refusal("café au lait".encode("latin-1"), "a.txt") == ": the text is not UTF-8: byte 3 is 0xe9"
+    assert refusal("café".encode("utf-16"), "a.txt") == " is text in UTF-16: save it as UTF-8"
+
+
+def test_a_scanned_pdf():
+    assert (
+        refusal(pdf([[], [], []], image=True), "a.pdf")
+        == " has no text on its 3 pages: run OCR first, such as ocrmypdf"
+    )
+
+
+def test_an_encrypted_pdf():
+    said = " is encrypted: save it without a password, such as with qpdf --decrypt"
+    assert refusal(pdf([["hidden"]], password="secret"), "a.pdf") == said
+
+
+def test_encrypted_archives():
+    locked = epub_files(["words"]) | {
+        "META-INF/encryption.xml": "<x Algorithm='http://www.w3.org/2001/04/xmlenc#aes128-cbc'/>"
+    }
+    assert refusal(zipped(locked), "a.epub") == " is encrypted: only a copy without protection can be read"
+    fonts = epub_files(["words"]) | {"META-INF/encryption.xml": "<x Algorithm='http://www.idpf.org/2008/embedding'/>"}
+    assert "words" in read(zipped(fonts), "a.epub")
+    data = bytearray(docx(["words"]))
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    assert refusal(bytes(data), "a.docx") == " is encrypted: only a copy without protection can be read"
+    assert "with a password" in refusal(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(512), "a.docx")
+
+
+MADE = {".pdf": pdf([["some words"]] * 3), ".docx": docx(["some words"]), ".epub": epub(["some words"])}
+
+
+@pytest.mark.parametrize("suffix", MADE)
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.7, 0.97])
+def test_documents_that_are_cut_short(suffix, share):
+    data = MADE[suffix]
+    assert "damaged" in refusal(data[: int(len(data) * share) + 3], f"a{suffix}")
+
+
+@pytest.mark.parametrize("suffix", MADE)
+def test_changed_bytes_give_text_or_one_line(suffix):
+    """Parsers may mend damage; whatever they raise is one line that names the file."""
+    draw = random.Random(7)
+    for _ in range(40):
+        data = bytearray(MADE[suffix])
+        for _ in range(8):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        try:
+            assert read(bytes(data), f"a{suffix}")
+        except ValueError as error:
+            assert str(error).startswith(f"a{suffix}") and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("suffix", MADE)
+@pytest.mark.parametrize("name", ["a.txt", "a.html", "a.pdf", "a.docx", "a.epub"])
+def test_another_format_than_the_name_says(suffix, name):
+    if not name.endswith(suffix):
+        assert refusal(MADE[suffix], name) == f" is a {suffix} file by its content: rename it to a{suffix}"
+
+
+def test_formats_that_are_not_read():
+    assert "damaged, or no .pdf file" in refusal(b"plain words", "a.pdf")
+    assert "damaged, or no .docx file" in refusal(b"plain words", "a.docx")
+    assert refusal(b"\x1f\x8b\x08", "a.txt") == " is a gzip file: unpack it first"
+    assert refusal(b"{\\rtf1 words}", "stdin") == " is a rich-text file: save it as .docx"
+    assert "neither a .docx nor an .epub" in refusal(zipped({"xl/workbook.xml": "<x/>"}), "a.docx")
+    assert refusal(MADE[".docx"][:99], "stdin") == " is damaged: File is not a zip file"
+    assert "unusual method" in refusal(zipped(docx_files(["words"]), ZIP_BZIP2), "a.docx")
+
+
+# bounds
+
+
+def test_size():
+    assert read(b"x" * 100, "a.txt", limit=100) == "x" * 100
+    assert refusal(b"x" * 101, "a.txt", limit=100) == " is larger than limit=100 bytes"
+
+    class Endless(io.RawIOBase):
+        def read(self, size: int = -1) -> bytes:
+            assert 0 < size <= 1001
+            return b"x" * size
+
+    with pytest.raises(ValueError, match="larger than limit=1000 bytes"):
+        read_stream(Endless(), "stdin", limit=1000)
+
+
+@pytest.mark.parametrize("files", [docx_files(["words"]), epub_files(["words"])])
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(files):
+    data = zipped({**files, "word/media/image.png": bytes(64 * 2**20)})
+    tracemalloc.start()
+    said = refusal(data, "stdin", limit=2**20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    total = 64 * 2**20 + sum(len(content) for content in files.values())
+    assert said == f" holds {total} bytes unpacked, more than limit={2**20}"
+    assert len(data) < 2**17 and peak < 2**22
+
+
+def test_a_zip_that_lies_about_its_sizes_is_unpacked_as_far_as_it_says():
+    """The header says 10 bytes, with the right checksum of these; 64 MiB come out of a reader that unpacks at once."""
+    before = docx(["words"])
+    read(before, "a.docx")  # imports
+    data = bytearray(zipped({**docx_files(["words"]), "word/media/image.png": bytes(64 * 2**20)}))
+    real, said = (struct.pack("<I", size) for size in (64 * 2**20, 10))
+    crc = struct.pack("<I", zlib.crc32(bytes(10)))
+    for name in re.finditer(rb"word/media/image\.png", bytes(data)):
+        at = name.start() - (16 if data[name.start() - 30 : name.start() - 26] == b"PK\x03\x04" else 30)
+        assert data[at + 8 : at + 12] == real
+        data[at : at + 4], data[at + 8 : at + 12] = crc, said
+    tracemalloc.start()
+    text = read(bytes(data), "a.docx")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert text == read(before, "a.docx") and peak < 2**23
+
+
+# quiet, and without the extra
+
+
+def test_no_warning_and_no_log_line_comes_out(caplog, capfd):
+    broken = b"<?xml version='1.0'?>\x81\xff" + b"<div>" * 5000 + b"deep"
+    before = logging.getLogger("bs4").level
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, data in {**{f"a{suffix}": data for suffix, data in MADE.items()}, "a.html": broken}.items():
+            assert read(data, name)
+        assert not caught and not caplog.records and capfd.readouterr() == ("", "")
+        from markitdown import StreamInfo
+        from markitdown.converters import HtmlConverter
+
+        HtmlConverter().convert(io.BytesIO(broken), StreamInfo(extension=".html"))
+        assert caught and caplog.records  # the test itself: the converter is not quiet
+    assert logging.getLogger("bs4").level == before
+
+
+def test_the_extra_is_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "a.docx").write_bytes(MADE[".docx"])
+    monkeypatch.setitem(sys.modules, "markitdown", None)
+    line = next(
+        line.split("=", 1)[1]
+        for line in (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text().splitlines()
+        if line.startswith("documents =")
+    )
+    listed = re.findall(r'"([^"]+)"', line)
+    monkeypatch.setattr(command, "requires", lambda _: [f'{name}; extra == "documents"' for name in listed])
+    for name in ("markitdown", "pypdfium2"):
+        assert command.install_hint(ImportError(name=name)) == ": pip install 'locret-kit[documents]'"
+
+    @command.command("locret-read")
+    def main() -> int:
+        return len(read_document(tmp_path / "a.docx"))
+
+    assert main() == 1
+    assert capsys.readouterr().err.rstrip().endswith(": pip install 'locret-kit[documents]'")
+
+
+def test_infer_reads_documents(tmp_path):
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    words = f"--model {backbone} --policy snapkv --budget 48 --max-new-tokens 3 --report {tmp_path}/report.json".split()
+    for suffix, data in MADE.items():
+        (tmp_path / f"a{suffix}").write_bytes(data)
+        (tmp_path / "a.txt").write_text(read(data, f"a{suffix}"))
+        said = []
+        for name in (f"a{suffix}", "a.txt"):
+            assert infer.main([*words, str(tmp_path / name)]) == 0
+            report = json.loads((tmp_path / "report.json").read_text())
+            said.append((report["prompt_tokens"], report["answer"]))
+        assert said[0] == said[1]
