@@ -20,6 +20,10 @@ BUDGET, CHUNK = 1024, 512
 """Slots and tokens where neither the user nor the heads say."""
 INT32_MAX = 2**31 - 1
 SCHEMES = ("compact", "clipped", "original")
+PROTECTED = ("first", "system", "markers")
+"""What ``protect`` may name."""
+FIRST = 4
+"""The first tokens of a text, on which much attention rests whatever they say. Source: StreamingLLM, arXiv 2309.17453."""
 PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
 """Settings that heads are published with."""
 
@@ -52,6 +56,24 @@ def is_positions(text: str) -> bool:
     return bool(read_positions(text))
 
 
+def read_protect(text: str | None) -> frozenset[str]:
+    """The names in ``protect``: of 'first', 'system' and 'markers' some, joined by +; none of them for 'none' or None.
+
+    Raises:
+        ValueError: another name, with the nearest.
+    """
+    names = frozenset() if text in (None, "none") else frozenset(text.split("+"))
+    for name in sorted(names.difference(PROTECTED)):
+        known = f"none, or joined by + some of: {', '.join(PROTECTED)}"
+        raise ValueError(f"protect={text!r}: {name!r} is unknown; it must be {known}.{nearest(name, PROTECTED)}")
+    return names
+
+
+def is_protect(text: str) -> bool:
+    """Whether all that is to be protected is known. Raises ValueError with what may be."""
+    return bool(read_protect(text)) or text == "none"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How the cache works. None leaves a setting to what the heads were published with, then to the default.
@@ -73,6 +95,9 @@ class RunSettings:
     positions: Annotated[str, Predicate(is_positions)] | None = None
     """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between). Default:
     the heads', or compact where the architecture allows it."""
+    protect: Annotated[str, Predicate(is_protect)] | None = None
+    """Text that is never evicted, whatever the policy: 'first' (the first 4 tokens), 'system' (the chat template's system
+    prompt), 'markers' (the template's own tokens around the messages), or several, as in 'first+system'. Default: none."""
     kv_bits: Literal[4, 2] | None = None
     """Bits of a stored key or value, but for the newest rows. Default: the model's dtype."""
     one_shot: bool = False

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import TEXT, save_tiny_backbone
+from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.families import spec_of
@@ -33,6 +33,7 @@ from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
 from locret_kit.evals.report.summary import summarize, to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.samples.chat import protected_spans
 
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "cache_bytes", "date", "rank"}
 CHUNK = 32
@@ -209,6 +210,28 @@ def test_quantised_and_frequent_evictions_are_shared_too(heads, tmp_path):
     assert max(row.prefix_shared for row in read_rows(outs[0])) > 0
 
 
+def test_protected_text_is_kept_shared_or_not(heads, tmp_path):
+    outs = [tmp_path / name for name in ("shared", "alone")]
+    more = {
+        "policies": "[full,random,score=recency]",
+        "protect": "first+system+markers",
+        "chat": "always",
+        "samples": 3,
+    }
+    for out, share in zip(outs, ("true", "false"), strict=True):
+        assert main(words(heads, out, share_prefix=share, **more)) == 0
+    assert figures(outs[0]) == figures(outs[1])
+    rows, tokenizer = read_rows(outs[0]), tiny_tokenizer()
+    assert max(row.prefix_shared for row in rows) > 0 and {row.protect for row in rows} == {more["protect"]}
+    for row in rows:
+        kept = read_kept(outs[0], row)
+        wanted = {0, 1, 2, 3}.union(
+            *(range(*span) for span in protected_spans(tokenizer, kept["ids"].tolist(), row.protect))
+        )
+        assert len(wanted) > 12 and (kept["heads"][:, sorted(wanted)] == kept["n_heads"]).all()
+    assert main(words(heads, tmp_path / "oracle", policies="[kvzip]", protect="first")) == 1
+
+
 def test_killed_in_the_middle_of_a_shared_group(alone, heads, tmp_path):
     out = tmp_path / "run"
     shard = out / "rows.0.jsonl"
@@ -298,11 +321,11 @@ def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, m
 def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):
     start, dropped = PrefixCache.start, []
 
-    def no_room(self, ids, held):
+    def no_room(self, ids, held, pins):
         if held:
             dropped.append(held)
             raise torch.OutOfMemoryError("no room")
-        return start(self, ids, held)
+        return start(self, ids, held, pins)
 
     monkeypatch.setattr(PrefixCache, "start", no_room)
     out = tmp_path / "run"

@@ -22,7 +22,7 @@ from ..backbones.intercept import active_handler
 from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..policies.methods.sirllm import token_entropy
-from ..settings import RunSettings
+from ..settings import FIRST, RunSettings, read_protect
 from .context import CacheCounters, Context, Pins
 from .fork import CannotFork, check_lengths, check_past
 from .geometry.schedule import Schedule
@@ -90,7 +90,6 @@ class BoundedCache(Cache):
         self.scratch = Scratch()
         self.counters = CacheCounters()
         self._context: Context | None = None
-        self.pins: Pins = ()
         self.last_hidden: Tensor | None = None
         self.reread_positions: list[int] = []
         # Whether a forward has begun that not every layer has finished.
@@ -108,6 +107,7 @@ class BoundedCache(Cache):
         schedule = Schedule.of(resolved, prompt_length)
         check_reread(self.policy, schedule)
         self._asked, self.settings, self.schedule = settings, resolved, schedule
+        self.pins: Pins = self._first_pins()
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class BoundedCache(Cache):
     def pin(self, start: int, end: int) -> None:
         """Never evict the tokens at positions ``[start, end)`` of the text, read already or yet to come; what of them was
         evicted stays gone. They are part of the budget, and rank above all that the policy protects. Where slots are merged
-        they take nothing over. Forks and copies inherit them, `reset` forgets them.
+        they take nothing over. Forks and copies inherit them, `reset` forgets all but the first tokens of ``protect``.
 
         Raises:
             ValueError: not 0 <= start < end; more tokens are pinned than the smallest layer has room for beside its
@@ -213,6 +213,10 @@ class BoundedCache(Cache):
     def unpin(self, start: int, end: int) -> None:
         """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""
         self._set_pins(without(self.pins, start, end))
+
+    def _first_pins(self) -> Pins:
+        """What the settings pin of any text."""
+        return ((0, FIRST),) if "first" in read_protect(self.settings.protect) else ()
 
     def _set_pins(self, pins: Pins) -> None:
         if self._context is not None:
@@ -305,7 +309,6 @@ class BoundedCache(Cache):
         """
         if prompt_length not in (None, self.schedule.prompt_length):
             self._resolve(self._asked, prompt_length)
-            self.pins = ()
             if self._context is not None:
                 # A new context, and the old buffers where their size stays.
                 old, model, self._context, self.unfinished = self.bounded, self._context.model, None, False
@@ -316,7 +319,7 @@ class BoundedCache(Cache):
         super().reset()
         self.counters.clear()
         self.last_hidden, self.reread_positions, self.unfinished = None, [], False
-        self._set_pins(())
+        self._set_pins(self._first_pins())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)

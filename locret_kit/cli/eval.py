@@ -212,6 +212,7 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
     import torch
 
     from ..evals.engine.settings import variants
+    from ..settings import read_protect
     from .eval_engine import load_engine, load_parts
 
     given = {name: value for name, value in settings.items() if value is not None}
@@ -220,6 +221,8 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
         del given["device"]  # the harness's own default
     words = [f"{name}={value}" for name, value in given.items()]
     config = load_eval_config(["tasks=lm_eval", "out=-", f"policies=[{policy}]", f"budgets=[{budget}]", *words])
+    if read_protect(config.protect) - {"first"}:
+        raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is known here")
     parts = load_parts(config)
     return load_engine(config, parts), variants(config.policies, config.budgets, parts.trained)[0]
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ..settings import RunSettings
 
 
+PLAIN = (None, "none", "first")
+"""``protect`` that asks for nothing of a chat template."""
+
+
 def run(args: InferOptions) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
     from ..cache.storage.quantised import check_storage
@@ -51,6 +55,7 @@ def run(args: InferOptions) -> int:
     from ..planning.memory import cap_gpu_memory
     from ..runtime.provenance import provenance, weights_hash
     from ..runtime.session import Sampling, generate
+    from ..samples.chat import protected_spans
 
     def say(line: str) -> None:
         if not args.quiet:
@@ -86,7 +91,12 @@ def run(args: InferOptions) -> int:
     for question, ids in zip(questions, prompts, strict=True):
         cache = BoundedCache(given, policy, heads, prompt_length=len(ids))
         cache.bind(model)
-        for line in (warning, idle, other, beyond_window(model, cache)) if not found else ():
+        spans = protected_spans(tokenizer, ids, args.protect) if args.chat and question is not None else []
+        for span in spans:
+            cache.pin(*span)
+        met = spans or args.protect in PLAIN
+        unseen = None if met else f"warning: protect={args.protect}: the prompt shows no such text"
+        for line in (warning, idle, other, unseen, beyond_window(model, cache)) if not found else ():
             if line:
                 print(line, file=sys.stderr)
         if len(questions) > 1:

@@ -21,7 +21,7 @@ What a run needs, before it is run: no GPU, no weights, no Hub.
 class PlanOptions(RunSettings, Plugin):
     """The plan."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "decode_every", "seed", "backend")
+    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "decode_every", "seed", "backend")
 
     model: str
     """A recipe, a folder with config.json, or a Hub id. A recipe's settings stand in for those that are not given."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..settings import read_protect
+
 Span = tuple[int, int]
 CHARACTERS = 64
 """Characters per token that no text reaches on average."""
@@ -121,6 +123,54 @@ def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True)
     marker = _marker([document, question])
     text = _render(tokenizer, [{"role": "user", "content": f"{marker}\n\n{question}"}], generation=True)
     return _split(text, marker, "the document")
+
+
+def protected_spans(tokenizer, ids: Sequence[int], protect: str | None) -> list[Span]:
+    """Token spans of a prompt that ``protect`` names (see ``RunSettings``), but for 'first': of the system prompt that the
+    template shows by itself, and of all that the template puts around a user's message, the generation prompt included.
+
+    A token in which template and message meet belongs to the message. The first words of an answer may follow the template.
+
+    Args:
+        ids: the chat template's rendering of one user message (see `render_prompt`), with generation prompt.
+
+    Raises:
+        ValueError: an unknown name, a slow tokenizer, or a template that does not show the message exactly once.
+    """
+    names = read_protect(protect) - {"first"}
+    if not names or not has_template(tokenizer):
+        return []
+    before, after = render_prompt(tokenizer, "", "")
+    head, offsets = encode(tokenizer, before)
+    while head != list(ids[: len(head)]):
+        head.pop()
+    start, end = token_span(offsets[: len(head)], *_system_span(tokenizer, before), inner=True)
+    spans = [(start, end)] if "system" in names else []
+    if "markers" in names:
+        tail, _ = encode(tokenizer, after.removeprefix("\n\n"))
+        # Where the message's end and the template make one token, the rest of the template follows it.
+        last = _last_occurrence(ids, tail) or _last_occurrence(ids, tail[1:]) or (0, 0)
+        spans += [(0, start), (end, len(head)), last]
+    return [(a, b) for a, b in spans if a < b]
+
+
+def _system_span(tokenizer, before: str) -> Span:
+    """Half-open character span of the system prompt in the rendering ``before`` a user's message; empty where there is none."""
+    user = {"role": "user", "content": "U"}
+    try:
+        head, tail = _marked(tokenizer, [{"role": "system", "content": "S"}, user], 0)
+    except ValueError:  # a template that takes no system message, and so shows none
+        return 0, 0
+    tail = tail[: len(tail) - len(_marked(tokenizer, [user], 0)[1])].removesuffix("U")
+    fits = len(head) + len(tail) <= len(before) and before.startswith(head) and before.endswith(tail)
+    return (len(head), len(before) - len(tail)) if fits else (0, 0)
+
+
+def _last_occurrence(ids: Sequence[int], part: list[int]) -> Span | None:
+    """Span of the last stretch of ``ids`` that equals ``part``; None where there is none."""
+    n = len(part)
+    starts = range(len(ids) - n, -1, -1) if n else ()
+    return next(((i, i + n) for i in starts if list(ids[i : i + n]) == part), None)
 
 
 def has_template(tokenizer) -> bool:

@@ -16,6 +16,7 @@ from ...files import write_beside
 from ...runtime.report import Report
 from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
+from ...samples.chat import protected_spans
 from ..metrics.benchmarks import get_metric
 from ..tasks.base import Example
 from . import fidelity, oracle
@@ -63,13 +64,19 @@ def measure_row(
     if is_oracle(variant.policy):
         start = oracle.start(run.engine, variant, prompt.ids, chat=not prompt.example.special)
     else:
-        start = beginnings.start(prompt.ids, held)
+        start = beginnings.start(prompt.ids, held, _pins(run.engine, variant, prompt))
     kind = prompt.group.task.kind
     if kind.startswith("nll"):
         return _score_likelihood(run.engine, prompt, start)
     if kind == "agreement":
         return _score_agreement(run.engine, variant, prompt, start, reference)
     return _score_generation(run, variant, prompt, start, reference)
+
+
+def _pins(engine: Engine, variant: Variant, prompt: Prompt) -> list[tuple[int, int]]:
+    """What the settings protect of a prompt that went through the chat template."""
+    protect = engine.settings_for(variant, len(prompt.ids)).protect
+    return [] if prompt.example.special else protected_spans(engine.tokenizer, prompt.ids, protect)
 
 
 def _score_generation(run: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> Fields:

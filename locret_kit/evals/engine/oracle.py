@@ -191,7 +191,7 @@ def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
             f"policy={variant.policy} chooses when all is read, so it has no likelihood while reading: "
             "take tasks=[perplexity] instead of perplexity_prefill"
         )
-    for name in ("kv_bits", "one_shot"):
+    for name in ("kv_bits", "one_shot", "protect"):
         if getattr(settings, name):
             raise ValueError(f"policy={variant.policy} stores what it keeps as it is, in one form: leave {name} out")
     tail = settings.local_len

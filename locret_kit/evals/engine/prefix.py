@@ -100,23 +100,24 @@ class PrefixCache:
         self._ids: array[int] = array("i")
         self._held: list[Start] = []
 
-    def start(self, ids: array[int], held: Sequence[int]) -> Start:
+    def start(self, ids: array[int], held: Sequence[int], pins: Sequence[tuple[int, int]] = ()) -> Start:
         """The cache that a turn's prompt goes on from: a fork, or an empty cache where nothing is shared or a fork would not
-        equal a fresh run (budgets or frequencies that depend on the prompt's length)."""
+        equal a fresh run (budgets or frequencies that depend on the prompt's length). ``pins``: the prompt's, see
+        `BoundedCache.pin`; prompts that begin alike have the same ones there."""
         found = [one for one in self._held if self._ids[: one.shared] == ids[: one.shared]]
         self._ids, self._held = ids, found
         try:
             for length in held:
-                self._hold(ids, length, held)
+                self._hold(ids, length, held, pins)
             found[:] = [one for one in found if one.shared in held]
             if held:
                 last = max(found, key=lambda one: one.shared)
-                return Start(last.cache.fork(len(ids)), last.shared, last.seconds)
+                return Start(_pinned(last.cache.fork(len(ids)), pins), last.shared, last.seconds)
         except CannotFork:
             self.drop()
-        return Start(self._fresh(len(ids)))
+        return Start(_pinned(self._fresh(len(ids)), pins))
 
-    def _hold(self, ids: array[int], length: int, wanted: Sequence[int]) -> None:
+    def _hold(self, ids: array[int], length: int, wanted: Sequence[int], pins: Sequence[tuple[int, int]]) -> None:
         """Hold a cache of the first ``length`` tokens: the longest one that is held goes on, or a copy where it is wanted
         as it is."""
         shorter = [one for one in self._held if one.shared <= length]
@@ -129,6 +130,14 @@ class PrefixCache:
         elif shorter:
             self._held.remove(base)
         began = time.perf_counter()
+        _pinned(cache, [(start, min(end, length)) for start, end in pins if start < length])
         with attach(self._model):
             prefill(self._model, ids[:length], cache)
         self._held.append(Start(cache, length, base.seconds + time.perf_counter() - began))
+
+
+def _pinned(cache: BoundedCache, pins: Sequence[tuple[int, int]]) -> BoundedCache:
+    """The cache, with pins."""
+    for pin in pins:
+        cache.pin(*pin)
+    return cache
