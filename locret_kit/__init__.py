@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 _EXPORTS = {
     "BoundedCache": ".cache.bounded",
+    "Chat": ".documents.chat",
+    "Document": ".documents.document",
     "HeadsConfig": ".heads",
     "RetainingHeads": ".heads",
     "attach": ".backbones.intercept",
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .backbones.intercept import attach as attach
     from .cache.bounded import BoundedCache as BoundedCache
     from .card import publish as publish
+    from .documents.chat import Chat as Chat
+    from .documents.document import Document as Document
     from .heads import HeadsConfig as HeadsConfig
     from .heads import RetainingHeads as RetainingHeads
 

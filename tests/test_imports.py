@@ -21,6 +21,7 @@ FLOORS = (
     {"cache"},
     {"planning"},
     {"runtime"},
+    {"documents"},
     {"config"},
     {"training"},
     {"evals"},

@@ -239,6 +239,32 @@ def attach(model: Any) -> Attachment:
     return Attachment(model)
 
 
+_SHARED: dict[int, tuple[Attachment, int]] = {}
+"""Attachments of ``attached`` by the model's id, and how many blocks use each."""
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def attached(model: Any) -> Iterator[None]:
+    """The model attached inside the block, unless it is already. Blocks of several threads, or of several answers that are
+    written by turns, may overlap: the last one detaches."""
+    with _LOCK:
+        attachment, users = _SHARED.get(id(model), (None, 0))
+        mine = attachment is not None or not is_attached(model)
+        if mine:
+            _SHARED[id(model)] = attachment or attach(model), users + 1
+    try:
+        yield
+    finally:
+        if mine:
+            with _LOCK:
+                attachment, users = _SHARED.pop(id(model))
+                if users > 1:
+                    _SHARED[id(model)] = attachment, users - 1
+                else:
+                    attachment.detach()
+
+
 def is_attached(model: Any) -> bool:
     """Whether ``model`` is attached now."""
     return bool(text_config(model)._attn_implementation == NAME)

@@ -24,7 +24,7 @@ from ..policies.grammar import parse_policy
 from ..policies.methods.sirllm import token_entropy
 from ..settings import FIRST, RunSettings, read_protect
 from .context import CacheCounters, Context, Pins
-from .fork import CannotFork, check_lengths, check_past
+from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
 from .pins import check_room, pins_of, without
 from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
@@ -220,7 +220,7 @@ class BoundedCache(Cache):
 
     def _set_pins(self, pins: Pins) -> None:
         if self._context is not None:
-            check_room(self._context, pins)
+            check_room(self._context, pins, self.bounded)
             at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
             self._context = replace(self._context, pins=at)
         self.pins = pins
@@ -248,7 +248,7 @@ class BoundedCache(Cache):
 
     # ---- copies and other texts ------------------------------------------------------------------------------------
 
-    def fork(self, prompt_length: int | None = None) -> BoundedCache:
+    def fork(self, prompt_length: int | None = None, *, local_len: int | None = None) -> BoundedCache:
         """An independent copy that goes on with another prompt of the same beginning: a document read once and asked
         several questions. Heads, policy and model are shared, the buffers are copied.
 
@@ -256,6 +256,7 @@ class BoundedCache(Cache):
 
         Args:
             prompt_length: tokens of the new prompt, those read so far included; None leaves it unknown.
+            local_len: of the new prompt; this cache's by default.
 
         Raises:
             ValueError: what was read reaches into the new prompt's tail, a fresh run of the new prompt would have evicted
@@ -263,13 +264,10 @@ class BoundedCache(Cache):
         """
         self.refuse_interrupted()
         s, seen = self.schedule, self.get_seq_length()
-        if s.one_shot and prompt_length != s.prompt_length:
-            raise CannotFork(
-                f"prompt_length={prompt_length}: a one-shot cache has the room and the schedule of its own "
-                f"{s.prompt_length} tokens"
-            )
         # A share of the prompt is a share of the new one.
         settings = replace(self.settings.run, budget=self.settings.share or s.budget)
+        if local_len is not None:
+            settings = replace(settings, local_len=local_len)
         if prompt_length is None:
             settings = replace(settings, decode_every=None)
         new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length)
@@ -280,11 +278,27 @@ class BoundedCache(Cache):
         new.bind(self._context.model)
         if not self.policy.keeps_everything:
             check_past(self._context, new.context, self._context.spec.windows, seen)
-        for mine, theirs in zip(new.bounded, self.bounded, strict=True):
-            mine.copy_from(theirs)
-        vars(new.counters).update(vars(self.counters))
-        new.last_hidden = None if self.last_hidden is None else self.last_hidden.clone()
+        check_queries([rows.recent for rows in self.bounded], [rows.recent for rows in new.bounded], seen)
+        return new._taking_over(self)
+
+    def with_budget(self, budget: int) -> BoundedCache:
+        """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
+        turns of a conversation get room of their own."""
+        self.refuse_interrupted()
+        settings = replace(self.settings.run, budget=budget)
+        new = type(self)(settings, self.policy, self.heads, prompt_length=self.schedule.prompt_length)
+        new.bind(self.context.model)
+        new.reread_positions = list(self.reread_positions)
+        new._taking_over(self)._set_pins(self.pins)
         return new
+
+    def _taking_over(self, other: BoundedCache) -> BoundedCache:
+        """This cache with a copy of another one's rows."""
+        for mine, theirs in zip(self.bounded, other.bounded, strict=True):
+            mine.copy_from(theirs)
+        vars(self.counters).update(vars(other.counters))
+        self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache:
         """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""

@@ -39,3 +39,9 @@ def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: 
     for a, b in zip(old.ropes or [], new.ropes or [], strict=True):
         if a.scaling != b.scaling or not torch.equal(a.inv_freq, b.inv_freq):
             raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
+
+
+def check_queries(old: Sequence[int], new: Sequence[int], seen: int) -> None:
+    """Raise CannotFork where a prompt of another length keeps another number of its newest queries, per layer."""
+    if seen and old != new:
+        raise CannotFork(f"{max(old)} queries are kept here, and {max(new)} in a prompt of that length")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from .context import Context, Pins
+from .storage.rows import BoundedLayer
 
 
 def pins_of(ranges: Iterable[tuple[int, int]]) -> Pins:
@@ -30,10 +31,11 @@ def count(pins: Pins) -> int:
     return sum(end - start for start, end in pins)
 
 
-def check_room(ctx: Context, pins: Pins) -> None:
+def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) -> None:
     """Raise ValueError where some layer could not hold the pinned tokens, its stabilizers or the prompt's tail, and one slot
     that the policy chooses. Evictions leave ``budget`` slots, stabilizers among them; the one before the tail leaves
-    ``budget - tail``, without. Passages that are read again must hold the pinned ones."""
+    ``budget - tail``, without. Passages that are read again must hold the pinned ones. Of what was read, the tokens count
+    that ``layers`` still hold."""
     budgets, s, reread = [budget for budget in ctx.budgets if budget], ctx.schedule, ctx.policy.reread
     if ctx.policy.keeps_everything or not budgets or not pins:
         return
@@ -42,10 +44,21 @@ def check_room(ctx: Context, pins: Pins) -> None:
     most, why = smallest - beside - 1, f"its {beside} stabilizers or tail tokens and one slot more need room too"
     if reread is not None and (size := reread.size(smallest, s.tail)) <= most:
         most, why = size - 1, f"{size} tokens are read again, one of them by choice"
-    if (asked := count(pins)) > most:
+    seen = layers[0].get_seq_length() if layers else 0
+    held = [_held(rows, pins) for rows in layers if rows.window is None and rows.is_initialized]
+    if (asked := count(without(pins, 0, seen)) + max(held, default=0)) > most:
         raise ValueError(
             f"pins={asked} tokens must be at most {max(0, most)}: the smallest layer has a budget of {smallest} slots, and {why}"
         )
+
+
+def _held(rows: BoundedLayer, pins: Pins) -> int:
+    """Pinned slots that a layer holds, per head; the mean where heads differ."""
+    pinned_BHS = pinned_slots(pins, rows.slots("positions"), rows.valid())
+    if pinned_BHS is None or not pinned_BHS.numel():
+        return 0
+    held_BH = pinned_BHS.sum(-1)
+    return -int(-held_BH.sum(-1).max() // rows.H) if rows.ragged else int(held_BH.max())
 
 
 def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ..backbones.intercept import attach, is_attached
+from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
 from .report import Report
@@ -192,6 +191,111 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
+class Answer:
+    """An answer that is written while it is read: ``for piece in answer`` gives final pieces of text, and ``str(answer)``
+    all of it.
+
+    The cache reads the prompt with the first piece. What it has seen of it before (a fork) is not read again.
+
+    Args:
+        cache: made for this prompt. The other arguments are as in ``generate``.
+
+    Attributes:
+        tokens: ids so far.
+        finish_reason: "stop", "length" after ``max_new_tokens``, or None before the end.
+        first_token_s: seconds from the start to the first token.
+
+    Raises:
+        OutOfMemory, ValueError: as ``generate``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        graph: bool | None = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
+            raise _other_length(cache, len(ids))
+        cache.bind(model)
+        if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
+            raise ValueError(f"graph=True is not possible here: {reason}")
+        self.cache, self.ids = cache, ids
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.first_token_s = 0.0
+        self._text = ""
+        self._report: Report | None = None
+        self._pieces = self._write(model, tokenizer, max_new_tokens, sampling or Sampling(), seed, graph, progress)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __str__(self) -> str:
+        for _ in self:
+            pass
+        return self._text
+
+    @property
+    def report(self) -> Report:
+        """Cost of the answer; reads it to its end."""
+        str(self)
+        assert self._report is not None
+        return self._report
+
+    def _write(
+        self,
+        model: Any,
+        tokenizer: Any,
+        most: int,
+        sampling: Sampling,
+        seed: int,
+        graph: bool | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> Iterator[str]:
+        ids, cache = self.ids, self.cache
+        with attached(model), explain_oom(model, cache, len(ids)):
+            began = time.perf_counter()
+            logits = prefill(model, ids, cache, progress)
+            prefilled = time.perf_counter()
+            kept = cache.kept_rows
+            stop = stop_ids(model, tokenizer)
+            for token in decode(
+                model,
+                cache,
+                logits,
+                prompt=ids,
+                max_new_tokens=most,
+                sampling=sampling,
+                stop=stop,
+                seed=seed,
+                graph=graph,
+            ):
+                if not self.tokens:
+                    self.first_token_s = time.perf_counter() - began
+                self.tokens.append(token)
+                text = tokenizer.decode(self.tokens, skip_special_tokens=True)
+                if not text.endswith("\ufffd"):  # a character whose last token is yet to come
+                    piece, self._text = text[len(self._text) :], text
+                    yield piece
+            text = tokenizer.decode(self.tokens, skip_special_tokens=True)
+            piece, self._text = text[len(self._text) :], text
+        self.finish_reason = "stop" if len(self.tokens) < most else "length"
+        self._report = Report.of(
+            model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
+            decode_s=time.perf_counter() - prefilled, kept_rows=kept,
+        )  # fmt: skip
+        if piece:
+            yield piece
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -213,34 +317,10 @@ def generate(
         OutOfMemory: says what was asked, what was free and which settings fit.
         ValueError: ``graph=True`` where it is not possible, and why; a prompt of another length than the cache's.
     """
-    if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
-        raise _other_length(cache, len(ids))
-    cache.bind(model)
-    if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
-        raise ValueError(f"graph=True is not possible here: {reason}")
-    attached = nullcontext() if is_attached(model) else attach(model)
-    with attached, explain_oom(model, cache, len(ids)):
-        began = time.perf_counter()
-        logits = prefill(model, ids, cache, progress)
-        prefilled = time.perf_counter()
-        kept = cache.kept_rows
-        tokens: list[int] = []
-        shown = ""
-        for token in decode(
-            model, cache, logits, prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling or Sampling(),
-            stop=stop_ids(model, tokenizer), seed=seed, graph=graph,
-        ):  # fmt: skip
-            tokens.append(token)
-            if on_text:
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                if not text.endswith("\ufffd"):
-                    on_text(text[len(shown) :])
-                    shown = text
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        if on_text:
-            on_text(text[len(shown) :])
-    report = Report.of(
-        model, cache, prompt_tokens=len(ids), new_tokens=len(tokens), prefill_s=prefilled - began,
-        decode_s=time.perf_counter() - prefilled, kept_rows=kept,
+    answer = Answer(
+        model, tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, graph=graph, progress=progress
     )  # fmt: skip
-    return text, report
+    for piece in answer:
+        if on_text:
+            on_text(piece)
+    return str(answer), answer.report

@@ -21,14 +21,13 @@ from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import Pins
 from ..cache.step import Fixed, evict_if_due, make_room
+from ..cache.storage.rows import COUNTS
 from ..naming import first_line
 
 WARM = 2
 """Steps before the first capture: kernels are compiled and workspaces allocated in them."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
-COUNTS = ("rows", "seen", "since_eviction", "evictions")
-"""Counts of a layer that a step changes."""
 READS = frozenset(
     {
         "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",

@@ -10,39 +10,96 @@ BLOCK = 1 << 16
 """Characters encoded at a time."""
 CONTEXT = 512
 """Characters by which windows overlap."""
+NEUTRAL = "x"
+"""Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
 
 
 def stream_ids(tokenizer: Any, pieces: Iterable[str], *, special: bool = False, block: int = BLOCK) -> array:
     """Token ids (an ``array('i')``) of the concatenated pieces, equal to those of one call on the whole text.
 
+    Args:
+        special: add the tokenizer's own special tokens (a BOS) as one call would.
+    """
+    if not tokenizer.is_fast:
+        prefix, suffix = _specials(tokenizer, special)
+        ids = tokenizer("".join(pieces), add_special_tokens=False).input_ids
+        return array("i", prefix) + array("i", ids) + array("i", suffix)
+    stream = IdStream(tokenizer, special=special, block=block)
+    for piece in pieces:
+        stream.feed(piece)
+    return stream.finish()
+
+
+class IdStream:
+    """Token ids of a text whose end is open.
+
     Text is encoded in windows that overlap by ``CONTEXT`` characters; a window's tokens are taken up to a token that
     starts at a word, where the next window must have a token border too.
 
     Args:
-        special: add the tokenizer's own special tokens (a BOS) as one call would.
+        tokenizer: a fast one. special: add the tokenizer's own special tokens (a BOS) as one call would.
+
+    Attributes:
+        ids: tokens that no later text can change.
+        text: text that is open, after ``done`` characters of context.
+
+    Raises:
+        ValueError: a slow tokenizer, which has no offsets.
     """
-    ids, prefix, suffix = array("i"), *_specials(tokenizer, special)
-    ids.extend(prefix)
-    if not tokenizer.is_fast:
-        ids.extend(tokenizer("".join(pieces), add_special_tokens=False).input_ids)
-        return ids + array("i", suffix)
-    text, done = "", 0  # `text[:done]` is encoded already and kept as left context
-    for piece in pieces:
-        text += piece
-        while len(text) - done > block:
-            text, done = _take(tokenizer, text, done, done + block, ids)
-    _take(tokenizer, text, done, len(text), ids)
-    ids.extend(suffix)
-    return ids
+
+    def __init__(self, tokenizer: Any, *, special: bool = False, block: int = BLOCK) -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(f"tokenizer={type(tokenizer).__name__} must be a fast tokenizer: offsets are needed")
+        self.tokenizer, self.special, self.block = tokenizer, special, block
+        prefix, self._suffix = _specials(tokenizer, special)
+        self.ids = array("i", prefix)
+        self.text, self.done = "", 0
+
+    def feed(self, piece: str) -> None:
+        """Add text at the end."""
+        self.text += piece
+        while len(self.text) - self.done > self.block:
+            self.text, self.done = _take(self.tokenizer, self.text, self.done, self.done + self.block, self.ids)
+
+    def settle(self) -> None:
+        """Take every token that no later text can change: all but those of the last words."""
+        if len(self.text) - self.done > 2 * CONTEXT:
+            self.text, self.done = _take(self.tokenizer, self.text, self.done, len(self.text), self.ids, open_end=True)
+
+    def forget(self) -> None:
+        """Take every token and forget the text, but for blanks at its end: what follows begins a token of its own."""
+        kept = self.text.rstrip()
+        blanks = self.text[len(kept) :] if len(kept) >= self.done else self.text[self.done :]
+        if len(kept) > self.done:
+            _take(self.tokenizer, kept, self.done, len(kept), self.ids)
+        self.text, self.done = NEUTRAL + blanks, len(NEUTRAL)
+
+    def finish(self, after: str = "") -> array:
+        """All ids of the text with ``after`` at its end; the stream stays open."""
+        ids = array("i", self.ids)
+        text, done = self.text + after, self.done
+        while len(text) - done > self.block:
+            text, done = _take(self.tokenizer, text, done, done + self.block, ids)
+        _take(self.tokenizer, text, done, len(text), ids)
+        ids.extend(self._suffix)
+        return ids
 
 
-def _take(tokenizer: Any, text: str, done: int, end: int, ids: array) -> tuple[str, int]:
-    """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix."""
+def ids_after(tokenizer: Any, text: str) -> array:
+    """Token ids of a text that follows another one: no special tokens, and no blank that some tokenizers put first."""
+    stream = IdStream(tokenizer)
+    stream.text, stream.done = NEUTRAL, len(NEUTRAL)
+    return stream.finish(text)
+
+
+def _take(tokenizer: Any, text: str, done: int, end: int, ids: array, *, open_end: bool = False) -> tuple[str, int]:
+    """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix. More text
+    follows where ``open_end``, or where text is left."""
     encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens, offsets = encoding.input_ids, encoding.offset_mapping
     first = next((i for i, (a, b) in enumerate(offsets) if b > done), len(tokens))
     last = len(tokens)
-    if end < len(text):
+    if open_end or end < len(text):
         # Cut well before the window's end, where later text cannot change a token any more.
         last = next(
             (

@@ -173,6 +173,32 @@ def _last_occurrence(ids: Sequence[int], part: list[int]) -> Span | None:
     return next(((i, i + n) for i in starts if list(ids[i : i + n]) == part), None)
 
 
+def render_first(tokenizer, question: str, system: str | None = None) -> str:
+    """The text of a conversation up to its first answer.
+
+    Raises:
+        ValueError: if the template refuses the conversation, as some do with a system prompt.
+    """
+    if not has_template(tokenizer):
+        return (f"{system}\n\n" if system else "") + f"{question}\n"
+    messages = [{"role": "system", "content": system}] if system else []
+    return _render(tokenizer, [*messages, {"role": "user", "content": question}], generation=True)
+
+
+def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
+    """The text between the end of an answer and the next one's beginning: the next question in its turn.
+
+    Raises:
+        ValueError: if the template does not show the answer exactly once.
+    """
+    if not chat or not has_template(tokenizer):
+        return f"\n\n{question}" + ("\n" if chat else "")
+    marker = _marker([question])
+    turns = [("user", "Hello"), ("assistant", marker), ("user", question)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return _split(_render(tokenizer, messages, generation=True), marker, "the answer")[1]
+
+
 def has_template(tokenizer) -> bool:
     """Whether the tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None

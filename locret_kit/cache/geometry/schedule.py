@@ -64,8 +64,17 @@ class Schedule:
         """Prompt tokens that are held back."""
         return 0 if self.prompt_length is None else min(self.local_len, self.prompt_length)
 
+    def safe(self, tokens: int) -> int:
+        """Tokens of a beginning of ``tokens`` tokens that every longer prompt reads alike: whole chunks, the last of them
+        before the eviction that precedes the tail."""
+        if self.one_shot:
+            return tokens // PIECE * PIECE
+        return max(0, tokens - self.local_len) // self.chunk * self.chunk
+
     def piece(self, seen: int) -> int:
-        """Tokens that a prefill feeds the model next."""
+        """Tokens that a prefill feeds the model next. A later turn is fed by chunks: evictions cut them as they must."""
+        if self.prompt_length is not None and seen >= self.prompt_length:
+            return PIECE if self.one_shot else self.chunk
         step = self.until_boundary(seen)
         return min(step, PIECE) if self.one_shot else step
 

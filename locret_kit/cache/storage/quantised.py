@@ -22,6 +22,8 @@ pieces change the result by rounding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +34,7 @@ from locret_kernels.ragged_decode import PackedRows
 from ...policies.base import Policy
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
 from .packing import BITS, decode, encode, levels, pack, unpack
-from .rows import BoundedLayer, Index
+from .rows import BoundedLayer, Column, Index, Layout
 
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
@@ -100,7 +102,6 @@ class QuantisedLayer(BoundedLayer):
     codes as they are, until the tail is full: once every ``group`` tokens.
     """
 
-    per_row = ("key_codes", "value_codes", "value_step", "value_zero", "group", "positions", "scores")
     key_codes: Tensor
     """``[B, H, capacity, D * bits / 8]`` uint8, and so are the values'."""
     value_codes: Tensor
@@ -133,36 +134,38 @@ class QuantisedLayer(BoundedLayer):
         self.group_rows, self.residual, self.spare = group, residual, spare
         self.tail = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.B, self.H, _, self.key_size = key_states.shape
-        self.value_size = value_states.shape[-1]
-        self.dtype, self.device = key_states.dtype, key_states.device
-        per_byte = 8 // self.bits
+    def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
+        super().measure(k_BHTD, v_BHTD)
         for size in (self.key_size, self.value_size):
             check_head_size(self.bits, size)
         self.value_group = value_group(self.value_size)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
         tables, groups = self._tables()
-        by_row, tail = self._shape(self.B, self.H), (self.B, self.H, self.residual + self.group_rows - 1)
-
-        def made(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-
+        tail = self.B, self.H, self.residual + self.group_rows - 1
         with torch.inference_mode(False):
-            # Per row: packed codes, and for values one step and one zero point per group of channels.
-            self.key_codes = made(torch.uint8, *by_row, self.key_size // per_byte)
-            self.value_codes = made(torch.uint8, *by_row, self.value_size // per_byte)
-            self.value_step = made(torch.float16, *by_row, self.value_size // self.value_group)
-            self.value_zero = torch.empty_like(self.value_step)
-            self.group = made(torch.int16 if groups < 2**15 else torch.int32, *by_row)
-            self.positions, self.scores = made(torch.int32, *by_row), made(torch.float32, *by_row)
             # The newest rows as they came: [B, H, residual + group - 1, D].
-            self.tail_keys = made(self.dtype, *tail, self.key_size)
-            self.tail_values = made(self.dtype, *tail, self.value_size)
-            self.stats = made(torch.float32, self.statistics, *by_row)
+            self.tail_keys = torch.empty(*tail, self.key_size, dtype=self.dtype, device=self.device)
+            self.tail_values = torch.empty(*tail, self.value_size, dtype=self.dtype, device=self.device)
             # Per key group, not per row: one step and one zero point per channel.
-            self.key_step = made(torch.float16, self.B, tables, groups, self.key_size)
+            shape = self.B, tables, groups, self.key_size
+            self.key_step = torch.empty(shape, dtype=torch.float16, device=self.device)
             self.key_zero = torch.empty_like(self.key_step)
-        self.is_initialized = True
+
+    def columns(self) -> dict[str, Column]:
+        # Packed codes, and for values one step and one zero point per group of channels.
+        per_byte, groups = 8 // self.bits, self._tables()[1]
+        levels = torch.float16, (self.value_size // self.value_group,)
+        return {
+            "key_codes": (torch.uint8, (self.key_size // per_byte,)),
+            "value_codes": (torch.uint8, (self.value_size // per_byte,)),
+            "value_step": levels,
+            "value_zero": levels,
+            "group": (torch.int16 if groups < 2**15 else torch.int32, ()),
+            "positions": (torch.int32, ()),
+            "scores": (torch.float32, ()),
+        }
 
     # ---- which rows: what heads of different lengths do otherwise ------------------------------------------------
 
@@ -370,10 +373,48 @@ class QuantisedLayer(BoundedLayer):
         super().reset()
         self.tail, self.scratch.owner = 0, None
 
-    def copy_from(self, other: BoundedLayer) -> None:
-        scratch = self.scratch
-        super().copy_from(other)
-        self.scratch = scratch
+    def export(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        counts, tensors = super().export()
+        counts["tail"] = self.tail
+        if tensors:
+            # Rows without a group have no codes yet, and free groups no levels: zeros, not what the memory held before.
+            coded = tensors["group"] >= 0
+            for name in ("key_codes", "value_codes", "value_step", "value_zero"):
+                tensors[name] = tensors[name] * coded[..., None]
+            in_tail, used = self._in_tail(), self._used()
+            tensors |= {name: getattr(self, name)[in_tail] for name in ("tail_keys", "tail_values")}
+            tensors |= {name: getattr(self, name).masked_fill(~used, 0) for name in ("key_step", "key_zero")}
+        return counts, tensors
+
+    def _used(self) -> Tensor:
+        """Boolean ``[B, tables, groups, 1]``: the groups that have rows."""
+        group_BTS = self.group[self._held()].long()
+        groups = torch.zeros(*self.key_step.shape[:2], self.key_step.shape[2] + 1, dtype=torch.bool, device=self.device)
+        # Rows without a group mark one group too many, which is cut off.
+        at = group_BTS.where(group_BTS >= 0, groups.shape[2] - 1)
+        return groups.scatter_(2, at, True)[:, :, :-1, None]
+
+    def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
+        levels = torch.float16, (self.B, *self._tables(), self.key_size)
+        tail = self._tail_shape(int(counts["tail"]), lengths)
+        return super().layout(counts, lengths, query_heads) | {
+            "tail_keys": (self.dtype, (*tail, self.key_size)),
+            "tail_values": (self.dtype, (*tail, self.value_size)),
+            "key_step": levels,
+            "key_zero": levels,
+        }
+
+    def _tail_shape(self, tail: int, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the exported tail with one number per row."""
+        return self.B, self.H, tail
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        super()._fill(tensors)
+        for name in ("tail_keys", "tail_values"):
+            getattr(self, name)[self._in_tail()] = tensors[name].to(self.device)
+        groups = tensors["key_step"].shape[2]  # a larger room has a larger table
+        for name in ("key_step", "key_zero"):
+            getattr(self, name)[:, :, :groups] = tensors[name].to(self.device)
 
     def _reorder_rest(self, beam_idx: Tensor) -> None:
         super()._reorder_rest(beam_idx)

@@ -5,7 +5,7 @@ Letters beside the legend's: P = B * H, the heads of the whole batch, item after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,7 +16,7 @@ from locret_kernels.ragged_decode import PackedRows
 
 from ...policies.base import rows_of
 from ..decoding import VarlenRows
-from .rows import BoundedLayer, EqualLengthHeads
+from .rows import BoundedLayer, EqualLengthHeads, Index, Layout
 
 
 def each_row(first_P: Tensor, count_P: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -41,12 +41,11 @@ class RaggedLayer(BoundedLayer):
     lengths: Tensor
     """Rows ``[B * H]`` (int64) of each head."""
 
-    def _shape(self, B: int, H: int) -> tuple[int, ...]:
-        return (B * H * self.capacity,)
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        return (self.B * self.H * rows,)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.B, self.H = key_states.shape[:2]
         self._lay_out(torch.zeros(self.B * self.H, dtype=torch.int64, device=self.device))
 
     def _lay_out(self, lengths: Tensor) -> None:
@@ -58,10 +57,6 @@ class RaggedLayer(BoundedLayer):
         self.starts = lengths.cumsum(0) - lengths + room * torch.arange(len(held), device=self.device)
         starts = accumulate((length + room for length in held[:-1]), initial=0)
         self._stretches = list(zip(starts, held, strict=True))
-
-    @property
-    def batch(self) -> int:
-        return self.B
 
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
         T = k.shape[2]
@@ -180,6 +175,20 @@ class RaggedLayer(BoundedLayer):
         # buffer[source] is a copy, so targets may overlap sources.
         for buffer in self._moving():
             buffer[target] = buffer[source]
+
+    def export(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        counts, tensors = super().export()
+        return counts, tensors | ({"lengths": self.lengths} if tensors else {})
+
+    def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
+        return super().layout(counts, lengths, query_heads) | {"lengths": (torch.int64, (self.B * self.H,))}
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        self._lay_out(tensors["lengths"].to(self.device, copy=True))
+        super()._fill(tensors)
+
+    def _all_rows(self) -> Index:
+        return self._rows()[0]
 
     def reset(self) -> None:
         super().reset()

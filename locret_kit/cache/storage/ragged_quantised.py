@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,6 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
 
     longest = RaggedLayer.longest
     slots = RaggedLayer.slots
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self._lay_out(torch.zeros(self.B * self.H, dtype=torch.int64, device=self.device))
 
     def buffer(self, name: str) -> Tensor:
         if name in ("keys", "values"):
@@ -60,6 +58,9 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
         total = sum(min(self.tail, length) for length in self.head_lengths)
         head, row = each_row(torch.zeros_like(count), count, total)
         return head // self.H, head % self.H, row
+
+    def _tail_shape(self, tail: int, lengths: Sequence[int]) -> tuple[int, ...]:
+        return (sum(min(tail, length) for length in lengths),)
 
     def _next_in_tail(self) -> Index:
         head = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,14 @@ from ..decoding import VarlenRows
 
 Index = slice | Tensor | tuple[slice | Tensor | int, ...]
 """Index of rows in a layer's buffers."""
-PER_ROW = ("keys", "values", "positions", "scores")
+Column = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype of a buffer that has a row per slot, and the shape of one row."""
+COUNTS = ("rows", "seen", "since_eviction", "evictions")
+"""Counts of a layer that a step changes."""
+STATE = "state."
+"""Prefix of the names under which a score's state is exported."""
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of tensors, by name."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,6 @@ class BoundedLayer(CacheLayerMixin):
     ragged = False
     backend = "reference"
     """Of ``locret_kernels``, which moves the rows."""
-    per_row: tuple[str, ...] = PER_ROW
-    """Buffers ``[B, H, capacity, ...]`` that move with the rows."""
     keys: Tensor  # type: ignore[assignment]
     values: Tensor  # type: ignore[assignment]
     positions: Tensor
@@ -63,8 +68,6 @@ class BoundedLayer(CacheLayerMixin):
         super().__init__()
         self.capacity, self.window = capacity, window
         self.statistics, self.recent, self.merges = statistics, recent, merges
-        if merges:
-            self.per_row = (*self.per_row, "absorbed")
         self.scaling = 1.0
         self.state: dict[str, Tensor] = {}
         self.rows = 0
@@ -73,36 +76,44 @@ class BoundedLayer(CacheLayerMixin):
         self.evictions = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, H, _, D = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.measure(key_states, value_states)
         # Allocated once, for budget + chunk rows; nothing is ever concatenated.
+        shape = self._shape(self.capacity)
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
-            self.keys = key_states.new_empty(*self._shape(B, H), D)
-            self.values = value_states.new_empty(*self._shape(B, H), value_states.shape[-1])
-            self.positions = torch.empty(self._shape(B, H), dtype=torch.int32, device=self.device)
-            self.scores = torch.empty(self._shape(B, H), dtype=torch.float32, device=self.device)
-            self.stats = torch.empty(self.statistics, *self._shape(B, H), dtype=torch.float32, device=self.device)
-            if self.merges:
-                self.absorbed = torch.empty_like(self.scores)
+            for name, (dtype, row) in self.columns().items():
+                setattr(self, name, torch.empty(*shape, *row, dtype=dtype, device=self.device))
+            self.stats = torch.empty(self.statistics, *shape, dtype=torch.float32, device=self.device)
         self.is_initialized = True
 
-    def _shape(self, B: int, H: int) -> tuple[int, ...]:
-        """Shape of a buffer with one number a row."""
-        return B, H, self.capacity
+    def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
+        """Take batch, heads, channels, dtype and device from keys and values. Allocates nothing."""
+        self.B, self.H, _, self.key_size = k_BHTD.shape
+        self.value_size = v_BHTD.shape[-1]
+        self.dtype, self.device = k_BHTD.dtype, k_BHTD.device
+
+    def columns(self) -> dict[str, Column]:
+        """Buffers with a row per slot, which move with the rows: ``[B, H, capacity, ...]``."""
+        absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
+        return {
+            "keys": (self.dtype, (self.key_size,)),
+            "values": (self.dtype, (self.value_size,)),
+            "positions": (torch.int32, ()),
+            "scores": (torch.float32, ()),
+            **absorbed,
+        }
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of a buffer with one number per row, for so many rows per head."""
+        return self.B, self.H, rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif key_states.shape[0] != self.batch:
-            raise ValueError(f"batch={key_states.shape[0]} must be {self.batch}, for which this cache has its buffers")
+        elif key_states.shape[0] != self.B:
+            raise ValueError(f"batch={key_states.shape[0]} must be {self.B}, for which this cache has its buffers")
         return key_states, value_states
-
-    @property
-    def batch(self) -> int:
-        """Batch size."""
-        return self.positions.shape[0]
 
     # ---- new rows ------------------------------------------------------------------------------------------------
 
@@ -233,7 +244,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def _moving(self) -> list[Tensor]:
         """Every buffer ``[B, H, capacity, ...]`` whose rows an eviction moves."""
-        return [*(getattr(self, name) for name in self.per_row), *self.stats]
+        return [*(getattr(self, name) for name in self.columns()), *self.stats]
 
     def drop_oldest(self, keep: int) -> None:
         """Keep the newest ``keep`` rows (layers with a window)."""
@@ -247,7 +258,7 @@ class BoundedLayer(CacheLayerMixin):
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length)."""
         # Doubling makes the copies of a whole text linear in its length.
         self.capacity = max(rows, 2 * self.capacity)
-        for name in self.per_row:
+        for name in self.columns():
             old = getattr(self, name)
             with torch.inference_mode(False):
                 new = old.new_empty(*old.shape[:2], self.capacity, *old.shape[3:])
@@ -278,7 +289,8 @@ class BoundedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
             beam_idx = beam_idx.to(self.device)
-            for name in self.per_row:
+            self.B = len(beam_idx)
+            for name in self.columns():
                 setattr(self, name, getattr(self, name).index_select(0, beam_idx))
             self.stats = self.stats.index_select(1, beam_idx)
             self._reorder_rest(beam_idx)
@@ -293,14 +305,75 @@ class BoundedLayer(CacheLayerMixin):
             "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
         )
 
-    def copy_from(self, other: BoundedLayer) -> None:
-        """Become a copy of another layer of the same shape; nothing is shared."""
-        for name, value in vars(other).items():
-            if isinstance(value, Tensor):
-                with torch.inference_mode(False):
-                    value = torch.empty_like(value).copy_(value)
+    # ---- taken out and put back ------------------------------------------------------------------------------------
+
+    def export(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Everything that the layer needs to go on: counts, and tensors in logical order, wherever the rows lie. Nothing of
+        the free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
+        counts = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
+        if not self.is_initialized:
+            return counts, {}
+        rows = self._all_rows()
+        tensors = {name: getattr(self, name)[rows] for name in self.columns()}
+        if self.statistics:
+            tensors["stats"] = torch.stack([stat[rows] for stat in self.stats])
+        if hasattr(self, "queries"):
+            tensors["queries"] = self.queries
+        return counts, tensors | {STATE + name: value for name, value in self.state.items()}
+
+    def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
+        """Dtype and shape of every tensor that ``export`` gives with such counts, but for the score's state. Needs
+        ``measure``.
+
+        Args:
+            lengths: rows of every head, where heads differ.
+        """
+        shape = self._shape(int(counts["rows"]))
+        found = {name: (dtype, (*shape, *row)) for name, (dtype, row) in self.columns().items()}
+        if self.statistics:
+            found["stats"] = torch.float32, (self.statistics, *shape)
+        if self.recent and counts["seen"]:
+            found["queries"] = self.dtype, (self.B, query_heads, self.recent, self.key_size)
+        return found
+
+    def restore(
+        self, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_BH0D: Tensor, v_BH0D: Tensor
+    ) -> None:
+        """Become what ``export`` took out of a layer of the same kind; nothing is shared. The room may be another one.
+
+        Args:
+            k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
+        """
+        for name, value in counts.items():
             setattr(self, name, value)
-        self.state = {name: value.clone() for name, value in other.state.items()}
+        if not tensors:
+            return
+        self.capacity = max(self.capacity, self.rows)
+        self.lazy_initialization(k_BH0D, v_BH0D)
+        self._fill(tensors)
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write exported tensors into the buffers."""
+        rows = self._all_rows()
+        for name in self.columns():
+            getattr(self, name)[rows] = tensors[name].to(self.device)
+        for number in range(self.statistics):
+            self.stats[number][rows] = tensors["stats"][number].to(self.device)
+        with torch.inference_mode(False):
+            own = {name: x.to(self.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
+            self.state = {name.removeprefix(STATE): x for name, x in own.items()}
+            if "queries" in tensors:
+                self.queries = tensors["queries"].to(self.device, copy=True)
+
+    def _all_rows(self) -> Index:
+        """Index of all rows, in logical order."""
+        return slice(None), slice(None), slice(0, self.rows)
+
+    def copy_from(self, other: BoundedLayer) -> None:
+        """Become a copy of another layer of the same kind; nothing is shared. The room may be another one."""
+        if other.is_initialized:
+            empty = torch.empty(other.B, other.H, 0, other.key_size, dtype=other.dtype, device=other.device)
+            self.restore(*other.export(), empty, empty.new_empty(other.B, other.H, 0, other.value_size))
 
     @property
     def nbytes(self) -> int:

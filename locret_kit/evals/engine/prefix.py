@@ -30,9 +30,7 @@ on from the last one, the others are for later turns."""
 def max_shared_prefix(schedule: Schedule, tokens: int) -> int:
     """The longest beginning of a prompt of so many tokens that may be shared: whole chunks, the last of them before the
     eviction that precedes the tail."""
-    if schedule.one_shot:
-        return 0
-    return max(0, tokens - schedule.local_len - 1) // schedule.chunk * schedule.chunk
+    return 0 if schedule.one_shot else schedule.safe(tokens - 1)
 
 
 def order_by_prefix(prompts: Sequence[array[int]]) -> list[int]:

@@ -1,0 +1,106 @@
+"""Identity of a backbone and of a tokenizer by content: two folders with the same weights are the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .families import text_config
+from .weight_bits import weight_bits_of
+
+SAMPLES = 256
+"""Numbers of each weight that the fingerprint reads, evenly spread."""
+CONFIG = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps",
+    "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "layer_types", "rope_parameters",
+    "partial_rotary_factor", "attention_multiplier", "query_pre_attn_scalar",
+)  # fmt: skip
+"""Fields of a configuration that decide what the layers compute."""
+PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|x|> CamelCase don't"
+"""Text whose ids tell tokenizers with the same vocabulary apart."""
+
+
+def identity_of(model: PreTrainedModel) -> dict[str, object]:
+    """Name and revision, for people to read, and what tells one model from another: ``config``, ``weights``,
+    ``weight_bits``. Plain JSON values.
+
+    Raises:
+        ValueError: weights lie on no device, as after an offload.
+    """
+    config = text_config(model)
+    fields = {name: getattr(config, name, None) for name in CONFIG}
+    return {
+        "name": Path(str(config._name_or_path)).name
+        if Path(str(config._name_or_path)).is_absolute()
+        else config._name_or_path,
+        "revision": getattr(config, "_commit_hash", None),
+        "config": json.loads(json.dumps({name: value for name, value in fields.items() if value is not None})),
+        "weights": fingerprint(model.parameters(), SAMPLES),
+        "weight_bits": weight_bits_of(model),
+    }
+
+
+def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the weights' shapes and numbers, rounded to bfloat16: the same in
+    bfloat16 and in float32.
+
+    Args:
+        samples: numbers of each weight, evenly spread; None reads all.
+
+    Raises:
+        ValueError: a weight lies on no device.
+    """
+    digest = hashlib.sha256()
+    for weight in weights:
+        if weight.is_meta:
+            raise ValueError(
+                "weights that were put off their device have no fingerprint: load the model without offload"
+            )
+        flat = weight.detach().flatten()
+        if samples is not None and len(flat) > samples:
+            flat = flat[:: len(flat) // samples][:samples]
+        exact = flat.to(torch.bfloat16).view(torch.int16) if flat.is_floating_point() else flat
+        digest.update(f"{tuple(weight.shape)}".encode())
+        digest.update(exact.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """Hashes of the ``vocabulary`` (with the ids of a probe) and of the chat ``template``."""
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    probe = tokenizer(PROBE).input_ids
+    template = getattr(tokenizer, "chat_template", None)
+    return {
+        "vocabulary": _short(json.dumps([words, probe])),
+        "template": None if template is None else _short(json.dumps(template)),
+    }
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def first_difference(there: object, here: object, name: str = "") -> str | None:
+    """Words for the first difference of two JSON values: ``config.rope_theta: 10000.0 in the file, 500000.0 here``."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in [*there, *(key for key in here if key not in there)]:
+            found = first_difference(there.get(key), here.get(key), f"{name}.{key}" if name else str(key))
+            if found:
+                return found
+        return None
+    if isinstance(there, float) and isinstance(here, int):
+        here = float(here)
+    same = there == here and type(there) is type(here)
+    return None if same else f"{name}: {_shown(there)} in the file, {_shown(here)} here"
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:60]}..."

@@ -1,0 +1,109 @@
+"""Container of saved caches: one ``.safetensors`` file with a JSON record in its header. Nothing of it is ever executed.
+
+Version 1. The record is the metadata ``locret_kit``; ``digest`` in it is the SHA-256 of the record without itself and of all
+tensors in the order of their names. A later version of the kit reads every version from 1 on, or says which one does;
+an unknown version is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..files import parse_json, write_beside
+from ..naming import first_line
+
+VERSION = 1
+RECORD = "locret_kit"
+"""Metadata of the safetensors header that holds the record."""
+LARGEST = 1 << 26
+"""Bytes of a header, at most."""
+Record = dict[str, object]
+
+
+def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file as ``files.write_beside`` does.
+
+    Raises:
+        OSError: it cannot be written; the file that was there is whole.
+    """
+    record = {"version": VERSION, **record}
+    body = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    record["digest"] = digest(record, body)
+    write_beside(path, lambda beside: save_file(body, beside, metadata={RECORD: json.dumps(record)}))
+
+
+def read_record(path: Path) -> Record:
+    """The record alone, as ``locret-info`` shows it. Its digest is not checked.
+
+    Raises:
+        OSError: there is no such file. ValueError: it is no saved cache, or of a version that this kit does not read.
+    """
+    return _record(path, _header(path))
+
+
+def read(path: Path) -> tuple[Record, dict[str, Tensor]]:
+    """Record and tensors, whose digest is right. Tensors take as many bytes as the file.
+
+    Raises:
+        OSError: there is no such file. ValueError: as ``read_record``, or it is damaged.
+    """
+    header = _header(path)
+    record = _record(path, header)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    said = record.pop("digest", None)
+    if said != digest(record, tensors):
+        raise ValueError(f"{path} is damaged: its content does not have the digest that it states")
+    return record, tensors
+
+
+def _header(path: Path) -> dict[str, object]:
+    """The safetensors header, read by itself: it says what the file holds before anything of that size is read."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a saved cache")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        held = path.stat().st_size
+        if not 2 <= size <= min(LARGEST, held - 8):
+            raise ValueError(f"{path} is no saved cache, or is truncated: it has {held} bytes")
+        header = parse_json(file.read(size), f"{path}: its header")
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no saved cache: its header is no JSON object")
+    return header
+
+
+def _record(path: Path, header: dict[str, object]) -> Record:
+    metadata = header.get("__metadata__")
+    text = metadata.get(RECORD) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{path} is no saved cache: its header has no {RECORD!r}")
+    record = parse_json(text, f"{path}: its record")
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} is no saved cache: its record is no JSON object")
+    version = record.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"{path} has version={version!r}; this locret_kit reads versions 1 to {VERSION}")
+    return cast(Record, record)
+
+
+def digest(record: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 (hexadecimal) of a record and its tensors."""
+    made = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return made.hexdigest()

@@ -1,0 +1,1 @@
+"""Long texts that are read once, asked many things, saved and loaded; and conversations about them."""

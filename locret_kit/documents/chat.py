@@ -1,0 +1,185 @@
+"""A conversation in a cache of fixed size, about a document or about nothing yet.
+
+The document's slots are pinned, and the turns have slots of their own: when those are full, old turns are evicted as text
+is. So the memory of a conversation does not grow with its turns.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..cache.bounded import BoundedCache
+from ..runtime.session import Answer, Sampling
+from ..runtime.tokens import IdStream, ids_after
+from ..samples.chat import has_template, render_first, render_turn
+
+if TYPE_CHECKING:
+    from ..heads import RetainingHeads
+    from ..policies.base import Policy
+    from ..settings import RunSettings
+    from .document import Document
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question and its answer."""
+
+    question: str
+    answer: str
+    start: int
+    """Position of the turn's first token in the conversation."""
+    end: int
+
+
+@dataclass
+class _State:
+    """Everything that a turn changes."""
+
+    ids: array[int]
+    cache: BoundedCache | None
+    turns: list[Turn]
+
+
+class Chat:
+    """A conversation. ``say`` gives an answer that is written while it is read; when it ends, or is left, it is a turn.
+
+    Args:
+        document: what it is about. history: slots of a key/value head that its turns have, beside the document's.
+        settings, policy, heads: of a conversation without a document, as of ``BoundedCache``; so is ``system``, a system
+            prompt.
+
+    Attributes:
+        turns: questions and answers so far.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, document: Document | None = None, history: int = 1024,
+        settings: RunSettings | int | None = None, policy: str | Policy | None = None, heads: RetainingHeads | None = None,
+        system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if history < 1:
+            raise ValueError(f"history={history} must be at least 1 slot")
+        self.model, self.tokenizer, self.document, self.history = model, tokenizer, document, history
+        self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
+        self._fresh, self.system = (settings, policy, heads), system
+        self._now = _State(array("i"), None, [])
+        self._before: _State | None = None
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self._now.turns
+
+    @property
+    def cache(self) -> BoundedCache | None:
+        """The conversation's cache; None before the first turn."""
+        return self._now.cache
+
+    @property
+    def ids(self) -> array[int]:
+        """Token ids of the whole conversation, evicted ones too; zeros where a document's are not known."""
+        return self._now.ids
+
+    def say(self, question: str) -> Iterator[str]:
+        """Pieces of the answer. A turn that an error or an interrupt ends before its first token leaves nothing behind; an
+        answer that is left in the middle stays as far as it was written.
+
+        Raises:
+            ValueError: an empty question. OutOfMemory: see ``Answer``.
+        """
+        if not question.strip():
+            raise ValueError("the question is empty")
+        before = _State(self._now.ids, deepcopy(self._now.cache), list(self._now.turns))
+        ids, cache = self._prompt(question)
+        answer = Answer(
+            self.model, self.tokenizer, ids, cache, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
+            seed=self.seed + len(self.turns),
+        )  # fmt: skip
+        text = ""
+        try:
+            for piece in answer:
+                text += piece
+                yield piece
+        finally:
+            if answer.tokens and not cache.unfinished:
+                self._before, self._now = before, self._ended(question, text, answer)
+            else:
+                self._now = before
+
+    def _prompt(self, question: str) -> tuple[array[int], BoundedCache]:
+        """Ids of the conversation up to the next answer, and the cache that reads what is new of them."""
+        now, document = self._now, self.document
+        if now.cache is not None:
+            chat = document.chat_template if document is not None else True
+            return now.ids + ids_after(self.tokenizer, render_turn(self.tokenizer, question, chat=chat)), now.cache
+        if document is not None:
+            ids = document.prompt(question)
+            return ids, document.open(len(ids))
+        stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
+        ids = stream.finish(render_first(self.tokenizer, question, self.system))
+        settings, policy, heads = self._fresh
+        return ids, BoundedCache(settings, policy, heads, prompt_length=len(ids))
+
+    def _ended(self, question: str, text: str, answer: Answer) -> _State:
+        """The conversation after an answer."""
+        now, cache = self._now, answer.cache
+        if now.cache is None and self.document is not None:
+            cache = cache.with_budget(cache.settings.budget + self.history)
+            cache.pin(0, self.document.tokens)
+        ids = array("i", answer.ids) + array("i", answer.tokens)
+        turn = Turn(
+            question, text, len(now.ids) if now.turns or self.document is None else self.document.tokens, len(ids)
+        )
+        return _State(ids, cache, [*now.turns, turn])
+
+    def undo(self) -> Turn:
+        """Forget the last turn; only one, until the next.
+
+        Raises:
+            ValueError: there is none that can be forgotten.
+        """
+        if self._before is None:
+            raise ValueError("there is no turn to undo" if not self.turns else "only the last turn can be undone")
+        last = self.turns[-1]
+        self._now, self._before = self._before, None
+        return last
+
+    def retry(self) -> Iterator[str]:
+        """Another answer to the last question, with another seed. Raises ValueError as ``undo``."""
+        question = self.undo().question
+        self.seed += 1
+        return self.say(question)
+
+    def pin(self, text: str | None = None) -> tuple[int, int]:
+        """Never evict a text of the conversation, the last question by default; its positions ``(start, end)``.
+
+        Raises:
+            ValueError: it does not occur, some of it was evicted already, or there is no room for it.
+        """
+        if self.cache is None or not self.turns:
+            raise ValueError("nothing was said yet that could be pinned")
+        if text is None:
+            start, end = self.turns[-1].start, self._end_of_question(self.turns[-1])
+        else:
+            start, end = self._find(text)
+        self.cache.pin(start, end)
+        return start, end
+
+    def _end_of_question(self, turn: Turn) -> int:
+        answer = ids_after(self.tokenizer, turn.answer) if turn.answer else array("i")
+        return max(turn.start + 1, turn.end - len(answer))
+
+    def _find(self, text: str) -> tuple[int, int]:
+        """Positions of the last occurrence of a text in the conversation."""
+        first = self.document.tokens if self.document is not None else 0
+        ids = self.ids[first:]
+        for start in range(len(ids) - 1, -1, -1):
+            if text in self.tokenizer.decode(ids[start:]):
+                end = len(ids)
+                while end - 1 > start and text in self.tokenizer.decode(ids[start : end - 1]):
+                    end -= 1
+                return first + start, first + end
+        raise ValueError(f"{text[:40]!r} does not occur in the conversation")

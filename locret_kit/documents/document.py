@@ -1,0 +1,376 @@
+"""A long text that is read once and asked many things.
+
+The text is read up to the last boundary before which no question can change an eviction. What follows stays as tokens and
+is read with each question, in a copy of the cache. So an answer equals that of a fresh run over the whole prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from annotated_types import Interval
+
+from ..backbones.identity import first_difference, tokenizer_identity
+from ..backbones.intercept import attached
+from ..cache.bounded import BoundedCache
+from ..cache.file import read
+from ..cache.fork import CannotFork
+from ..cache.saved import Saved, restore, save
+from ..naming import blaming
+from ..runtime.session import Answer, Sampling, prefill
+from ..runtime.tokens import IdStream
+from ..samples.chat import has_template, render_prompt
+from ..settings import INT32_MAX, RunSettings, Share
+from ..validation import check, made
+
+if TYPE_CHECKING:
+    from ..heads import RetainingHeads
+    from ..policies.base import Policy
+    from .chat import Chat
+
+Progress = Callable[[int, int], None]
+Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
+IDS = "document.ids"
+"""Name of the tensor of token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecord:
+    """What a saved document says about its text.
+
+    Raises:
+        ValueError: a field of another type or out of its bound; it is named.
+    """
+
+    title: str
+    tokens: Count
+    sha256: str | None
+    """Of the token ids, as little-endian 32-bit integers; None where they are not known."""
+    text: bool
+    """Whether the ids are in the file."""
+    open: str
+    """The end of the text, whose tokens hang on what follows, after ``done`` characters of context."""
+    done: Count
+    special: bool
+    """Whether the tokenizer's own special tokens are added."""
+    chat: bool
+    """Whether questions go through the chat template."""
+    before: str
+    """The chat template's text before the document."""
+    share: Share | None
+    """The budget as a share of the document, where it was given so."""
+    tokenizer: dict[str, object]
+    names: dict[str, str] = field(default_factory=dict)
+    """What the backbone and the heads were called. Names help to find them; content decides whether they are the same."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.done > len(self.open):
+            raise ValueError(f"done={self.done} must be at most {len(self.open)}, the length of open")
+
+
+class Document:
+    """A text in a cache of fixed size. Make one with ``read`` or ``load``.
+
+    Several threads may ask at once, each answer has a copy of the cache. The model is attached while an answer is written;
+    threads share a model that is attached beforehand, or by their answers.
+
+    Attributes:
+        cache: what was read, up to the last safe boundary.
+        tokens: tokens of the text, the chat template's before it included.
+        title: a name for people.
+        reads: how many times ``ask`` had to read the text anew; see ``ask``.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, cache: BoundedCache, stream: IdStream, *,
+        chat: bool, before: str, title: str = "", share: float | None = None, unknown: int = 0,
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self.chat_template, self.title, self.share = chat, title, share
+        self._stream, self._before = stream, before
+        self._unknown = unknown  # tokens whose ids are not known: a file without its text
+        self.reads = 0
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        text: str | Path | Iterable[str],
+        settings: RunSettings | int | float | None = None,
+        policy: str | Policy | None = None,
+        heads: RetainingHeads | None = None,
+        *,
+        chat: bool = True,
+        title: str = "",
+        progress: Progress | None = None,
+        **given: object,
+    ) -> Document:
+        """Read a text.
+
+        Args:
+            text: the text, pieces of it, or the ``Path`` of a file, see ``samples.reader``.
+            settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
+            chat: questions go through the chat template.
+            progress: called as ``progress(done, total)`` in tokens.
+
+        Raises:
+            ValueError: no text, a setting out of bounds, a slow tokenizer.
+            OSError: the file cannot be read.
+        """
+        if isinstance(text, Path):
+            from ..samples.reader import read_document
+
+            title, text = title or text.name, read_document(text)
+        before = render_prompt(tokenizer, "", "", chat=chat)[0]
+        stream = IdStream(tokenizer, special=not (chat and has_template(tokenizer)))
+        stream.feed(before)
+        blank = True
+        for piece in [text] if isinstance(text, str) else text:
+            blank = blank and not piece.strip()
+            stream.feed(piece)
+        if blank:
+            raise ValueError("the document holds no text")
+        if not isinstance(settings, RunSettings):
+            settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
+        elif given:
+            raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
+        published = heads.config.inference if heads is not None else {}
+        resolved = settings.resolved(published, len(stream.finish()))
+        settings = replace(settings, budget=resolved.budget)
+        empty = BoundedCache(settings, policy, heads, prompt_length=len(stream.finish()) + resolved.local_len + 1)
+        empty.bind(model)
+        document = cls(model, tokenizer, empty, stream, chat=chat, before=before, title=title, share=resolved.share)
+        document._go_on(stream, progress)
+        return document
+
+    def append(self, text: str | Path | Iterable[str], progress: Progress | None = None) -> None:
+        """Add text at the end. After an error or an interrupt the document is as it was.
+
+        Raises:
+            CannotFork: the text is not in the file, and the longer document is read otherwise from its beginning on.
+            ValueError, OSError: as ``read``.
+        """
+        if isinstance(text, Path):
+            from ..samples.reader import read_document
+
+            text = read_document(text)
+        stream = copy(self._stream)
+        stream.ids = array("i", stream.ids)
+        for piece in [text] if isinstance(text, str) else text:
+            stream.feed(piece)
+        self._go_on(stream, progress)
+
+    def _go_on(self, stream: IdStream, progress: Progress | None) -> None:
+        """Read what ``stream`` has more, up to the last safe boundary."""
+        stream.settle()
+        total = self._unknown + len(stream.finish())
+        cache = self._fork(total + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
+        ids = self._with_unknown(stream.ids)
+        end = cache.schedule.safe(len(ids))
+        if end > cache.get_seq_length():
+            with attached(self.model):
+                prefill(self.model, ids[:end], cache, progress)
+        self._stream, self.cache = stream, cache
+
+    def _with_unknown(self, ids: array[int]) -> array[int]:
+        """Ids with zeros in the place of those that are not known, which the cache has read."""
+        return array("i", bytes(4 * self._unknown)) + ids
+
+    def _fork(self, prompt_length: int, local_len: int) -> BoundedCache:
+        """The cache for a prompt of so many tokens; an empty one where the text has to be read anew."""
+        run = replace(self.cache.settings.run, local_len=local_len)
+        try:
+            if not self.cache.get_seq_length():
+                raise CannotFork("nothing is read yet")
+            return self.cache.fork(prompt_length, local_len=local_len)
+        except CannotFork:
+            if self._unknown:
+                raise
+            run = replace(run, chunk=None, stabilizers=None, local_len=None) if run.one_shot else run
+            cache = BoundedCache(run, self.cache.policy, self.cache.heads, prompt_length=prompt_length)
+            cache.bind(self.model)
+            return cache
+
+    # ---- asking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        return self._unknown + len(self._stream.finish())
+
+    def prompt(self, question: str) -> array[int]:
+        """Token ids of the whole prompt; zeros for those that are not known.
+
+        Raises:
+            ValueError: the chat template puts something else before the document than when it was read.
+        """
+        before, after = render_prompt(self.tokenizer, "", question, chat=self.chat_template)
+        if before != self._before:
+            raise ValueError("the chat template's text before the document depends on the question")
+        return self._with_unknown(self._stream.finish(after))
+
+    def ask(
+        self,
+        question: str,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        graph: bool | None = False,
+        progress: Progress | None = None,
+    ) -> Answer:
+        """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.
+
+        It equals the answer of a fresh run over text and question. Where a prompt of that length is read otherwise from its
+        beginning on (short texts under a pyramid, LongRoPE's other factor), the text is read anew for this question, and
+        ``reads`` counts it. Without the text in the file, a question shorter than ``local_len`` tokens holds back only
+        its own tokens.
+
+        Args:
+            seed: of sampling; by default the settings'.
+
+        Raises:
+            ValueError: an empty question; without the text: a repetition penalty.
+            CannotFork: the text would have to be read anew, and is not in the file.
+        """
+        if not question.strip():
+            raise ValueError("the question is empty")
+        if self._unknown and sampling is not None and sampling.repetition_penalty != 1.0:
+            raise ValueError(
+                f"repetition_penalty={sampling.repetition_penalty} needs the text, which is not in the file"
+            )
+        ids = self.prompt(question)
+        return Answer(
+            self.model, self.tokenizer, ids, self.open(len(ids)), max_new_tokens=max_new_tokens, sampling=sampling,
+            seed=self.cache.settings.seed if seed is None else seed, graph=graph, progress=progress,
+        )  # fmt: skip
+
+    def open(self, prompt_length: int) -> BoundedCache:
+        """A cache of its own that has read the text and goes on with a prompt of so many tokens."""
+        local_len = self.cache.schedule.local_len
+        if self._unknown:  # evictions before the tail must come after what was read
+            local_len = min(local_len, prompt_length - self.cache.get_seq_length() - 1)
+        cache = self._fork(prompt_length, local_len)
+        self.reads += cache.get_seq_length() < self.cache.get_seq_length()
+        return cache
+
+    def chat(self, history: int = 1024, **generation: Any) -> Chat:
+        """A conversation about the document, whose turns have ``history`` slots of their own."""
+        from .chat import Chat
+
+        return Chat(self.model, self.tokenizer, document=self, history=history, **generation)
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, text: bool = True, names: dict[str, str] | None = None) -> None:
+        """Write the document to one ``.safetensors`` file.
+
+        Args:
+            text: False leaves the token ids out; the tokens after the last safe boundary are then stored as rows.
+            names: what backbone and heads are called, for people and as a default of commands.
+
+        Raises:
+            ValueError: without its text, a document of a policy that reads passages again, or one whose last token
+                hangs on the question. OSError: the file cannot be written; the one that was there is whole.
+        """
+        document = self if text or self._unknown else self._without_text()
+        stream = document._stream
+        record = TextRecord(
+            title=self.title, tokens=self.tokens, sha256=None if self._unknown else hash_ids(self._stream.finish()), text=not document._unknown, open=stream.text,
+            done=stream.done, special=stream.special, chat=self.chat_template, before=self._before, share=self.share,
+            tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
+        )  # fmt: skip
+        more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
+        save(document.cache, path, asdict(record), more)
+
+    def _without_text(self) -> Document:
+        """The same document with every token read and no ids."""
+        if self.cache.policy.reread is not None:
+            raise ValueError(
+                f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
+            )
+        stream = copy(self._stream)
+        stream.ids = array("i", stream.ids)
+        stream.forget()
+        question = render_prompt(self.tokenizer, "", "What?", chat=self.chat_template)[1]
+        if stream.finish(question) != self._stream.finish(question):
+            raise ValueError("the last token of the text hangs on the question: it cannot be saved without its text")
+        ids = stream.ids
+        cache = self._fork(len(ids) + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
+        if len(ids) > cache.get_seq_length():
+            with attached(self.model):
+                prefill(self.model, ids, cache)
+        stream.ids = array("i")
+        return Document(
+            self.model, self.tokenizer, cache, stream, chat=self.chat_template, before=self._before, title=self.title,
+            share=self.share, unknown=len(ids),
+        )  # fmt: skip
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Any,
+        tokenizer: Any,
+        heads: RetainingHeads | None = None,
+        policy: str | Policy | None = None,
+        *,
+        force: bool = False,
+    ) -> Document:
+        """The document in a file.
+
+        Args:
+            heads: those that the document was read with. policy, force: as in ``cache.saved.load``.
+
+        Raises:
+            OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
+                is at hand.
+        """
+        record, tensors = read(Path(path))
+        saved = Saved.of(record, path)
+        with blaming(str(path), ValueError):
+            if saved.document is None:
+                raise ValueError("it holds a cache without a document: BoundedCache.load reads it")
+            about = made(TextRecord, saved.document, "field")
+            if found := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
+                raise ValueError(found)
+            if saved.batch != 1:
+                raise ValueError(f"batch={saved.batch} must be 1")
+            stream = IdStream(tokenizer, special=about.special)
+            stream.ids = _stored_ids(tensors.pop(IDS, None), len(tokenizer)) if about.text else array("i")
+            stream.text, stream.done = about.open, about.done
+        cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force)
+        seen = cache.get_seq_length()
+        document = cls(
+            model, tokenizer, cache, stream, chat=about.chat, before=about.before, title=about.title, share=about.share,
+            unknown=0 if about.text else seen,
+        )  # fmt: skip
+        with blaming(str(path), ValueError):
+            if about.text and (hash_ids(stream.finish()) != about.sha256 or seen > len(stream.ids)):
+                raise ValueError("document: its token ids do not have the hash that it states")
+            if document.tokens != about.tokens:
+                raise ValueError(f"document: tokens={about.tokens} must be {document.tokens}")
+        return document
+
+
+def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
+    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1:
+        raise ValueError(f"{IDS} must be one axis of int32")
+    if ids.numel() and not (ids.min() >= 0 and ids.max() < vocabulary):
+        raise ValueError(f"{IDS} must be from 0 to {vocabulary - 1}")
+    return array("i", ids.tolist())
+
+
+def hash_ids(ids: array[int]) -> str:
+    """SHA-256 (hexadecimal) of token ids as little-endian 32-bit integers."""
+    return hashlib.sha256(torch.tensor(ids, dtype=torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
