@@ -11,11 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge, Interval
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from .. import __version__
 from ..backbones.identity import fingerprint, first_difference, identity_of
@@ -107,7 +108,7 @@ def save(
         document: further fields of the record; plain JSON values. more: further tensors.
 
     Raises:
-        ValueError: nothing was read, an interrupt left rows half written, or the policy cannot be written in the grammar.
+        ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
         OSError: the file cannot be written; the one that was there is whole.
     """
     record, tensors = export(cache)
@@ -118,8 +119,6 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
     """The record and the tensors of a cache, in logical order. Raises ValueError as ``save``."""
     cache.refuse_interrupted()
     ctx = cache.context
-    if not cache.get_seq_length():
-        raise ValueError("this cache has read nothing that could be saved")
     try:
         parts = parts_of(cache.policy)
     except KeyError as error:
@@ -144,8 +143,8 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
         "pool": _pool(cache.policy),
         "settings": asdict(cache.settings),
         "ropes": rotations(ctx),
-        "dtype": str(cache.bounded[0].dtype).removeprefix("torch."),
-        "batch": cache.bounded[0].B,
+        "dtype": str(ctx.model.dtype).removeprefix("torch."),
+        "batch": cache.bounded[0].B if cache.get_seq_length() else 1,
         "prompt_length": cache.schedule.prompt_length,
         "counters": asdict(cache.counters),
         "layers": layers,
@@ -297,7 +296,7 @@ def _check_layout(
 ) -> None:
     """Raise ValueError where a tensor is missing, has another dtype or shape, or is one too many."""
     lengths: Sequence[int] = []
-    if rows.ragged:
+    if rows.ragged and counts["seen"]:
         stored = held.get("lengths")
         if stored is None or stored.dtype != torch.int64 or stored.dim() != 1:
             raise ValueError("lengths: must be one axis of int64")
@@ -305,7 +304,7 @@ def _check_layout(
         per_text = [sum(lengths[i * rows.H : (i + 1) * rows.H]) for i in range(rows.B)]
         if min(lengths, default=0) < 0 or any(total != rows.H * counts["rows"] for total in per_text):
             raise ValueError(f"lengths={lengths} must be at least 0 and make {counts['rows']} rows per head")
-    layout = rows.layout(counts, lengths, query_heads)
+    layout = rows.layout(counts, lengths, query_heads) if counts["seen"] else {}
     for name, (dtype, shape) in layout.items():
         tensor = held.get(name)
         if tensor is None:
@@ -324,7 +323,7 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
     bounds = {"positions": (0, counts["seen"])}
     if "group" in held:
         bounds["group"] = (-1, held["key_step"].shape[2])
-    for name, (low, end) in bounds.items():
+    for name, (low, end) in bounds.items() if held else ():
         tensor = held[name]
         if tensor.numel() and not (low <= tensor.min() and tensor.max() < end):
             raise ValueError(f"{name} must be from {low} to {end - 1}")

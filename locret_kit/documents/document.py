@@ -129,14 +129,12 @@ class Document:
             OSError: the file cannot be read.
         """
         if isinstance(text, Path):
-            from ..samples.reader import read_document
-
-            title, text = title or text.name, read_document(text)
+            title = title or text.name
         before = render_prompt(tokenizer, "", "", chat=chat)[0]
         stream = IdStream(tokenizer, special=not (chat and has_template(tokenizer)))
         stream.feed(before)
         blank = True
-        for piece in [text] if isinstance(text, str) else text:
+        for piece in _pieces(text):
             blank = blank and not piece.strip()
             stream.feed(piece)
         if blank:
@@ -161,13 +159,9 @@ class Document:
             CannotFork: the text is not in the file, and the longer document is read otherwise from its beginning on.
             ValueError, OSError: as ``read``.
         """
-        if isinstance(text, Path):
-            from ..samples.reader import read_document
-
-            text = read_document(text)
         stream = copy(self._stream)
         stream.ids = array("i", stream.ids)
-        for piece in [text] if isinstance(text, str) else text:
+        for piece in _pieces(text):
             stream.feed(piece)
         self._go_on(stream, progress)
 
@@ -231,7 +225,8 @@ class Document:
     ) -> Answer:
         """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.
 
-        It equals the answer of a fresh run over text and question. Where a prompt of that length is read otherwise from its
+        It equals the answer of a fresh run over text and question (in few bits where the room depends
+        on the prompt's length, under full attention and one-shot: to rounding). Where a prompt of that length is read otherwise from its
         beginning on (short texts under a pyramid, LongRoPE's other factor), the text is read anew for this question, and
         ``reads`` counts it. Without the text in the file, a question shorter than ``local_len`` tokens holds back only
         its own tokens.
@@ -286,7 +281,8 @@ class Document:
         document = self if text or self._unknown else self._without_text()
         stream = document._stream
         record = TextRecord(
-            title=self.title, tokens=self.tokens, sha256=None if self._unknown else hash_ids(self._stream.finish()), text=not document._unknown, open=stream.text,
+            title=self.title, tokens=self.tokens, text=not document._unknown, open=stream.text,
+            sha256=None if self._unknown else hash_ids(self._stream.finish()),
             done=stream.done, special=stream.special, chat=self.chat_template, before=self._before, share=self.share,
             tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
         )  # fmt: skip
@@ -361,6 +357,15 @@ class Document:
             if document.tokens != about.tokens:
                 raise ValueError(f"document: tokens={about.tokens} must be {document.tokens}")
         return document
+
+
+def _pieces(text: str | Path | Iterable[str]) -> Iterable[str]:
+    """The pieces of a text; of a file, as ``samples.reader`` reads it."""
+    if isinstance(text, Path):
+        from ..samples.reader import read_document
+
+        return [read_document(text)]
+    return [text] if isinstance(text, str) else text
 
 
 def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:

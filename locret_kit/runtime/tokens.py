@@ -63,7 +63,7 @@ class IdStream:
 
     def settle(self) -> None:
         """Take every token that no later text can change: all but those of the last words."""
-        if len(self.text) - self.done > 2 * CONTEXT:
+        if len(self.text) - self.done > CONTEXT:
             self.text, self.done = _take(self.tokenizer, self.text, self.done, len(self.text), self.ids, open_end=True)
 
     def forget(self) -> None:
@@ -109,6 +109,8 @@ def _take(tokenizer: Any, text: str, done: int, end: int, ids: array, *, open_en
             ),
             first,
         )
+        if last == first and open_end:
+            return text, done
         if last == first:  # no such word in the whole block
             last = _agreed(tokenizer, text[:end], tokens, offsets, first)
     ids.extend(tokens[first:last])
