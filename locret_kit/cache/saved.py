@@ -18,7 +18,8 @@ from annotated_types import Ge, Interval
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from .. import __version__
+from locret_kernels.provenance import versions
+
 from ..backbones.identity import fingerprint, first_difference, identity_of
 from ..naming import blaming
 from ..policies.base import Policy
@@ -134,7 +135,7 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
     if cache.last_hidden is not None:
         tensors["last_hidden"] = cache.last_hidden
     record: Record = {
-        "kit": __version__,
+        "kit": versions("locret_kit")["locret_kit"],
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "model": identity_of(ctx.model),
         "heads": fingerprint(cache.heads.parameters()) if cache.heads is not None else None,

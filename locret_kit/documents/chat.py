@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cache.bounded import BoundedCache
 from ..runtime.session import Answer, Sampling
@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from ..heads import RetainingHeads
     from ..policies.base import Policy
     from ..settings import RunSettings
-    from .document import Document
+
+
+class Source(Protocol):
+    """A document, as a conversation sees it."""
+
+    chat_template: bool
+
+    @property
+    def tokens(self) -> int: ...
+
+    def prompt(self, question: str) -> array[int]: ...
+
+    def open(self, prompt_length: int) -> BoundedCache: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class Chat:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, document: Document | None = None, history: int = 1024,
+        self, model: Any, tokenizer: Any, *, document: Source | None = None, history: int = 1024,
         settings: RunSettings | int | None = None, policy: str | Policy | None = None, heads: RetainingHeads | None = None,
         system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None, seed: int = 0,
     ) -> None:  # fmt: skip

@@ -29,11 +29,11 @@ from ..runtime.tokens import IdStream
 from ..samples.chat import has_template, render_prompt
 from ..settings import INT32_MAX, RunSettings, Share
 from ..validation import check, made
+from .chat import Chat
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
     from ..policies.base import Policy
-    from .chat import Chat
 
 Progress = Callable[[int, int], None]
 Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
@@ -226,7 +226,9 @@ class Document:
         """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.
 
         It equals the answer of a fresh run over text and question (in few bits where the room depends
-        on the prompt's length, under full attention and one-shot: to rounding). Where a prompt of that length is read otherwise from its
+        on the prompt's length, under full attention and one-shot: to rounding).
+
+        Where a prompt of that length is read otherwise from its
         beginning on (short texts under a pyramid, LongRoPE's other factor), the text is read anew for this question, and
         ``reads`` counts it. Without the text in the file, a question shorter than ``local_len`` tokens holds back only
         its own tokens.
@@ -261,8 +263,6 @@ class Document:
 
     def chat(self, history: int = 1024, **generation: Any) -> Chat:
         """A conversation about the document, whose turns have ``history`` slots of their own."""
-        from .chat import Chat
-
         return Chat(self.model, self.tokenizer, document=self, history=history, **generation)
 
     # ---- files -----------------------------------------------------------------------------------------------------

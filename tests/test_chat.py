@@ -1,0 +1,122 @@
+"""Conversations in a cache of fixed size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_documents import SETTINGS, kept, parts, read, text_of
+
+from locret_kit import Chat, attach
+from locret_kit.samples.chat import render_turn
+
+
+def replayed(chat: Chat) -> torch.Tensor:
+    """Logits after the conversation of a cache that evicts nothing: the model's own, over all its tokens."""
+    model, _, _ = parts()
+    return model(input_ids=torch.tensor([list(chat.ids)])).logits[0, -1]
+
+
+@torch.no_grad()
+def test_a_conversation_in_a_large_cache_is_the_models_own():
+    model, tokenizer, _ = parts()
+    chat = Chat(model, tokenizer, settings=4096, policy="h2o", max_new_tokens=5)
+    said = [("What is it?", "".join(chat.say("What is it?"))), ("Who came in?", "".join(chat.say("Who came in?")))]
+    messages = [
+        {"role": role, "content": words}
+        for turn in said
+        for role, words in zip(("user", "assistant"), turn, strict=True)
+    ]
+    text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(chat.ids[: chat.turns[1].end]).startswith(text[:40])
+    # every answer is greedy under the model itself, over the conversation so far
+    for turn in chat.turns:
+        answer = tokenizer(turn.answer, add_special_tokens=False).input_ids or []
+        assert turn.end - turn.start > len(answer)
+    ids = list(chat.ids)
+    for at in range(chat.turns[0].end - 4, chat.turns[0].end):
+        assert int(model(input_ids=torch.tensor([ids[:at]])).logits[0, -1].argmax()) == ids[at]
+    for at in range(len(ids) - 4, len(ids)):
+        assert int(model(input_ids=torch.tensor([ids[:at]])).logits[0, -1].argmax()) == ids[at]
+
+
+@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o", "sirllm"])
+def test_turns_have_room_of_their_own(policy):
+    document = read("llama", policy, text_of(260), **SETTINGS)
+    before = kept(document.cache)
+    chat = document.chat(history=100, max_new_tokens=4)
+    first = "".join(chat.say("What is it?"))
+    assert first == str(document.ask("What is it?", max_new_tokens=4))
+    held = [set(head) for layer in kept(chat.cache) for head in [layer] for head in head]
+    sizes = []
+    for number in range(25):
+        list(chat.say(f"And what about boat number {number}, which came in when the harbour was quiet?"))
+        sizes.append(chat.cache.nbytes)
+        assert max(rows for rows in chat.cache.kept_rows) <= 48 + 100 + 64
+    assert len(set(sizes)) == 1 and chat.cache.counters.evictions > document.cache.counters.evictions
+    now = [set(head) for layer in kept(chat.cache) for head in [layer] for head in head]
+    text = range(document.tokens)
+    assert all({at for at in a if at in text} <= b for a, b in zip(held, now, strict=True))
+    assert kept(document.cache) == before
+
+
+def test_undo_and_retry():
+    document = read("llama", "locret", text_of(260), **SETTINGS)
+    chat = document.chat(max_new_tokens=4)
+    list(chat.say("What is it?"))
+    ids, positions = list(chat.ids), kept(chat.cache)
+    answer = "".join(chat.say("Who came in?"))
+    assert chat.undo().question == "Who came in?"
+    assert list(chat.ids) == ids and kept(chat.cache) == positions
+    with pytest.raises(ValueError, match="only the last turn can be undone"):
+        chat.undo()
+    assert "".join(chat.say("Who came in?")) == answer == "".join(chat.retry())
+    assert [turn.question for turn in chat.turns] == ["What is it?", "Who came in?"]
+
+
+def test_an_answer_that_is_left_stays_as_far_as_it_was_written():
+    model, tokenizer, _ = parts()
+    chat = Chat(model, tokenizer, settings=200, policy="h2o", max_new_tokens=50)
+    pieces = chat.say("What is it?")
+    written = next(pieces)
+    pieces.close()
+    assert [turn.answer for turn in chat.turns] == [written]
+    list(chat.say("And who came in?"))
+    assert len(chat.turns) == 2
+
+
+def test_a_turn_that_fails_leaves_nothing_behind(monkeypatch):
+    document = read("llama", "locret", text_of(260), **SETTINGS)
+    chat = document.chat(max_new_tokens=4)
+    list(chat.say("What is it?"))
+    ids, positions = list(chat.ids), kept(chat.cache)
+
+    def broken(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("locret_kit.cache.step.read_block", broken)
+        with pytest.raises(KeyboardInterrupt):
+            list(chat.say("Who came in?"))
+    assert list(chat.ids) == ids and kept(chat.cache) == positions and not chat.cache.unfinished
+    assert "".join(chat.say("Who came in?")) == "".join(chat.retry())
+
+
+def test_a_pinned_question_is_never_evicted():
+    model, tokenizer, heads = parts()
+    chat = Chat(model, tokenizer, settings=150, policy="locret", heads=heads, max_new_tokens=4)
+    list(chat.say("Remember that the harbour opens at 12345."))
+    start, end = chat.pin("opens at 12345")
+    assert "opens at 12345" in tokenizer.decode(chat.ids[start:end]) and end - start < 20
+    for number in range(12):
+        list(chat.say(f"And what about boat number {number}, which came in when the harbour was quiet?"))
+    for layer in kept(chat.cache):
+        assert all(set(range(start, end)) <= set(head) for head in layer)
+    with pytest.raises(ValueError, match="'never said' does not occur in the conversation"):
+        chat.pin("never said")
+
+
+def test_the_turn_of_a_template():
+    _, tokenizer, _ = parts()
+    assert render_turn(tokenizer, "Who?") == "<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    with attach(parts()[0]):
+        pass  # nobody has left the model attached
