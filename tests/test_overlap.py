@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import string
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -30,12 +29,18 @@ def grams(text: str) -> set[tuple[str, ...]]:
     return {tuple(found[i : i + 13]) for i in range(len(found) - 12)}
 
 
+def hashed(text: str) -> overlap.Grams:
+    """The module's grams, of 13 words only."""
+    ids = overlap.words(text)
+    return overlap.grams_of(ids[ids > 0])
+
+
 @given(WORDS, WORDS)
 def test_grams_are_equal_where_13_words_are(some, others):
     text, other = " ".join(some), "\n".join(others)
-    mine = overlap.grams_of(overlap.words(text)[0])
+    mine = hashed(text)
     assert len(set(mine.tolist())) == len(grams(text)) and len(mine) == max(0, len(words(text)) - 12)
-    theirs = overlap.union([overlap.grams_of(overlap.words(other)[0])])
+    theirs = overlap.union([hashed(other)])
     assert len(set(mine[overlap.among(mine, theirs)].tolist())) == len(grams(text) & grams(other))
 
 
@@ -43,7 +48,7 @@ def test_grams_are_equal_where_13_words_are(some, others):
 def test_a_text_without_grams_has_none_of_them_and_every_other_word(numbers, start, length):
     text = "  ".join(f"Word{n}," for n in numbers)
     held = " ".join(f"word{n}" for n in numbers[start : start + length])
-    left = overlap.without(text, overlap.union([overlap.grams_of(overlap.words(held)[0])]))
+    left = overlap.without(text, overlap.union([hashed(held)]))
     assert not grams(left) & grams(held)
     if len(set(numbers)) == len(numbers):  # nothing else can be covered
         gone = numbers[start : start + length] if len(numbers[start : start + length]) > 12 else []
@@ -67,8 +72,7 @@ def test_punctuation_is_no_word_and_hides_none():
     one = "one two three four five six seven eight nine ten eleven twelve thirteen"
     other = one.replace(" ", " -- ").upper().replace("FIVE", "(fi-ve)") + "!"
     assert (overlap.grams(one) == overlap.grams(other)).all() and len(overlap.grams(one)) == 1
-    spans = overlap.words(other)[1].tolist()
-    assert [other[a:b] for a, b in spans][4] == "(fi-ve)" and all(a[1] <= b[0] for a, b in pairwise(spans))
+    assert len(overlap.words(other)) == len(other.split()) == 25 and (overlap.words(other) > 0).sum() == 13
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 N = 13
 """Words of a gram."""
-_WORD = re.compile(r"\S+")
+_RAW = re.compile(r"\S+")
 _PUNCTUATION = re.compile(r"[\W_]+")
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 PROBES, PROBE = 32, 400
@@ -33,16 +33,14 @@ def _word(raw: str) -> int:
     return int.from_bytes(blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little") if word else 0
 
 
-def words(text: str) -> tuple[Grams, NDArray[np.int64]]:
-    """Hashes ``[W]`` of the words of a text, and their half-open character spans ``[W, 2]``."""
-    found = [(_word(match[0]), *match.span()) for match in _WORD.finditer(text)]
-    ids = np.array([word for word, _, _ in found], np.uint64)
-    spans = np.array([(start, end) for _, start, end in found], np.int64).reshape(-1, 2)
-    return ids[ids > 0], spans[ids > 0]
+def words(text: str) -> Grams:
+    """Hashes of what stands between white space, in order; 0 where that is no word."""
+    found = _RAW.findall(text)
+    return np.fromiter(map(_word, found), np.uint64, len(found))
 
 
 def grams_of(ids: Grams) -> Grams:
-    """Grams ``[W - 12]`` in the order of their first words; of fewer than 13 words none."""
+    """Grams ``[W - 12]`` of ``[W]`` words, in the order of their first ones; of fewer than 13 words none."""
     total = np.zeros(max(0, len(ids) - N + 1), np.uint64)
     for k in range(N):
         total = total * _PRIME + ids[k : k + len(total)]
@@ -51,7 +49,8 @@ def grams_of(ids: Grams) -> Grams:
 
 def grams(text: str) -> Grams:
     """Every gram of a text, in order. A text of fewer than 13 words is one gram, so that it can be found again."""
-    ids = words(text)[0]
+    ids = words(text)
+    ids = ids[ids > 0]
     if 0 < len(ids) < N:
         ids = np.concatenate([np.zeros(N - len(ids), np.uint64), ids])
     return grams_of(ids)
@@ -81,15 +80,21 @@ def is_copy(text: str, known: Grams) -> bool:
 
 def without(text: str, known: Grams) -> str:
     """The text less every word that a gram among ``known`` covers; a line ends where words are gone."""
-    while True:
-        ids, spans = words(text)
-        at = np.flatnonzero(among(grams_of(ids), known))
-        if not len(at):
-            return text
-        first = at[np.diff(at, prepend=-N - 1) > N]  # runs of grams that touch or overlap
-        last = at[np.diff(at, append=len(ids) + N) > N] + N - 1
-        pieces, done = [], 0
-        for a, b in zip(spans[first, 0].tolist(), spans[last, 1].tolist(), strict=True):
-            pieces.append(text[done:a])
-            done = b
-        text = "\n".join([*pieces, text[done:]])  # new neighbours may make a gram: look again
+    ids = words(text)
+    left = np.flatnonzero(ids)
+    while len(at := np.flatnonzero(among(grams_of(ids[left]), known))):
+        covers = np.zeros(len(left) + 1, np.int64)  # changes of how many grams cover a word
+        covers[at] += 1
+        covers[at + N] -= 1
+        left = left[covers.cumsum()[:-1] == 0]  # new neighbours may make a gram: look again
+    gone = ids > 0
+    gone[left] = False
+    if not gone.any():
+        return text
+    edges = np.flatnonzero(np.diff(gone, prepend=False, append=False))
+    spans = np.array([found.span() for found in _RAW.finditer(text)])
+    pieces, done = [], 0
+    for start, end in zip(spans[edges[::2], 0].tolist(), spans[edges[1::2] - 1, 1].tolist(), strict=True):
+        pieces.append(text[done:start])
+        done = end
+    return "\n".join([*pieces, text[done:]])
