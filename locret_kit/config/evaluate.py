@@ -69,8 +69,10 @@ class EvalConfig(RunSettings, Machine):
     """PEFT adapter on the backbone, or 'none'. Default: the one that the heads were trained with."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the chat template; auto does as the benchmark does."""
-    ending: Literal["infinitebench", "line"] = "infinitebench"
-    """How hidden-digits prompts end: 'infinitebench' (blank lines) or 'line'."""
+    ending: Literal["infinitebench", "line", "blank", "lines", "blanks", "labels"] = "infinitebench"
+    """How hidden-digits prompts end: 'infinitebench' (blank lines around the question), 'line' (text, then question and answer
+    in one line), 'blank' (the same after a blank line), 'lines' (a line each), 'blanks' (two blank lines each) or 'labels'
+    ('Question:', 'Answer:')."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None
     """Answer tokens. Default: each task's own."""
     keep: Annotated[int, Ge(0)] = 0

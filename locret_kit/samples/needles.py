@@ -47,9 +47,16 @@ TASKS = {
     "R.PassKey": _task("pass key", "Find it and memorize them.", 0),
     "R.Number": _task("sequence of digits", "Find it.", 5),
 }
-ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "line": "\n{question} {prefix}"}
-"""Text after the document: InfiniteBench's blank lines, or one line as in the pass-key task's first form (Landmark
-Attention). Small backbones are sensitive to it."""
+ENDINGS = {
+    "infinitebench": "\n\n{question}\n\n{prefix}",
+    "line": "\n{question} {prefix}",
+    "blank": "\n\n{question} {prefix}",
+    "lines": "\n{question}\n{prefix}",
+    "blanks": "\n\n\n{question}\n\n\n{prefix}",
+    "labels": "\n\nQuestion: {question}\nAnswer: {prefix}",
+}
+"""Text after the document: InfiniteBench's blank lines, one line as in the pass-key task's first form (Landmark Attention), and
+other newlines and words between, none of which should decide an answer. Small backbones are sensitive to them."""
 ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 
