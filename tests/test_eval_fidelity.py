@@ -14,9 +14,10 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.evals.engine.fidelity import kept_heads, nll_of, nll_reading, teacher_force
+from locret_kit.evals.engine.fidelity import nll_of, nll_reading, teacher_force
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
 from locret_kit.evals.engine.settings import Engine, Variant
+from locret_kit.runtime.kept import kept_heads
 from locret_kit.runtime.session import Sampling
 from locret_kit.settings import RunSettings
 

@@ -18,7 +18,8 @@ from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine.rows import Row
-from locret_kit.evals.report import kept, page
+from locret_kit.evals.report import page
+from locret_kit.runtime import kept
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)

@@ -1,4 +1,4 @@
-"""Distance of a policy from full attention, with no labels: likelihood and agreement under eviction, and the tokens kept.
+"""Distance of a policy from full attention, with no labels: likelihood and agreement under eviction.
 
 Distances of texts are in `metrics.distance`; the runner makes full attention's output their reference (RoCo, section 5).
 Two greedy answers that differ in one token may have nothing in common after it, so such distances need many examples;
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -122,16 +121,3 @@ def nll_reading(model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int],
                 total += float(nll_of(logits[first - done : last - done], ids[first + 1 : last + 1]).sum())
             done += step
     return total / (len(ids) - skip), time.perf_counter() - began
-
-
-def kept_heads(cache: BoundedCache, tokens: int) -> tuple[np.ndarray, int]:
-    """``(heads [L, T] uint8, H)``: how many of a layer's H key/value heads hold each of the first ``tokens`` tokens."""
-    heads = np.zeros((len(cache.layers), tokens), dtype=np.uint8)
-    n_heads = 0
-    for layer in range(len(cache.layers)):
-        positions_H = cache.kept_positions(layer)[0]
-        n_heads = len(positions_H)
-        for positions in positions_H:
-            held = positions[(positions >= 0) & (positions < tokens)].cpu().numpy()
-            heads[layer] += np.bincount(held, minlength=tokens).astype(np.uint8)
-    return heads, n_heads

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...cache.bounded import BoundedCache
 from ...files import write_beside
+from ...runtime.kept import kept_heads
 from ...runtime.report import Report
 from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
@@ -164,7 +165,7 @@ def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str
     Raises:
         NotStored: names the file and the reason.
     """
-    heads, n_heads = fidelity.kept_heads(cache, len(ids))
+    heads, n_heads = kept_heads(cache, len(ids))
     stem = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
     def write(path: Path) -> None:

@@ -17,9 +17,10 @@ from jinja2 import Environment, PackageLoader
 
 from ...files import write_beside
 from ...naming import first_line
+from ...runtime.kept import token_texts
 from ..engine.rows import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
-from .kept import shares, token_texts, tokenizer_of
+from .kept import shares, tokenizer_of
 from .summary import Cell, score_tables, summarize
 from .tables import Table
 
