@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..config.infer import INFER, InferOptions
 from ..config.reader import read
 from .command import command
+from .loading import choose
+from .terminal import check_target, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
     from ..cache.bounded import BoundedCache
@@ -32,27 +30,16 @@ PLAIN = (None, "none", "first")
 
 def run(args: InferOptions) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
-    from ..cache.storage.quantised import check_storage
-    from ..policies.grammar import parse_policy
-    from ..policies.scopes import Stabilizers
-
-    named = parse_policy(args.policy) if args.policy is not None else None
-    if named is not None:
-        check_storage(args.kv_bits, named)
-        if named.needs_heads and not args.ckpt:
-            raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
-    if not args.ckpt and not args.model:
-        raise ValueError("give --ckpt (heads, which name their backbone) or --model")
     questions = questions_of(args)
     if args.report:
-        check_report(Path(args.report))
+        check_target(Path(args.report), "report")
     if not args.chat and questions == [None]:
         raise ValueError("--no-chat has no effect without --question: the text is then the whole prompt")
 
-    from ..backbones.load import choose_adapter, load_backbone, load_tokenizer, other_backbone
+    from ..backbones.load import load_tokenizer
     from ..cache.bounded import BoundedCache
-    from ..heads import RetainingHeads
     from ..planning.memory import cap_gpu_memory
+    from ..policies.scopes import Stabilizers
     from ..runtime.provenance import provenance, weights_hash
     from ..runtime.session import Sampling, generate
     from ..samples.chat import protected_spans
@@ -63,30 +50,19 @@ def run(args: InferOptions) -> int:
 
     cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.model) if args.ckpt else None
-    config = heads.config if heads else None
-    policy = named or parse_policy(config.policy if config else "streaming")
-    check_storage(args.kv_bits, policy)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+    name, heads, policy = chosen.backbone, chosen.heads, chosen.policy
     heads_hash = weights_hash(heads) if heads is not None and args.report else ""  # before they are cast
-    check_settings(args, config)
-    name = args.model or (config.backbone if config else "")
+    check_settings(args, chosen.config)
     say(f"backbone: {name}")
     prompts = read_prompts(args, questions, load_tokenizer(name))
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     given = args.run
     if cap is not None:
-        given = replace(given, chunk=plan_chunk(args, name, policy, config, max(map(len, prompts)), cap, say))
-    adapter, warning = choose_adapter(config.adapter if config else None, args.adapter)
+        given = replace(given, chunk=plan_chunk(args, name, policy, chosen.config, max(map(len, prompts)), cap, say))
     protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
     idle = None if protects or args.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
-    model, tokenizer = load_backbone(
-        name, dtype=args.dtype, device=args.device, adapter=adapter, weight_bits=args.weight_bits
-    )
-    if heads is not None:
-        from ..backbones.families import spec_of, text_config
-
-        heads.check_backbone(spec_of(text_config(model)))
-    other = other_backbone(config.backbone, name) if config else None
+    model, tokenizer = chosen.load(args)
     found: list[dict[str, object]] = []
     for question, ids in zip(questions, prompts, strict=True):
         cache = BoundedCache(given, policy, heads, prompt_length=len(ids))
@@ -96,16 +72,16 @@ def run(args: InferOptions) -> int:
             cache.pin(*span)
         met = spans or args.protect in PLAIN
         unseen = None if met else f"warning: protect={args.protect}: the prompt shows no such text"
-        for line in (warning, idle, other, unseen, beyond_window(model, cache)) if not found else ():
+        for line in (*chosen.warnings, idle, unseen, beyond_window(model, cache)) if not found else ():
             if line:
                 print(line, file=sys.stderr)
         if len(questions) > 1:
-            _to_stdout("\n" * bool(found) + f"question: {question}\n")
+            to_stdout("\n" * bool(found) + f"question: {question}\n")
         text, report = generate(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            graph=args.graph, progress=None if args.quiet else _progress(), on_text=_to_stdout,
+            graph=args.graph, progress=None if args.quiet else progress(), on_text=to_stdout,
         )  # fmt: skip
-        _to_stdout("\n")
+        to_stdout("\n")
         for line in report.lines():
             say(line)
         reason = "stop" if report.new_tokens < args.max_new_tokens else "length"
@@ -116,20 +92,10 @@ def run(args: InferOptions) -> int:
     if args.report:
         from ..files import write_beside
 
-        origin = provenance(name, args.ckpt, heads_hash, adapter, report.settings.backend or "")
+        origin = provenance(name, args.ckpt, heads_hash, chosen.adapter, report.settings.backend or "")
         body = json.dumps({**origin, **(found[0] if len(found) == 1 else {"answers": found})}, indent=2) + "\n"
         write_beside(Path(args.report).resolve(), lambda path: path.write_text(body))
     return 0
-
-
-def check_report(path: Path) -> None:
-    """Raise ValueError where no file can be put, before the text is read: minutes later would be too late."""
-    said = f"report={str(path)!r}"
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{said} is {'a folder' if path.is_dir() else 'no regular file'}: name a file")
-    folder = path.resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{said}: its folder is missing or cannot be written")
 
 
 def check_settings(args: InferOptions, heads: HeadsConfig | None) -> None:
@@ -222,7 +188,7 @@ def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any
     from ..runtime.tokens import stream_ids
     from ..samples.chat import has_template, render_prompt
 
-    text: Iterable[str] = _blocks(args.file)
+    text: Iterable[str] = text_of(args.file)
     if len(questions) > 1:
         text = list(text)
     prompts = []
@@ -233,54 +199,6 @@ def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any
         special = not (args.chat and has_template(tokenizer))
         prompts.append(stream_ids(tokenizer, chain([before], text, [after]), special=special))
     return prompts
-
-
-def _blocks(file: str | None) -> Iterator[str]:
-    """The text of a file, or of stdin; an empty or blank one is an error."""
-    from ..files import read_utf8
-    from ..samples.reader import CONVERTED, read_document
-
-    if file is not None and file.lower().endswith(CONVERTED):
-        yield read_document(file)
-        return
-    source, blank = "stdin" if file in (None, "-") else f"file={file!r}", True
-    if source == "stdin" and sys.stdin.isatty():
-        print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
-    try:
-        with nullcontext(sys.stdin.buffer) if source == "stdin" else Path(str(file)).open("rb") as stream:
-            for block in read_utf8(stream):
-                blank = blank and not block.strip()
-                yield block
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
-    if blank:
-        raise ValueError(f"{source} holds no text: locret-infer long.txt ..., or ... < long.txt")
-
-
-_to_stdout = partial(print, end="", flush=True)
-
-
-def _progress() -> Callable[[int, int], None]:
-    began = last = time.perf_counter()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        terminal = sys.stderr.isatty()
-        if done < total and now - last < (0.5 if terminal else 10):
-            return
-        last = now
-        rate = done / (now - began)
-        end = "\r" if terminal and done < total else "\n"
-        left = (total - done) / rate
-        print(
-            f"prefill {done}/{total} tokens, {rate:.0f} tok/s, {left:.0f} s left   ",
-            file=sys.stderr,
-            end=end,
-            flush=True,
-        )
-
-    return show
 
 
 @command("locret-infer", also=(RuntimeError,), usage=2)

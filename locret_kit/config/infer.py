@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from ..settings import RunSettings
-from .machine import Bytes, Machine
+from .machine import Backbone, Bytes, Machine
 from .reader import Command, Each
 
 USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
@@ -52,20 +52,9 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOptions(Text, Generation, RunSettings, Machine):
-    """The backbone, its retaining heads and the policy."""
+class Output:
+    """Output, and the memory that it takes."""
 
-    ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
-    model: str | None = None
-    """The backbone: a folder or a Hub id. Default: the one the heads name."""
-    adapter: str | None = None
-    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
-    policy: str | None = None
-    """A policy's name or an expression. Default: what the heads were published with (locret, where they name none); without
-    heads streaming."""
-    list_policies: bool = False
-    """Print every policy with its parts and leave."""
     graph: bool = False
     """Replay decoding steps as CUDA graphs; an error where the policy or the machine does not allow it."""
     gpu_memory: Bytes | None = None
@@ -74,6 +63,11 @@ class InferOptions(Text, Generation, RunSettings, Machine):
     """A JSON file for every figure of the run."""
     quiet: bool = False
     """Nothing on stderr but errors and warnings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferOptions(Text, Backbone, Generation, Output, RunSettings, Machine):
+    """Options of ``locret-infer``."""
 
 
 INFER = Command("locret-infer", InferOptions, USAGE, positional="file")

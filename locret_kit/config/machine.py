@@ -44,3 +44,20 @@ class Machine(Plugin):
     """Precision of backbone and cache; auto is bfloat16 where the hardware computes in it."""
     weight_bits: Literal[8, 4] | None = None
     """Bits of the layers' weights, quantised by bitsandbytes as they are loaded. Default: as ``dtype``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """The backbone, its retaining heads and the policy."""
+
+    ckpt: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
+    model: str | None = None
+    """The backbone: a folder or a Hub id. Default: the one the heads name."""
+    adapter: str | None = None
+    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
+    policy: str | None = None
+    """A policy's name or an expression. Default: what the heads were published with (locret, where they name none); without
+    heads streaming."""
+    list_policies: bool = False
+    """Print every policy with its parts and leave."""
