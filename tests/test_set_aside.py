@@ -74,12 +74,12 @@ def test_synthetic_training_shares_no_13_words_with_validation(seed):
     held, trained = set(), set()
     for sample in samples.held:
         held |= grams(said(sample))
-    for text in [*samples.sources["synthetic"].texts.values(), *(said(samples[i]) for i in range(15))]:
+    for text in [*samples.sources["synthetic"].texts, *(said(samples[i]) for i in range(15))]:
         trained |= grams(text)
     assert len(samples.held) == 20 and len(held) > 1000 and len(trained) > 30_000
     assert not held & trained
     whole = load_text("pydoc")
-    assert 0.7 < len(samples.sources["synthetic"].texts["pydoc"]) / len(whole) < 0.9
+    assert 0.7 < len(samples.sources["synthetic"].texts[0]) / len(whole) < 0.9
 
 
 def test_wordings_of_validation_are_its_own():
@@ -120,7 +120,7 @@ def test_a_text_shares_nothing_with_records_that_were_set_aside(tmp_path):
     text.write_text("\n".join(document(n) + "." for n in range(40)))
     source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(40)])
     samples = samples_of("synthetic", source, val_samples=8, texts=[str(text)], repetitive=0.0)
-    left = samples.sources["synthetic"].texts[str(text)]
+    (left,) = samples.sources["synthetic"].texts
     stretched = set(range(40)) - {n for n in range(40) if document(n) in left}
     held = {number_of(sample) for sample in samples.held[4:]}
     assert held < stretched and len(stretched) < 20
@@ -131,7 +131,7 @@ def test_a_text_shares_nothing_with_records_that_were_set_aside(tmp_path):
 def test_val_samples_0_sets_nothing_aside(tmp_path):
     source = jsonl(tmp_path / "records.jsonl", [record(0), record(0), record(1)])
     samples = samples_of(source, "synthetic", val_samples=0)
-    assert samples.held == [] and samples.sources["synthetic"].texts == {"pydoc": load_text("pydoc")}
+    assert samples.held == [] and samples.sources["synthetic"].texts == [load_text("pydoc")]
     assert sorted(number_of(samples.sources[source][place]) for place in range(3)) == [0, 0, 1]
 
 

@@ -97,8 +97,8 @@ class DataConfig:
     repetitive: Fraction = 0.3
     """Share of synthetic samples whose haystack is one repeated paragraph."""
     val_samples: Count = 8
-    """Samples of validation, which nothing of is trained on: records are set aside for them, and a tenth of each text; 0 sets
-    nothing aside."""
+    """Validation samples. What they are made of is set aside, and never trained on: a record each, or a tenth of each text.
+    0 skips validation and sets nothing aside."""
     split: str = "train"
     """Split of a Hub data set."""
     batch: Slots = 1

@@ -23,7 +23,7 @@ class Samples:
     """The mixture that ``data`` (the configuration's section) describes; any index from 0.
 
     ``held`` is what is validated on. It is set aside before anything is drawn, from each source by its weight, and no source
-    trains on what is like it. Indexes differ in their samples, as far as a source goes; see ``sources``.
+    trains on what is like it. The seed decides which source an index is of; a source's own samples come in order of its places.
 
     Raises:
         ValueError: a source with nothing usable, or more samples for validation than can be set aside.

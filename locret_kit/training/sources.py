@@ -51,9 +51,8 @@ def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase,
     """The source of a name in ``data.sources``."""
     if name == SYNTHETIC:
         return Synthetic(data, tokenizer, seed)
-    return Records(
-        name, data, tokenizer, f"{seed}:{data.sources.index(name)}"
-    )  # not its path, which machines differ in
+    # Its number and not its path, which differs from machine to machine.
+    return Records(name, data, tokenizer, f"{seed}:{data.sources.index(name)}")
 
 
 class Records:
@@ -180,17 +179,17 @@ class Synthetic:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.data, self.tokenizer, self.seed = data, tokenizer, seed
         self._named: set[str] = set()
-        self.texts = {source: load_text(source) for source in data.texts}
-        """What is trained on, by its name in ``data.texts``."""
+        self.texts = [load_text(source) for source in data.texts]
+        """What is trained on."""
         self[0]
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
         if not wanted:
             return [], known
         stretches = []
-        for i, (source, text) in enumerate(self.texts.items()):
+        for i, (source, text) in enumerate(zip(self.data.texts, self.texts, strict=True)):
             rng = random.Random(f"{self.seed}:validation:{i}")
-            stretch, self.texts[source] = split_text(text, CHARACTERS * self.data.max_tokens, rng)
+            stretch, self.texts[i] = split_text(text, CHARACTERS * self.data.max_tokens, rng)
             if not stretch.strip():
                 raise ValueError(
                     f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
@@ -200,16 +199,16 @@ class Synthetic:
         return held, overlap.union([known, *map(overlap.grams, stretches)])
 
     def leave_out(self, known: overlap.Grams) -> None:
-        for source, text in self.texts.items():
-            self.texts[source] = overlap.without(text, known)
-            if not self.texts[source].strip():
+        self.texts = [overlap.without(text, known) for text in self.texts]
+        for source, text in zip(self.data.texts, self.texts, strict=True):
+            if not text.strip():
                 raise ValueError(
                     f"data.texts: {source!r} has nothing left to train on: data.val_samples={self.data.val_samples} sets a "
                     "stretch aside that the rest repeats"
                 )
 
     def __getitem__(self, place: int) -> Sample:
-        return self._make(place, list(self.texts.values()), f"{self.seed}", TRAINING)
+        return self._make(place, self.texts, f"{self.seed}", TRAINING)
 
     def _make(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
         data, reason = self.data, ""
