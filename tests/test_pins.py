@@ -112,7 +112,7 @@ def test_pins_that_nothing_reaches_change_nothing(policy):
     plain, beyond = (roomy(policy, positions=turn(policy, "original", "compact")) for _ in range(2))
     assert torch.equal(read(plain), read(beyond, [(500, 502)])) and held(plain) == held(beyond)
     for a, b in zip(plain.bounded, beyond.bounded, strict=True):
-        for name in (*a.per_row, "stats"):
+        for name in (*a.columns(), "stats"):
             assert torch.equal(a.slots(name), b.slots(name))
 
 
