@@ -29,6 +29,7 @@ from ...policies.base import Policy, TopK, rank_of
 from ...policies.methods.streaming import Recency
 from ...runtime.session import prefill
 from ...samples.chat import render_prompt
+from ...settings import read_protect
 from .prefix import Start
 from .settings import ORACLES, Engine, Variant
 
@@ -191,8 +192,9 @@ def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
             f"policy={variant.policy} chooses when all is read, so it has no likelihood while reading: "
             "take tasks=[perplexity] instead of perplexity_prefill"
         )
-    for name in ("kv_bits", "one_shot", "protect"):
-        if getattr(settings, name):
+    asked = {"kv_bits": settings.kv_bits, "one_shot": settings.one_shot, "protect": read_protect(settings.protect)}
+    for name, value in asked.items():
+        if value:
             raise ValueError(f"policy={variant.policy} stores what it keeps as it is, in one form: leave {name} out")
     tail = settings.local_len
     if settings.budget <= tail + SINKS:
