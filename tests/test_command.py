@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.cli import eval, infer, plan, publish, train
+from locret_kit.cli import ask, eval, infer, info, plan, publish, read, train
 from locret_kit.cli.command import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +119,9 @@ def test_what_the_terminals_encoding_lacks_is_escaped():
         (plan.main, "locret-plan", ["--model", "nowhere", "--gpu-memory", "24GiB"]),
         (infer.main, "locret-infer", ["--ckpt", "nowhere.pt", "--quiet"]),
         (eval.main, "locret-eval", ["task=[passkey]"]),
+        (read.main, "locret-read", ["--out", "x.locret", "--ckpt", "nowhere.pt"]),
+        (info.main, "locret-info", ["nowhere.locret"]),
+        (ask.main, "locret-ask", ["nowhere.locret", "Who?"]),
         (publish.main, "locret-publish", ["--ckpt", "nowhere", "--repo", "me/x"]),
     ],
 )

@@ -57,7 +57,7 @@ class Options:
     """A file."""
 
 
-ONE = Command("x", Options, "usage: x", positional="file", old={"count": "number", "form=old": "on=true"})
+ONE = Command("x", Options, "usage: x", positional=("file",), old={"count": "number", "form=old": "on=true"})
 
 
 @pytest.mark.parametrize(

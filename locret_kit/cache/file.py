@@ -11,15 +11,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from ..files import parse_json, write_beside
 from ..naming import first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = 1
 RECORD = "locret_kit"
@@ -35,6 +35,8 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         OSError: it cannot be written; the file that was there is whole.
     """
+    from safetensors.torch import save_file
+
     record = {"version": VERSION, **record}
     body = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     record["digest"] = digest(record, body)
@@ -42,7 +44,7 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """The record alone, as ``locret-info`` shows it. Its digest is not checked.
+    """The record alone, as ``locret-info`` shows it; no torch. Its digest is not checked.
 
     Raises:
         OSError: there is no such file. ValueError: it is no saved cache, or of a version that this kit does not read.
@@ -100,6 +102,8 @@ def _record(path: Path, header: dict[str, object]) -> Record:
 
 def digest(record: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 (hexadecimal) of a record and its tensors."""
+    import torch
+
     made = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

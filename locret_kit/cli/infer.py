@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config.infer import INFER, InferOptions
-from ..config.reader import read
+from ..config.reader import read, refuse
+from ..settings import RunSettings
 from .command import command
-from .loading import choose
-from .terminal import check_target, progress, text_of, to_stdout
+from .loading import Chosen, beyond_window, check_run, choose, idle_stabilizers, open_document
+from .terminal import check_question, check_sampling, check_target, print_policies, progress, text_of, write_answer
 
 if TYPE_CHECKING:
-    from ..cache.bounded import BoundedCache
-    from ..heads import HeadsConfig
-    from ..policies.base import Policy
-    from ..settings import RunSettings
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..documents.document import Document
+    from ..runtime.session import Answer, Sampling
 
+Say = Callable[[str], None]
+AS_READ = (*(item.name for item in fields(RunSettings) if item.name != "seed"), "chat")
+"""Options that say how a text is read."""
 PLAIN = (None, "none", "first")
 """``protect`` that asks for nothing of a chat template."""
 
@@ -33,113 +37,148 @@ def run(args: InferOptions) -> int:
     questions = questions_of(args)
     if args.report:
         check_target(Path(args.report), "report")
-    if not args.chat and questions == [None]:
-        raise ValueError("--no-chat has no effect without --question: the text is then the whole prompt")
-
-    from ..backbones.load import load_tokenizer
-    from ..cache.bounded import BoundedCache
-    from ..planning.memory import cap_gpu_memory
-    from ..policies.scopes import Stabilizers
-    from ..runtime.provenance import provenance, weights_hash
-    from ..runtime.session import Sampling, generate
-    from ..samples.chat import protected_spans
-
-    def say(line: str) -> None:
-        if not args.quiet:
-            print(line, file=sys.stderr, flush=True)
-
-    cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    name, heads, policy = chosen.backbone, chosen.heads, chosen.policy
-    heads_hash = weights_hash(heads) if heads is not None and args.report else ""  # before they are cast
-    check_settings(args, chosen.config)
-    say(f"backbone: {name}")
-    prompts = read_prompts(args, questions, load_tokenizer(name))
-    say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    given = args.run
-    if cap is not None:
-        given = replace(given, chunk=plan_chunk(args, name, policy, chosen.config, max(map(len, prompts)), cap, say))
-    protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
-    idle = None if protects or args.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
-    model, tokenizer = chosen.load(args)
+    if args.save_cache:
+        check_target(Path(args.save_cache), "save_cache", replace=False)
+    if questions == [None]:
+        why = "without --question: the text is then the whole prompt"
+        refuse(args, ("chat", "save_cache", "cache"), why)
+    if args.cache:
+        refuse(args, ("file", "save_cache", "gpu_memory", *AS_READ), "with --cache, whose text was read before")
+    sampling = check_sampling(args)
     found: list[dict[str, object]] = []
-    for question, ids in zip(questions, prompts, strict=True):
-        cache = BoundedCache(given, policy, heads, prompt_length=len(ids))
-        cache.bind(model)
-        spans = protected_spans(tokenizer, ids, args.protect) if args.chat and question is not None else []
-        for span in spans:
-            cache.pin(*span)
-        met = spans or args.protect in PLAIN
-        unseen = None if met else f"warning: protect={args.protect}: the prompt shows no such text"
-        for line in (*chosen.warnings, idle, unseen, beyond_window(model, cache)) if not found else ():
+    say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
+    ready = of_file(args, questions, sampling) if args.cache else of_text(args, questions, sampling, say)
+    for question, answer in zip(questions, ready.answers, strict=True):
+        for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not found else ():
             if line:
                 print(line, file=sys.stderr)
-        if len(questions) > 1:
-            to_stdout("\n" * bool(found) + f"question: {question}\n")
-        text, report = generate(
-            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            graph=args.graph, progress=None if args.quiet else progress(), on_text=to_stdout,
-        )  # fmt: skip
-        to_stdout("\n")
-        for line in report.lines():
+        write_answer(answer, question if len(questions) > 1 else None, first=not found)
+        for line in answer.report.lines():
             say(line)
-        reason = "stop" if report.new_tokens < args.max_new_tokens else "length"
-        if reason == "length":
+        if answer.finish_reason == "length":
             say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
         asked = {"question": question} if len(questions) > 1 else {}
-        found.append({**asked, **report.to_dict(), "answer": text, "finish_reason": reason})
+        said = {"answer": str(answer), "finish_reason": answer.finish_reason}
+        found.append({**asked, **answer.report.to_dict(), **said})
     if args.report:
         from ..files import write_beside
+        from ..runtime.provenance import provenance
 
-        origin = provenance(name, args.ckpt, heads_hash, chosen.adapter, report.settings.backend or "")
+        chosen, backend = ready.chosen, str(found[0]["backend"] or "")
+        origin = provenance(chosen.backbone, chosen.ckpt, ready.heads_hash, chosen.adapter, backend)
         body = json.dumps({**origin, **(found[0] if len(found) == 1 else {"answers": found})}, indent=2) + "\n"
         write_beside(Path(args.report).resolve(), lambda path: path.write_text(body))
     return 0
 
 
-def check_settings(args: InferOptions, heads: HeadsConfig | None) -> None:
-    """Raise ValueError for what is out of bounds, and for options that could not act, before anything big is loaded."""
-    from ..cache.geometry.schedule import Schedule
+@dataclass
+class Ready:
+    """Everything is loaded: answers, each begun when it is asked for."""
 
-    def useless(names: tuple[str, ...], why: str, idle: object = None) -> None:
-        for name in names:
-            value = getattr(args, name)
-            if value != idle:
-                raise ValueError(f"--{name.replace('_', '-')} {value} has no effect {why}")
-
-    if args.one_shot:
-        useless(("chunk", "stabilizers", "local_len"), "with --one-shot, which evicts once, after the whole prompt")
-    if args.temperature == 0:
-        useless(("top_k",), "at temperature 0, which is greedy", idle=0)
-        useless(("top_p",), "at temperature 0, which is greedy", idle=1.0)
-    if not args.one_shot and not isinstance(args.budget, float):
-        length = None if args.decode_every is None else 1
-        Schedule.of(args.resolved(heads.inference if heads else {}, length), length)
+    chosen: Chosen
+    heads_hash: str
+    model: PreTrainedModel
+    answers: Iterator[Answer]
+    warnings: list[str | None]
 
 
-def beyond_window(model: Any, cache: BoundedCache) -> str | None:
-    """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
-    from ..backbones.families import text_config
-
-    window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
-    budgets, places = cache.context.budgets, cache.context.positions
-    rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(budgets) + s.chunk
-    if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
-        return None
-    advice = "--positions compact, with budget and chunk together below it, does not"
-    return f"warning: positions go up to {reach - 1}, beyond the backbone's window of {window}; {advice}"
+def of_file(args: InferOptions, questions: Sequence[str | None], sampling: Sampling) -> Ready:
+    """Answers about a text that was read before."""
+    document, chosen = open_document(str(args.cache), args, args.ckpt, args.model, args.adapter, args.policy)
+    heads_hash = hash_of(chosen, args)
+    answers = ask(document, args, questions, sampling)
+    return Ready(chosen, heads_hash, document.model, answers, [*chosen.warnings])
 
 
-def plan_chunk(
+def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampling, say: Say) -> Ready:
+    """Answers about a text; it is read once for all of them where they are then the same."""
+    from ..backbones.load import load_tokenizer
+    from ..documents.document import Document
+    from ..planning.memory import cap_gpu_memory
+
+    cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+    heads_hash = hash_of(chosen, args)
+    check_run(args, chosen.config)
+    say(f"backbone: {chosen.backbone}")
+    text: Iterable[str] = text_of(args.file)
+    if len(questions) > 1 or args.save_cache:
+        text = list(text)
+    prompts = read_prompts(args, questions, load_tokenizer(chosen.backbone), text)
+    say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
+    given = args.run
+    if cap is not None:
+        given = replace(given, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
+    model, tokenizer = chosen.load(args)
+    warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy)]
+    if not (args.save_cache or (len(questions) > 1 and reads_once(args, chosen, tokenizer))):
+        answers = fresh(args, chosen, given, questions, prompts, (model, tokenizer), sampling, warnings)
+        return Ready(chosen, heads_hash, model, answers, warnings)
+    title = "" if args.file in (None, "-") else Path(str(args.file)).name
+    document = Document.read(
+        model, tokenizer, text, given, chosen.policy, chosen.heads, chat=args.chat, title=title,
+        progress=None if args.quiet else progress(),
+    )  # fmt: skip
+    if args.save_cache:
+        document.save(args.save_cache, names=chosen.names)
+    return Ready(chosen, heads_hash, model, ask(document, args, questions, sampling), warnings)
+
+
+def hash_of(chosen: Chosen, args: InferOptions) -> str:
+    """Hash of the heads' weights for the report, before they are cast."""
+    from ..runtime.provenance import weights_hash
+
+    return weights_hash(chosen.heads) if chosen.heads is not None and args.report else ""
+
+
+def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
+    one chunk or the room hang on each prompt's length, and not where its markers are protected."""
+    by_length = isinstance(args.budget, float) or args.one_shot or chosen.policy.keeps_everything
+    return tokenizer.is_fast and not by_length and args.protect in PLAIN
+
+
+def ask(
+    document: Document, args: InferOptions, questions: Sequence[str | None], sampling: Sampling
+) -> Iterator[Answer]:
+    """Answers about a document."""
+    for question in questions:
+        yield document.ask(
+            str(question), max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed, graph=args.graph
+        )
+
+
+def fresh(
     args: InferOptions,
-    name: str,
-    policy: Policy,
-    heads: HeadsConfig | None,
-    tokens: int,
-    cap: int,
-    say: Callable[[str], None],
-) -> int:
+    chosen: Chosen,
+    run: RunSettings,
+    questions: Sequence[str | None],
+    prompts: Sequence[array[int]],
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    sampling: Sampling,
+    warnings: list[str | None],
+) -> Iterator[Answer]:
+    """Answers that each begin with a cache of their own."""
+    from ..cache.bounded import BoundedCache
+    from ..runtime.session import Answer
+    from ..samples.chat import protected_spans
+
+    model, tokenizer = loaded
+    for question, ids in zip(questions, prompts, strict=True):
+        cache = BoundedCache(run, chosen.policy, chosen.heads, prompt_length=len(ids))
+        cache.bind(model)
+        spans = protected_spans(tokenizer, ids, args.protect) if args.chat and question is not None else []
+        for span in spans:
+            cache.pin(*span)
+        if not spans and args.protect not in PLAIN:
+            warnings.append(f"warning: protect={args.protect}: the prompt shows no such text")
+        yield Answer(
+            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            graph=args.graph, progress=None if args.quiet else progress(),
+        )  # fmt: skip
+
+
+def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: Say) -> int:
     """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
     chunk is made larger: results would change with the card."""
     from ..backbones.load import load_config, pick_device, pick_dtype
@@ -147,15 +186,16 @@ def plan_chunk(
     from ..planning.plan import Setting
     from ..planning.sizes import show
 
+    heads = chosen.config
     published = heads.inference if heads else {}
     run: RunSettings = replace(replace(args.run, one_shot=False).resolved(published, tokens), one_shot=args.one_shot)
     if args.chunk is None and "chunk" not in published:
         run = replace(run, chunk=PLANNED_CHUNK)
     setting = Setting(
         tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."),
-        d_hidden=heads.d_hidden if heads else 0, policy=policy, weight_bits=args.weight_bits,
+        d_hidden=heads.d_hidden if heads else 0, policy=chosen.policy, weight_bits=args.weight_bits,
     )  # fmt: skip
-    setting, plan = fit_plan(load_config(name), setting, cap, chunk_is_fixed=args.chunk is not None)
+    setting, plan = fit_plan(load_config(chosen.backbone), setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
     return setting.chunk
 
@@ -174,23 +214,17 @@ def questions_of(args: InferOptions) -> list[str | None]:
         except OSError as error:
             raise ValueError(f"{said} cannot be read: {error.strerror}") from error
     for question in questions:
-        if not question.strip():
-            raise ValueError("the question is empty")
-        try:
-            question.encode()
-        except UnicodeEncodeError as error:  # bytes of another encoding, as the shell gave them
-            raise ValueError(f"the question is not UTF-8: character {error.start}") from error
+        check_question(question)
     return [*questions] or [None]
 
 
-def read_prompts(args: InferOptions, questions: list[str | None], tokenizer: Any) -> list[array[int]]:
+def read_prompts(
+    args: InferOptions, questions: Sequence[str | None], tokenizer: PreTrainedTokenizerBase, text: Iterable[str]
+) -> list[array[int]]:
     """Token ids of the text with each question around it; of one question as the text is read."""
     from ..runtime.tokens import stream_ids
     from ..samples.chat import has_template, render_prompt
 
-    text: Iterable[str] = text_of(args.file)
-    if len(questions) > 1:
-        text = list(text)
     prompts = []
     for question in questions:
         if question is None:
@@ -208,12 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     if args is None:
         return 0
     args.load_plugin()
-    if args.list_policies:
-        from ..policies.grammar import describe_policies
-
-        print("\n".join(describe_policies()))
-        return 0
-    return run(args)
+    return print_policies() if args.list_policies else run(args)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ..config.machine import Dtype, Machine
+from ..config.reader import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..config.machine import Machine
+    from ..cache.bounded import BoundedCache
+    from ..documents.document import Document
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.base import Policy
+    from ..settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,18 @@ class Chosen:
     policy: Policy
     adapter: str | None
     warnings: tuple[str, ...]
+    ckpt: str | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What a file may say of them: names as they were given, but of an absolute path the last part alone."""
+        recorded = self.config.adapter if self.config else None
+        names = {
+            "model": self.backbone,
+            "heads": self.ckpt if self.policy.needs_heads else None,
+            "adapter": self.adapter or (recorded and "none"),
+        }
+        return {what: Path(name).name if Path(name).is_absolute() else name for what, name in names.items() if name}
 
     @property
     def config(self) -> HeadsConfig | None:
@@ -74,4 +92,76 @@ def choose(
     name = model or (config.backbone if config else "")
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
     other = other_backbone(config.backbone, name) if config else None
-    return Chosen(name, heads, chosen, adapter, tuple(line for line in (warning, other) if line))
+    return Chosen(name, heads, chosen, adapter, tuple(line for line in (warning, other) if line), ckpt)
+
+
+def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
+    """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
+    from ..cache.geometry.schedule import Schedule
+
+    if options.one_shot:
+        why = "with --one-shot, which evicts once, after the whole prompt"
+        refuse(options, ("chunk", "stabilizers", "local_len"), why)
+    elif not isinstance(options.budget, float):
+        length = None if options.decode_every is None else 1
+        Schedule.of(options.resolved(heads.inference if heads else {}, length), length)
+
+
+def idle_stabilizers(options: RunSettings, policy: Policy) -> str | None:
+    """A warning where stabilizers are asked for and the policy has none."""
+    from ..policies.scopes import Stabilizers
+
+    protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
+    return None if protects or options.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
+
+
+def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
+    """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
+    from ..backbones.families import text_config
+
+    window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
+    budgets, places = cache.context.budgets, cache.context.positions
+    rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(budgets) + s.chunk
+    if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
+        return None
+    advice = "--positions compact, with budget and chunk together below it, does not"
+    return f"warning: positions go up to {reach - 1}, beyond the backbone's window of {window}; {advice}"
+
+
+def open_document(
+    path: str,
+    machine: Machine,
+    ckpt: str | None = None,
+    model: str | None = None,
+    adapter: str | None = None,
+    policy: str | None = None,
+    *,
+    force: bool = False,
+) -> tuple[Document, Chosen]:
+    """The document in a file, with backbone and heads by the names that the file has for them unless others are given, in
+    the file's precision unless ``machine`` says otherwise.
+
+    Raises:
+        OSError: there is no such file. ValueError: it is damaged, what it names cannot be found, or the first difference to
+            what was found.
+    """
+    from ..documents.document import Document, describe
+
+    saved, about = describe(path)
+    ckpt = ckpt or (about.names.get("heads") if saved.heads else None)
+    if saved.heads and not ckpt:
+        raise ValueError(f"{path} was read with retaining heads that it does not name: give --ckpt")
+    if not (model or about.names.get("model")):
+        raise ValueError(f"{path} does not name its backbone: give --model")
+    try:
+        chosen = choose(ckpt, model or about.names["model"], adapter or about.names.get("adapter"), policy)
+        bits = machine.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
+        dtype = cast(Dtype, saved.dtype) if machine.dtype == "auto" else machine.dtype
+        loaded, tokenizer = chosen.load(Machine(device=machine.device, dtype=dtype, weight_bits=bits))
+    except FileNotFoundError as error:
+        theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
+        raise FileNotFoundError(
+            f"{error}. {path} was read with {theirs}: --model and --ckpt say where they are"
+        ) from error
+    document = Document.load(path, loaded, tokenizer, chosen.heads if saved.heads else None, policy, force=force)
+    return document, replace(chosen, policy=document.cache.policy)

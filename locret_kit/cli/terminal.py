@@ -9,6 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.reader import refuse
+
+if TYPE_CHECKING:
+    from ..config.infer import Generation
+    from ..runtime.session import Answer, Sampling
 
 to_stdout = partial(print, end="", flush=True)
 
@@ -39,11 +46,14 @@ def text_of(file: str | None) -> Iterator[str]:
         raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
 
 
-def check_target(path: Path, option: str) -> None:
-    """Raise ValueError where no file can be put, before the text is read: minutes later would be too late."""
+def check_target(path: Path, option: str, *, replace: bool = True) -> None:
+    """Raise ValueError where no file can be put, before the text is read: minutes later would be too late. Nor may one be
+    there, unless ``replace``."""
     said = f"{option}={str(path)!r}"
     if path.exists() and not path.is_file():
         raise ValueError(f"{said} is {'a folder' if path.is_dir() else 'no regular file'}: name a file")
+    if path.exists() and not replace:
+        raise ValueError(f"{said} is there already: name another file, or remove it first")
     folder = path.resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{said}: its folder is missing or cannot be written")
@@ -71,3 +81,40 @@ def progress(what: str = "prefill") -> Callable[[int, int], None]:
         )
 
     return show
+
+
+def check_sampling(args: Generation) -> Sampling:
+    """How tokens are chosen. Raises ValueError for what is out of bounds, and for options that could not act."""
+    from ..runtime.session import Sampling
+
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    if args.temperature == 0:
+        refuse(args, ("top_k", "top_p"), "at temperature 0, which is greedy")
+    return sampling
+
+
+def check_question(question: str) -> None:
+    """Raise ValueError for a question without words, or with bytes of another encoding, as the shell gave them."""
+    if not question.strip():
+        raise ValueError("the question is empty")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the question is not UTF-8: character {error.start}") from error
+
+
+def write_answer(answer: Answer, question: str | None = None, *, first: bool = True) -> None:
+    """Write an answer to stdout while it is made, below its question where one is given."""
+    if question is not None:
+        to_stdout("" if first else "\n", f"question: {question}\n", sep="")
+    for piece in answer:
+        to_stdout(piece)
+    to_stdout("\n")
+
+
+def print_policies() -> int:
+    """What ``--list-policies`` prints; the exit status."""
+    from ..policies.grammar import describe_policies
+
+    print("\n".join(describe_policies()))
+    return 0

@@ -27,12 +27,16 @@ class Text:
     file: str | None = None
     """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
     question: Annotated[list[str], Each()] = field(default_factory=list)
-    """Asked about the text, through the chat template. Given several times, each is answered in turn. Without one the text is
-    continued."""
+    """Asked about the text, through the chat template. Given several times, each is answered in turn; the text is read once,
+    unless the budget is a share of each prompt. Without one the text is continued."""
     question_file: str | None = None
     """The question, from a file."""
     chat: bool = True
     """Use the chat template; without, nothing follows the question: it may end with the answer's first words."""
+    save_cache: str | None = None
+    """A new file for the text as it was read, for locret-ask; as locret-read writes it."""
+    cache: str | None = None
+    """A file of locret-read, instead of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,4 +74,4 @@ class InferOptions(Text, Backbone, Generation, Output, RunSettings, Machine):
     """Options of ``locret-infer``."""
 
 
-INFER = Command("locret-infer", InferOptions, USAGE, positional="file")
+INFER = Command("locret-infer", InferOptions, USAGE, positional=("file",))

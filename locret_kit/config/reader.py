@@ -14,10 +14,10 @@ import shutil
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
 
@@ -54,8 +54,10 @@ class Command(Generic[T]):
     schema: type[T]
     usage: str
     """Usage and examples, for ``--help``."""
-    positional: str | None = None
-    """The option that a bare word is."""
+    positional: tuple[str, ...] = ()
+    """The options that bare words are, in order; the last takes the rest of them."""
+    short: Mapping[str, str] = field(default_factory=dict)
+    """Options by short flag, such as ``{"-o": "--out"}``."""
     old: Mapping[str, str] = field(default_factory=dict)
     """Deprecated: a name, or ``name=value``, and what it is called now."""
     complete: Callable[[Values], Values] = dict
@@ -144,19 +146,21 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
 
 def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) -> Iterator[tuple[str, str]]:
     rest = deque(argv)
+    places = chain(command.positional, repeat(command.positional[-1])) if command.positional else repeat("")
     while rest:
         word = rest.popleft()
-        if word == "--" and command.positional is not None:
-            yield from ((command.positional, bare) for bare in rest)
+        word = command.short.get(word, word)
+        if word == "--" and command.positional:
+            yield from zip(places, rest, strict=False)  # places never end
             return
         dashes = word.startswith("--")
         if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
-            if command.positional is None:
+            if not command.positional:
                 numbers = (f"{name}={option.default}" for name, option in known.items() if type(option.default) is int)
                 raise UsageError(
                     f"argument {word!r} must be --key value or key=value, such as {next(numbers, 'key=1')}"
                 )
-            yield command.positional, word
+            yield next(places), word
             continue
         name, equals, text = word[2 * dashes :].partition("=")
         name = name.replace("-", "_")
@@ -269,6 +273,16 @@ def build(schema: type[T], values: Values, prefix: str = "") -> T:
         elif item.default is MISSING and item.default_factory is MISSING:
             raise UsageError(f"{name}=... is missing")
     return schema(**given)
+
+
+def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
+    """Raise ValueError for the first of these options that was given: it ``has no effect``, and why."""
+    known = options_of(type(options))
+    for name in names:
+        if (value := getattr(options, name)) != known[name].default:
+            flag = name.replace("_", "-")
+            words = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
+            raise ValueError(f"{words} has no effect {why}")
 
 
 def read_yaml(path: Path, said: str) -> Values:

@@ -20,7 +20,7 @@ from annotated_types import Interval
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
-from ..cache.file import read
+from ..cache.file import read, read_record
 from ..cache.fork import CannotFork
 from ..cache.saved import Saved, restore, save
 from ..naming import blaming
@@ -357,6 +357,20 @@ class Document:
             if document.tokens != about.tokens:
                 raise ValueError(f"document: tokens={about.tokens} must be {document.tokens}")
         return document
+
+
+def describe(path: str | Path) -> tuple[Saved, TextRecord]:
+    """What a file says of its cache and of its text, whose tensors are not read.
+
+    Raises:
+        OSError: there is no such file. ValueError: its record is damaged, or it holds no document.
+    """
+    record = {name: value for name, value in read_record(Path(path)).items() if name != "digest"}
+    saved = Saved.of(record, path)
+    with blaming(str(path), ValueError):
+        if saved.document is None:
+            raise ValueError("it holds a cache without a document: BoundedCache.load reads it")
+        return saved, made(TextRecord, saved.document, "field")
 
 
 def _pieces(text: str | Path | Iterable[str]) -> Iterable[str]:

@@ -1,0 +1,109 @@
+"""``locret-ask book.locret "question"``: ask about a text that was read before."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.documents import ASK, AskOptions
+from ..config.reader import read
+from .command import command
+from .loading import open_document
+from .terminal import check_question, check_sampling, write_answer
+
+if TYPE_CHECKING:
+    from ..documents.document import Document
+    from ..runtime.session import Answer
+
+
+def run(args: AskOptions) -> int:
+    """Load, ask, print. Raises ValueError or OSError with a one-line message."""
+    questions = questions_of(args)
+    sampling = check_sampling(args)
+    document, chosen = open_document(
+        args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force
+    )
+    if not args.quiet:
+        for line in (*chosen.warnings, *repeated(document)):
+            print(line, file=sys.stderr)
+    for number, question in enumerate(questions):
+        reads, began = document.reads, time.perf_counter()
+        answer = document.ask(
+            question, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed, graph=args.graph
+        )
+        cached = answer.cache.get_seq_length()
+        if document.reads > reads and not args.quiet:
+            print("the text is read anew: with this question it is evicted otherwise", file=sys.stderr)
+        if args.json:
+            print(json.dumps(as_json(question, answer, cached, began), ensure_ascii=False), flush=True)
+            continue
+        write_answer(answer, question if len(questions) > 1 else None, first=not number)
+        if answer.finish_reason == "length" and not args.quiet:
+            print(f"the answer was cut after max_new_tokens={args.max_new_tokens}", file=sys.stderr)
+    return 0
+
+
+def as_json(question: str, answer: Answer, cached: int, began: float) -> dict[str, object]:
+    """An answer, read to its end, as a line of ``--json``. Seconds are wall clock since ``began``."""
+    text = str(answer)
+    return {
+        "question": question,
+        "answer": text,
+        "finish_reason": answer.finish_reason,
+        "tokens": len(answer.tokens),
+        "first_token_s": round(answer.first_token_s, 4),
+        "total_s": round(time.perf_counter() - began, 4),
+        "cached_tokens": cached,
+        "prompt_tokens": len(answer.ids) - cached,
+    }
+
+
+def repeated(document: Document) -> list[str]:
+    """What is read again with each question, where it is more than the text's open end."""
+    policy, seen = document.cache.policy, document.cache.get_seq_length()
+    if policy.reread is None:
+        return []
+    return [
+        f"policy={policy.name} reads passages again for each question; the first {seen} of {document.tokens} tokens are "
+        "in the cache"
+    ]
+
+
+def questions_of(args: AskOptions) -> list[str]:
+    """The questions, in order. Raises ValueError where there is none, or one is empty or no UTF-8."""
+    from ..files import read_utf8
+
+    questions = list(args.question)
+    if args.question_file:
+        source = "stdin" if args.question_file == "-" else f"question_file={args.question_file!r}"
+        try:
+            with nullcontext(sys.stdin.buffer) if source == "stdin" else Path(args.question_file).open("rb") as stream:
+                text = "".join(read_utf8(stream))
+        except OSError as error:
+            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        questions += [line.strip() for line in text.splitlines() if line.strip()]
+    if not questions:
+        raise ValueError('ask something: locret-ask book.locret "question", or --question-file FILE')
+    for question in questions:
+        check_question(question)
+    return questions
+
+
+@command("locret-ask", also=(RuntimeError,), usage=2)
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
+    args = read(ASK, sys.argv[1:] if argv is None else argv)
+    if args is None:
+        return 0
+    args.load_plugin()
+    return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

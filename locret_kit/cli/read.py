@@ -1,0 +1,93 @@
+"""``locret-read book.txt -o book.locret``: read a text once, into a file that is asked often."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.documents import READ, ReadOptions
+from ..config.reader import read, refuse
+from ..settings import RunSettings
+from .command import command
+from .loading import beyond_window, check_run, choose, idle_stabilizers, open_document
+from .terminal import check_target, print_policies, progress, text_of
+
+if TYPE_CHECKING:
+    from ..documents.document import Document
+
+AS_BEFORE = (*(item.name for item in fields(RunSettings)), "policy", "chat", "title")
+"""Options that say how a text is read, which goes on as it began."""
+
+
+def run(args: ReadOptions) -> int:
+    """Load, read, save. Raises ValueError or OSError with a one-line message."""
+    target = Path(args.out)
+    if args.append and args.overwrite:
+        raise ValueError("give --append or --overwrite, not both")
+    check_target(target, "out")
+    if args.append:
+        refuse(args, AS_BEFORE, "with --append: the text is read on as it began")
+        if not target.exists():
+            raise FileNotFoundError(f"out={args.out!r} is not there: without --append it is made")
+    elif target.exists() and not args.overwrite:
+        raise ValueError(f"out={args.out!r} is there already: --append adds to it, --overwrite replaces it")
+    document, names, tokens, seconds = append(args) if args.append else read_text(args)
+    document.save(target, text=args.text, names=names)
+    if not args.quiet:
+        rows = document.cache.kept_rows
+        slots = f"{min(rows)} to {max(rows)}" if min(rows) < max(rows) else f"{rows[0]}"
+        print(
+            f"{args.out}: {tokens} tokens read in {seconds:.1f} s ({tokens / seconds:.0f} tok/s), {slots} slots a head "
+            f"and layer, {target.stat().st_size / 2**20:.1f} MiB",
+            file=sys.stderr,
+        )
+    return 0
+
+
+Done = tuple["Document", dict[str, str], int, float]
+"""A document, what its parts are called, and the tokens that were read, with their seconds."""
+
+
+def read_text(args: ReadOptions) -> Done:
+    """The text as a new document."""
+    from ..documents.document import Document
+
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+    check_run(args.run, chosen.config)
+    model, tokenizer = chosen.load(args)
+    title = args.title or ("" if args.file in (None, "-") else Path(str(args.file)).name)
+    began = time.perf_counter()
+    document = Document.read(
+        model, tokenizer, text_of(args.file), args.run, chosen.policy, chosen.heads, chat=args.chat, title=title,
+        progress=None if args.quiet else progress("read"),
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), beyond_window(model, document.cache)):
+        if line:
+            print(line, file=sys.stderr)
+    return document, chosen.names, document.tokens, seconds
+
+
+def append(args: ReadOptions) -> Done:
+    """The document in the file, with the text at its end."""
+    document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter)
+    before, began = document.tokens, time.perf_counter()
+    document.append(text_of(args.file), None if args.quiet else progress("read"))
+    return document, chosen.names, document.tokens - before, time.perf_counter() - began
+
+
+@command("locret-read", stopped="stopped; nothing was written", also=(RuntimeError,), usage=2)
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
+    args = read(READ, sys.argv[1:] if argv is None else argv)
+    if args is None:
+        return 0
+    args.load_plugin()
+    return print_policies() if args.list_policies else run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""``locret-read``, ``locret-info``, ``locret-ask`` and the cache options of ``locret-infer``, as a user meets them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny_tokenizer import TEXT, save_tiny_backbone
+from transformers import AutoModelForCausalLM
+
+from locret_kit.backbones.families import spec_of
+from locret_kit.cli import ask, infer, info, read
+from locret_kit.heads import HeadsConfig, RetainingHeads
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+RUN = ("--budget", "48", "--chunk", "32", "--stabilizers", "8", "--local-len", "8")
+QUESTIONS = ("What is it?", "Remember the key?")
+COMMANDS = {"read": read.main, "info": info.main, "ask": ask.main, "infer": infer.main}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a backbone, heads, another backbone of the same shapes, a text and its document."""
+    folder = tmp_path_factory.mktemp("documents")
+    backbone = save_tiny_backbone(folder / "backbone")
+    model = AutoModelForCausalLM.from_pretrained(backbone)
+    torch.manual_seed(1)
+    heads = HeadsConfig.for_backbone(spec_of(model.config), str(backbone), 16)
+    RetainingHeads(heads).save_pretrained(str(folder / "heads"))
+    save_tiny_backbone(folder / "other", initializer_range=0.5)
+    (folder / "long.txt").write_text(TEXT * 4)
+    (folder / "more.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def use(place, tmp_path, monkeypatch, capsys):
+    """Run a command in the folder of the backbone: ``(status, stdout, stderr)``. {out} is a folder of the test's own."""
+    monkeypatch.chdir(place)
+
+    def run(command: str, *words: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        status = COMMANDS[command]([word.replace("{out}", str(tmp_path)) for word in words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def book(use, tmp_path) -> Path:
+    """A document of the text, read with the heads."""
+    status, out, err = use("read", "long.txt", "-o", "{out}/book.locret", "--ckpt", "heads", *RUN)
+    assert (status, out) == (0, "") and "tok/s" in err and "48 slots" in err and "MiB" in err
+    return tmp_path / "book.locret"
+
+
+def answers(use, *words: str) -> list[str]:
+    """Answers to the questions, each from a run of its own over text and question."""
+    found = []
+    for question in QUESTIONS:
+        status, out, err = use("infer", *words, "--question", question, "--max-new-tokens", "5", "--quiet")
+        assert status == 0, err
+        found.append(out)
+    return found
+
+
+def test_reading_once_and_asking_equals_fresh_runs(use, book):
+    fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
+    assert fresh[0] != fresh[1]
+    status, out, err = use("ask", str(book), *QUESTIONS, "--max-new-tokens", "5")
+    assert status == 0, err
+    assert out == f"question: {QUESTIONS[0]}\n{fresh[0]}\nquestion: {QUESTIONS[1]}\n{fresh[1]}"
+    status, out, _ = use("ask", str(book), QUESTIONS[1], "--max-new-tokens", "5")
+    assert (status, out) == (0, fresh[1])
+    assert answers(use, "--cache", str(book)) == fresh
+
+
+@pytest.mark.parametrize("flag", ["--question-file={out}/asked", "--question-file=-"])
+def test_questions_from_a_file_and_answers_as_json(use, book, tmp_path, flag):
+    lines = f"{QUESTIONS[0]}\n\n  {QUESTIONS[1]}\n"
+    (tmp_path / "asked").write_text(lines)
+    fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
+    status, out, err = use("ask", str(book), flag, "--json", "--max-new-tokens", "5", "--quiet", stdin=lines)
+    assert (status, err) == (0, "")
+    said = [json.loads(line) for line in out.splitlines()]
+    assert [(one["question"], one["answer"] + "\n") for one in said] == list(zip(QUESTIONS, fresh, strict=True))
+    for one in said:
+        assert one["finish_reason"] == ("length" if one["tokens"] == 5 else "stop")
+        assert one["cached_tokens"] == 32 * (one["cached_tokens"] // 32) > 100 and 0 < one["prompt_tokens"] < 200
+        assert 0 < one["first_token_s"] <= one["total_s"]
+
+
+def test_appending_equals_reading_it_all(use, book, tmp_path):
+    (tmp_path / "whole.txt").write_text(TEXT * 5)
+    assert use("read", "{out}/whole.txt", "-o", "{out}/whole.locret", "--ckpt", "heads", *RUN)[0] == 0
+    status, _, err = use("read", "more.txt", "-o", str(book), "--append")
+    assert status == 0, err
+    told = [json.loads(use("info", str(path), "--json")[1]) for path in (book, tmp_path / "whole.locret")]
+    assert told[0]["document"]["sha256"] == told[1]["document"]["sha256"]
+    assert told[0]["document"]["names"] == {"model": "backbone", "heads": "heads"}
+    said = [use("ask", str(path), *QUESTIONS)[1] for path in (book, tmp_path / "whole.locret")]
+    assert said[0] == said[1]
+    assert use("read", "more.txt", "-o", str(book), "--append", "--budget", "64")[2].endswith(
+        "--budget 64 has no effect with --append: the text is read on as it began\n"
+    )
+
+
+def test_a_file_that_is_there_is_not_replaced_unasked(use, book):
+    before = book.read_bytes()
+    again = ("read", "long.txt", "-o", str(book), "--ckpt", "heads", *RUN)
+    status, _, err = use(*again)
+    assert status == 1 and "is there already" in err and book.read_bytes() == before
+    assert use(*again, "--overwrite", "--no-text", "--title", "A book\x1b[31m")[0] == 0
+    status, out, _ = use("info", str(book))
+    assert status == 0 and "not stored" in out and "A book\ufffd[31m" in out
+    fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
+    assert use("ask", str(book), QUESTIONS[0], "--max-new-tokens", "5")[1] == fresh[0]
+
+
+def test_nothing_private_is_in_a_file(use, place, tmp_path):
+    words = ("--ckpt", str(place / "heads"), "--model", str(place / "backbone"))
+    assert use("read", str(place / "long.txt"), "-o", "{out}/a.locret", *words, *RUN)[0] == 0
+    held = (tmp_path / "a.locret").read_bytes()
+    assert str(place).encode() not in held and b'"heads"' in held.replace(b"\\", b"")
+    assert use("ask", "{out}/a.locret", *QUESTIONS)[0] == 0  # the last parts of the names lead here by chance
+
+
+def test_info_is_quick_and_shows_the_record(use, book):
+    code = f"import sys\nfrom locret_kit.cli.info import main\nmain([{str(book)!r}])\n"
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(use("info", str(book), "--json")[1])
+    with safe_open(book, "pt") as file:
+        assert file.get_tensor("layers.0.positions").shape[-1] == 48
+        assert {name: value for name, value in record.items() if name != "bytes"} == json.loads(
+            file.metadata()["locret_kit"]
+        )
+    for shown in (
+        "long.txt", f"{record['document']['tokens']}", "backbone (3 layers)", f"heads ({record['heads']})", "locret", "48",
+        f"{book.stat().st_size:,}", record["kit"], record["created"], record["digest"], record["document"]["sha256"],
+    ):  # fmt: skip
+        assert str(shown) in done.stdout, shown
+
+
+def test_infer_saves_what_read_writes(use, book, tmp_path):
+    words = ("long.txt", "--ckpt", "heads", *RUN, "--question", QUESTIONS[0], "--max-new-tokens", "5")
+    fresh = use("infer", *words)[1]
+    status, out, err = use("infer", *words, "--save-cache", "{out}/saved.locret")
+    assert (status, out) == (0, fresh), err
+    told = [json.loads(use("info", str(path), "--json")[1]) for path in (book, tmp_path / "saved.locret")]
+    for one in told:
+        del one["created"], one["digest"], one["counters"]
+    assert told[0] == told[1]
+
+
+def test_several_questions_read_the_text_once(use, tmp_path):
+    """With the answers of runs of their own: also where the text is read for each, as under a budget that is a share."""
+    for more, once in ((RUN, True), (("--budget", "0.25"), False), ((*RUN, "--no-chat"), True)):
+        words = ("long.txt", "--ckpt", "heads", *more)
+        report = ("--report", "{out}/r.json", "--max-new-tokens", "5")
+        fresh = answers(use, *words)
+        status, out, err = use("infer", *words, *report, *(f"--question={question}" for question in QUESTIONS))
+        assert status == 0, err
+        assert out == f"question: {QUESTIONS[0]}\n{fresh[0]}\nquestion: {QUESTIONS[1]}\n{fresh[1]}"
+        first, second = json.loads((tmp_path / "r.json").read_text())["answers"]
+        assert err.count(" 0 s left") == (1 if once else 2)
+        assert first["kept_rows"] == second["kept_rows"] and (first["budget"] == 48) == once
+
+
+def test_a_policy_that_sees_the_question_says_what_it_repeats(use):
+    policy = "rereading-locret(tokens=12,window=4,kernel=3,first=2)"
+    words = ("long.txt", "--ckpt", "heads", *RUN, "--policy", policy)
+    assert use("read", *words, "-o", "{out}/b.locret")[0] == 0
+    status, out, err = use("ask", "{out}/b.locret", QUESTIONS[0], "--max-new-tokens", "5")
+    assert status == 0 and "reads passages again for each question" in err
+    assert out == answers(use, *words)[0]
+
+
+BAD = [
+    (("read", "long.txt", "--ckpt", "heads"), 2, "out=... is missing"),
+    (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' is not there"),
+    (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
+    (("read", "long.txt", "-o", "{out}/x", "--append", "--overwrite"), 1, "not both"),
+    (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
+    (("read", "-o", "{out}/x", "--ckpt", "heads"), 1, "stdin holds no text"),
+    (("read", "long.txt", "-o", "{out}/x"), 1, "give --ckpt"),
+    (("read", "long.txt", "-o", "{out}/x", "--ckpt", "heads", "--budgt", "4"), 2, "Did you mean 'budget'?"),
+    (("info",), 2, "file=... is missing"),
+    (("info", "long.txt"), 1, "long.txt is no saved cache"),
+    (("info", "{book}", "more.txt"), 2, "file is given twice"),
+    (("ask", "{book}"), 1, "ask something"),
+    (("ask", "{book}", " "), 1, "the question is empty"),
+    (("ask", "{book}", "Who?", "--model", "other"), 1, "model.weights"),
+    (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "--model and --ckpt say where they are"),
+    (("ask", "{book}", "Who?", "--top-k", "4"), 1, "at temperature 0"),
+    (("ask", "{book}", "--question-file", "gone"), 1, "gone' cannot be read"),
+    (("ask", "more.txt", "Who?"), 1, "more.txt is no saved cache"),
+    (("infer", "--cache", "{book}"), 1, "has no effect without --question"),
+    (("infer", "--cache", "{book}", "--question", "Who?", "--budget", "9"), 1, "--budget 9 has no effect with --cache"),
+    (("infer", "long.txt", "--cache", "{book}", "--question", "Who?"), 1, "--file long.txt has no effect"),
+    (("infer", "long.txt", "--ckpt", "heads", "--save-cache", "{book}", "--question", "W?"), 1, "is there already"),
+]
+
+
+@pytest.mark.parametrize(("words", "status", "said"), BAD, ids=[" ".join(words) for words, _, _ in BAD])
+def test_bad_input_is_one_line(use, book, words, status, said):
+    got, out, err = use(*(word.replace("{book}", str(book)) for word in words))
+    assert (got, out) == (status, "") and err.count("\n") == 1, err
+    assert err.startswith(f"locret-{words[0]}: ") and said in err, err
+    assert not list(book.parent.glob(".*partial")) and not (book.parent / "x").exists()
