@@ -8,6 +8,9 @@ to the backbone's own attention. Meanwhile MLPs work in slices (``slices``). A h
 and gets q, k and v **before RoPE** (the rotary module answers cos = 1, sin = 0 meanwhile) when it says
 ``wants_unrotated = True``. The bounded cache is one handler, the training observer the other. This module knows neither.
 
+A cache of several texts also has ``begin(model, arguments)``, which gives the arguments of the decoder's forward, and
+``finish(hidden, ids)``, which is called after it (see ``cache.lanes``).
+
 A handler that says ``needs_logits = True`` also has ``blocks(tokens)`` and ``read(hidden, ids)``: a forward is then cut into
 its blocks, and after each of them ``read`` gets the final hidden states.
 """
@@ -166,8 +169,13 @@ class Attachment:
         if handler is None:
             return _handled(None, forward, *args, **kwargs)
         ids = args[0] if args else kwargs.get("input_ids")
-        _refuse_padding(kwargs.get("attention_mask"))
-        if explicit is None:
+        several = explicit is None and hasattr(past, "begin")  # texts of different lengths
+        if several:
+            kwargs = past.begin(self.model, {**kwargs, "input_ids": ids})
+            args, ids = (), kwargs["input_ids"]
+        else:
+            _refuse_padding(kwargs.get("attention_mask"))
+        if explicit is None and not several:
             past.bind(self.model)
             new = kwargs.get("inputs_embeds") if ids is None else ids
             if new is not None:
@@ -178,6 +186,8 @@ class Attachment:
             output = _read_blocks(handler, forward, ids, kwargs)
         else:
             output = _handled(handler, forward, *args, **kwargs)
+        if several:
+            past.finish(output.last_hidden_state, ids)
         if not self._undo:
             raise RuntimeError(
                 "detached while this forward ran: attach a model once, and detach it when no thread uses it"

@@ -61,6 +61,27 @@ class Sampling:
         return chain
 
 
+class Chooser:
+    """The next token of one text, by its own random numbers: ``choose(logits)``."""
+
+    def __init__(self, sampling: Sampling, seed: int, device: torch.device, prompt: Sequence[int]) -> None:
+        self._sampling, self._processors = sampling, sampling.processors()
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
+
+    def __call__(self, logits_V: Tensor) -> int:
+        scores_V = logits_V
+        if self._processors:  # for a copy of what was said the host waits
+            history: Any = torch.tensor([self._seen], device=logits_V.device, dtype=torch.long)
+            scores_V = self._processors(history, logits_V[None])[0]
+        if self._sampling.temperature > 0:
+            token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self._generator))
+        else:
+            token = int(scores_V.argmax())
+        self._seen.append(token)
+        return token
+
+
 @torch.inference_mode()
 def prefill(
     model: Any, ids: Sequence[int], cache: BoundedCache, progress: Callable[[int, int], None] | None = None
@@ -128,22 +149,12 @@ def decode(
         ValueError: ``graph=True`` where it is not possible; says why.
     """
     step = _decoder(model, cache, graph)
-    processors = sampling.processors()
-    generator = torch.Generator(device=logits.device).manual_seed(seed)
-    seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
+    choose = Chooser(sampling, seed, logits.device, prompt)
     for n in range(max_new_tokens):
-        scores = logits
-        if processors:  # for a copy of what was said the host waits
-            history: Any = torch.tensor([seen], device=logits.device, dtype=torch.long)
-            scores = processors(history, logits[None])[0]
-        if sampling.temperature > 0:
-            token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
-        else:
-            token = int(scores.argmax())
+        token = choose(logits)
         if token in stop:
             return
         yield token
-        seen.append(token)
         if n + 1 < max_new_tokens:
             logits = step(token)
 

@@ -1,0 +1,201 @@
+"""Several texts in one forward, each with a bounded cache of its own: linear layers see the new tokens of all texts at once,
+attention and evictions are those of each text alone.
+
+``Packed`` is for the kit's own batches: the new tokens of every text lie end to end in one row, so nothing is padded, a
+text may be at its prompt while another is decoded, and texts come and go between forwards. ``BatchCache`` is for
+``model.generate``, whose texts are rows that are padded to one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..settings import RunSettings
+from .bounded import BoundedCache
+
+if TYPE_CHECKING:
+    from ..heads import RetainingHeads
+    from ..policies.base import Policy
+
+Span = tuple[int, int, int]
+"""Row of a forward, and the first and the last but one of a text's new tokens in it."""
+
+
+class Lanes(Cache):
+    """Handler of forwards with several texts. ``spans`` says where the new tokens of each stand."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.lanes: list[BoundedCache] = []
+        self.spans: list[Span] = []
+
+    def __bool__(self) -> bool:
+        """False, as ``BoundedCache``."""
+        return False
+
+    @property
+    def wants_unrotated(self) -> bool:
+        """Whether q and k come before RoPE."""
+        return self.lanes[0].wants_unrotated
+
+    def begin(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Make ready for a forward with these arguments of the decoder; the arguments with which it runs."""
+        raise NotImplementedError
+
+    def _texts(self) -> Iterator[tuple[BoundedCache, int, slice]]:
+        """Every text that has new tokens: its cache, its row, and where they stand."""
+        for lane, (row, start, end) in zip(self.lanes, self.spans, strict=True):
+            if start < end:
+                yield lane, row, slice(start, end)
+
+    def _positions(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Position of each new token in its own text ``[B, T]``, for backbones that rotate by themselves; 0 at padding."""
+        positions = torch.zeros(*shape, dtype=torch.long, device=device)
+        for lane, row, new in self._texts():
+            seen = lane.get_seq_length()
+            positions[row, new] = torch.arange(seen, seen + new.stop - new.start, device=device)
+        return positions
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        """Attention output ``[B, Q, T, D]``: each text's own; zeros at padding."""
+        out = torch.zeros_like(q_BQTD, memory_format=torch.contiguous_format)
+        if v_BHTD.shape[-1] != q_BQTD.shape[-1]:
+            out = q_BQTD.new_zeros(*q_BQTD.shape[:3], v_BHTD.shape[-1])
+        for lane, row, new in self._texts():
+            q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
+            lane.bounded[layer].update(k, v)
+            out[row : row + 1, :, new] = lane.attend(layer, q, k, v, scaling)
+        return out
+
+    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """After a forward: texts whose policy scores tokens by their probability read the final hidden states."""
+        for lane, row, new in self._texts():
+            if lane.needs_logits:
+                assert ids_BT is not None
+                lane.read(hidden_BTE[row : row + 1, new], ids_BT[row : row + 1, new])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand keys and values through; ``attend`` stores them."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return int(query_length), 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(lane.nbytes for lane in self.lanes)
+
+
+class Packed(Lanes):
+    """One forward of several texts whose new tokens stand end to end in one row.
+
+    Args:
+        counts: new tokens of each text. A text whose policy ``needs_logits`` must not cross a boundary of its schedule.
+    """
+
+    def __init__(self, lanes: Sequence[BoundedCache], counts: Sequence[int]) -> None:
+        super().__init__()
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        self.lanes = list(lanes)
+        self.spans = [(0, end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+    @property
+    def last(self) -> list[int]:
+        """Place of each text's last new token."""
+        return [end - 1 for _, _, end in self.spans]
+
+    def begin(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        ids = kwargs["input_ids"]
+        if tuple(ids.shape) != (1, self.spans[-1][2]):
+            raise ValueError(f"input_ids={list(ids.shape)} must be [1, {self.spans[-1][2]}], every text's new tokens")
+        for lane in self.lanes:
+            lane.bind(model)
+        return {**kwargs, "position_ids": self._positions(ids.shape, ids.device), "attention_mask": None}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class BatchCache(Lanes):
+    """A cache for ``model.generate`` with a padded batch: every row is a text of its own, evicted where it would be alone.
+
+    Arguments are those of ``BoundedCache``. The first forward makes a cache for each row, whose prompt is what the
+    attention mask shows; pass the whole prompt in one forward (no ``prefill_chunk_size``). Rows that are padded on the
+    right are moved to the right edge, so that the last column is the last token of every row.
+
+    Attributes:
+        lanes: the cache of each row.
+
+    Raises:
+        ValueError: a setting out of range; in the first forward, a row without tokens, or a policy that reads the end of
+            the prompt twice or scores tokens by their probability: ``runtime.batch`` runs those.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings | int | float | None = None,
+        policy: str | Policy | None = None,
+        heads: RetainingHeads | None = None,
+        **given: object,
+    ) -> None:
+        super().__init__()
+        self._arguments = settings, policy, heads, given
+        self.columns = 0
+
+    def begin(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
+        given, mask = kwargs[name], kwargs.get("attention_mask")
+        B, T = given.shape[:2]
+        fresh = torch.ones(B, T, dtype=torch.bool, device=given.device)
+        if mask is not None:
+            if mask.dim() != 2:
+                raise ValueError(f"attention_mask={list(mask.shape)} must have two axes, [batch, tokens]")
+            fresh = mask[:, -T:].bool()
+        if not self.lanes:
+            kwargs = {**kwargs, name: _to_the_right(given, fresh)}
+            counts = fresh.sum(1).tolist()
+            settings, policy, heads, more = self._arguments
+            self.lanes = [BoundedCache(settings, policy, heads, prompt_length=count, **more) for count in counts]
+            for lane in self.lanes:
+                if lane.needs_logits or lane.policy.reread is not None:
+                    raise ValueError(
+                        f"policy={lane.policy.name!r} is not for model.generate with a batch: use runtime.batch"
+                    )
+                lane.bind(model)
+        elif len(self.lanes) != B:
+            raise ValueError(f"batch={B} must be {len(self.lanes)}, for which this cache has its buffers")
+        else:
+            counts = fresh.sum(1).tolist()
+        self.spans = [(row, T - count, T) for row, count in enumerate(counts)]
+        self.columns += T
+        return {**kwargs, "position_ids": self._positions((B, T), given.device), "attention_mask": None}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included."""
+        return self.columns
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row ``i`` becomes a copy of row ``beam_idx[i]``."""
+        taken: set[int] = set()
+        lanes = []
+        for row in beam_idx.tolist():
+            lanes.append(deepcopy(self.lanes[row]) if row in taken else self.lanes[row])
+            taken.add(row)
+        self.lanes = lanes
+
+
+def _to_the_right(x_BT: Tensor, fresh_BT: Tensor) -> Tensor:
+    """Rows ``[B, T, ...]`` with their padding, wherever it is, before their tokens."""
+    order_BT = fresh_BT.long().argsort(dim=1, stable=True)
+    index = order_BT if x_BT.dim() == 2 else order_BT[..., None].expand_as(x_BT)
+    return x_BT.gather(1, index)

@@ -1,0 +1,225 @@
+"""Many texts at once, of any lengths: prompts are read by chunks while other texts are decoded, in forwards that all share.
+
+A text's cache, evictions and random numbers are its own, so its tokens are those of its run alone: exactly in float64, to
+the rounding of the shared matrix products below.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..backbones.intercept import attached
+from ..cache.bounded import BoundedCache
+from ..cache.lanes import Packed
+from .session import Chooser, Sampling, stop_ids
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how it is answered."""
+
+    ids: Sequence[int]
+    cache: Callable[[], BoundedCache]
+    """Makes its cache, when it is its turn: empty, or one that has read the prompt's beginning."""
+    max_new_tokens: int = 64
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+
+
+@dataclass
+class Text:
+    """A text of a batch.
+
+    Attributes:
+        tokens: the answer's ids so far. finish_reason: "stop", "length", "error", "cancelled", or None before the end.
+        steps_waited: most forwards between two of its tokens, or before the first, that it had no part in.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    cache: BoundedCache | None = None
+    prompt_read: int = 0
+    """Tokens of the prompt that the cache had read before."""
+    began: float = 0.0
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    _choose: Chooser | None = None
+    _next: int | None = None
+
+    @property
+    def reading(self) -> bool:
+        """Whether its prompt is still being read."""
+        return self._next is None
+
+    def end(self, reason: str, error: Exception | None = None) -> None:
+        """Let it leave; its cache is free."""
+        self.finish_reason, self.error, self.cache = reason, error, None
+        self.ended_s = time.perf_counter() - self.began
+
+
+class Batch:
+    """Texts that are answered together. ``step`` runs one forward; texts may be added and cancelled between steps.
+
+    Args:
+        model: a causal language model; attached inside each step unless it is already.
+        most: texts in memory at once; the others wait in the order in which they were added.
+        piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    def __init__(self, model: Any, stop: frozenset[int], *, most: int = 16, piece: int = 512) -> None:
+        for name, value in (("most", most), ("piece", piece)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.model, self.stop, self.most, self.piece = model, stop, most, piece
+        self.waiting: deque[Text] = deque()
+        self.running: list[Text] = []
+
+    def add(self, request: Request) -> Text:
+        """A text that is answered from one of the next steps on.
+
+        Raises:
+            ValueError: no tokens, or none asked for.
+        """
+        if not len(request.ids):
+            raise ValueError("the prompt holds no tokens")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+        text = Text(request, began=time.perf_counter())
+        self.waiting.append(text)
+        return text
+
+    def cancel(self, text: Text) -> None:
+        """Let a text leave, whatever it is doing; one that has ended stays as it is."""
+        if text.finish_reason is None:
+            text.end("cancelled")
+            self.running = [one for one in self.running if one is not text]
+            self.waiting = deque(one for one in self.waiting if one is not text)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a text waits or runs."""
+        return bool(self.running or self.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> list[Text]:
+        """One forward: the next token of every text that is decoded, and pieces of the prompts of others, the shortest rest
+        first. Gives the texts that have a new token or have ended.
+
+        An error of one text's settings ends that text alone; an error of the forward ends those that took part.
+        """
+        changed = self._admit()
+        pieces = self._pieces()
+        if not pieces:
+            return changed
+        caches = [text.cache for text, _ in pieces if text.cache is not None]
+        try:
+            with attached(self.model):
+                logits_BV = self._forward(caches, [ids for _, ids in pieces])
+        except Exception as error:
+            for text, _ in pieces:
+                text.end("error", error)
+            self.running = [text for text in self.running if text.finish_reason is None]
+            return changed + [text for text, _ in pieces]
+        for (text, _), logits_V in zip(pieces, logits_BV, strict=True):
+            cache = text.cache
+            assert cache is not None and text._choose is not None
+            if text.reading:
+                cache.start_reread()
+                if cache.get_seq_length() < len(text.request.ids):
+                    continue
+            self._take(text, text._choose(logits_V.float()))
+            changed.append(text)
+        self.running = [text for text in self.running if text.finish_reason is None]
+        return changed
+
+    def _admit(self) -> list[Text]:
+        """Make caches for those that wait, while there is room; the texts for which that failed."""
+        failed = []
+        while self.waiting and len(self.running) < self.most:
+            text = self.waiting.popleft()
+            request = text.request
+            try:
+                text.cache = request.cache()
+                text.cache.bind(self.model)
+                text.prompt_read = text.cache.get_seq_length()
+                if text.prompt_read >= len(request.ids):
+                    raise ValueError(
+                        f"the cache has seen {text.prompt_read} tokens already, the prompt has {len(request.ids)}"
+                    )
+            except Exception as error:
+                text.end("error", error)
+                failed.append(text)
+                continue
+            text._choose = Chooser(request.sampling, request.seed, self.model.device, request.ids)
+            self.running.append(text)
+        return failed
+
+    def _pieces(self) -> list[tuple[Text, list[int]]]:
+        """Texts of the next forward, each with its new tokens."""
+        pieces: list[tuple[Text, list[int]]] = []
+        for text in self.running:
+            if text._next is not None:
+                pieces.append((text, [text._next]))
+        reading = [text for text in self.running if text.reading and text.cache is not None]
+        reading.sort(key=lambda text: len(text.request.ids) - text.cache.get_seq_length())  # type: ignore[union-attr]
+        room = self.piece
+        for text in reading:
+            cache, ids = text.cache, text.request.ids
+            assert cache is not None
+            done = cache.get_seq_length()
+            end = min(done + cache.schedule.piece(done), len(ids))
+            if end - done > room and room < self.piece:
+                break
+            pieces.append((text, [ids[at] for at in cache.prompt_positions(done, end)]))
+            room -= end - done
+        return pieces
+
+    def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> torch.Tensor:
+        """Logits ``[texts, V]`` after each text's last new token."""
+        packed = Packed(caches, [len(piece) for piece in pieces])
+        ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
+        last = torch.tensor(packed.last, device=self.model.device)
+        return self.model(input_ids=ids, past_key_values=packed, use_cache=True, logits_to_keep=last).logits[0]
+
+    def _take(self, text: Text, token: int) -> None:
+        """A text's next token."""
+        if text.first_token_s is None:
+            text.first_token_s = time.perf_counter() - text.began
+        if token in self.stop:
+            text.end("stop")
+            return
+        text.tokens.append(token)
+        text._next = token
+        if len(text.tokens) == text.request.max_new_tokens:
+            text.end("length")
+
+
+def run(model: Any, tokenizer: Any, requests: Iterable[Request], *, most: int = 16, piece: int = 512) -> Iterator[Text]:
+    """Answer requests together; texts as they end. Requests are taken one by one, when there is room.
+
+    Args:
+        most, piece: as of ``Batch``.
+    """
+    batch, source = Batch(model, stop_ids(model, tokenizer), most=most, piece=piece), iter(requests)
+    more = True
+    with attached(model):
+        while more or batch.busy:
+            while more and len(batch.running) + len(batch.waiting) < most:
+                request = next(source, None)
+                if request is None:
+                    more = False
+                else:
+                    batch.add(request)
+            if batch.busy:
+                yield from (text for text in batch.step() if text.finish_reason is not None)

@@ -1,0 +1,164 @@
+"""Texts of different lengths at once. The oracle is each text alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from policy_runs import POLICIES, backbone, held, make, tokens
+
+from locret_kit import attach
+from locret_kit.cache.lanes import BatchCache
+from locret_kit.runtime.batch import Batch, Request, run
+from locret_kit.runtime.session import Sampling, decode, prefill
+
+LENGTHS = (83, 20, 61, 7)
+REREADING = "rereading-locret(tokens=12,window=4,kernel=3,first=2)"
+NEW = 6
+
+
+def alone(policy, ids, family="llama", sampling=None, seed=0, **settings):
+    model = backbone(family)
+    cache = make(policy, length=len(ids), family=family, **settings)
+    with attach(model):
+        logits = prefill(model, ids, cache)
+        said = decode(
+            model,
+            cache,
+            logits,
+            prompt=ids,
+            max_new_tokens=NEW,
+            sampling=sampling or Sampling(),
+            stop=frozenset(),
+            seed=seed,
+        )
+        return list(said), held(cache)
+
+
+class Kept:
+    """Caches as they are when a text ends."""
+
+    def __init__(self, policy, ids, **settings):
+        self.made = partial(make, policy, length=len(ids), **settings)
+
+    def __call__(self):
+        self.cache = self.made()
+        return self.cache
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", [*POLICIES, REREADING])
+def test_each_text_is_as_alone(policy, family):
+    texts = [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
+    caches = [Kept(policy, ids, family=family) for ids in texts]
+    batch = Batch(backbone(family), frozenset(), most=3, piece=40)
+    made = [batch.add(Request(ids, cache, NEW)) for ids, cache in zip(texts, caches, strict=True)]
+    while batch.busy:
+        batch.step()
+    for ids, text, cache in zip(texts, made, caches, strict=True):
+        assert text.error is None
+        expected, positions = alone(policy, ids, family)
+        assert text.tokens == expected and held(cache.cache) == positions
+
+
+@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o", "sirllm"])
+def test_few_bits_and_sampling_are_each_texts_own(policy):
+    texts = [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
+    sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    requests = [
+        Request(ids, Kept(policy, ids, kv_bits=4), NEW, sampling, seed=number) for number, ids in enumerate(texts)
+    ]
+
+    class Silent:
+        eos_token_id = None
+
+    found = {id(text.request): text.tokens for text in run(backbone(), Silent(), requests, most=3, piece=40)}
+    for number, (ids, request) in enumerate(zip(texts, requests, strict=True)):
+        assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
+
+
+def test_texts_come_go_and_fail_alone():
+    batch = Batch(backbone(), frozenset(), most=2, piece=30)
+    first = batch.add(Request(tokens(60), Kept("h2o", tokens(60)), 30))
+    broken = batch.add(Request(tokens(60, seed=1), partial(make, "h2o", length=60, budget=3), 30))
+    late = batch.add(Request(tokens(40, seed=2), Kept("h2o", tokens(40)), NEW))
+    for _ in range(12):
+        batch.step()
+    assert broken.finish_reason == "error" and "budget" in str(broken.error)
+    batch.cancel(first)
+    assert first.finish_reason == "cancelled" and first.cache is None and first.tokens
+    while batch.busy:
+        batch.step()
+    assert late.tokens == alone("h2o", tokens(40, seed=2))[0] and late.finish_reason == "length"
+    with pytest.raises(ValueError, match="the prompt holds no tokens"):
+        batch.add(Request([], Kept("h2o", [1])))
+
+
+def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
+    batch = Batch(backbone(), frozenset(), most=1, piece=30)
+    first = batch.add(Request(tokens(60), Kept("h2o", tokens(60)), 30))
+    late = batch.add(Request(tokens(40, seed=2), Kept("h2o", tokens(40)), NEW))
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("locret_kit.cache.step.read_block", broken)
+        assert batch.step() == [first]
+    while batch.busy:
+        batch.step()
+    assert first.finish_reason == "error" and late.tokens == alone("h2o", tokens(40, seed=2))[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o", "full"])
+def test_generate_takes_a_padded_batch(policy, side, family):
+    model, texts = backbone(family), [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
+    longest = max(LENGTHS)
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        place = slice(longest - len(text), None) if side == "left" else slice(0, len(text))
+        ids[row, place], mask[row, place] = torch.tensor(text), 1
+    like = make(policy, length=None, family=family)
+    cache = BatchCache(like._asked, policy, like.heads)
+    with attach(model):
+        out = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )
+    for row, text in enumerate(texts):
+        expected, positions = alone(policy, text, family)
+        # generate feeds all new tokens but the last, as decode does
+        assert out[row, longest:].tolist() == expected and held(cache.lanes[row]) == positions
+    assert model.config._attn_implementation != "locret"
+
+
+def test_generate_samples_several_answers_and_searches_with_beams():
+    model, texts = backbone(), [tokens(40, seed=1), tokens(25, seed=2)]
+    ids, mask = torch.zeros(2, 40, dtype=torch.long), torch.zeros(2, 40, dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, 40 - len(text) :], mask[row, 40 - len(text) :] = torch.tensor(text), 1
+    for form in (dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)):
+        whole = []
+        for past in (BatchCache(4096, "h2o"), None):
+            torch.manual_seed(0)
+            given = {} if past is None else {"past_key_values": past}
+            with attach(model):
+                out = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0, **given, **form
+                )
+            whole.append(out.tolist())
+        assert whole[0] == whole[1]  # nothing is evicted: transformers' own
+
+
+def test_a_policy_that_generate_cannot_run_says_so():
+    model, ids = backbone(), torch.tensor([tokens(30)])
+    for policy in ("sirllm", REREADING):
+        heads = make(policy).heads
+        with (
+            attach(model),
+            pytest.raises(ValueError, match="is not for model.generate with a batch: use runtime.batch"),
+        ):
+            model.generate(ids, past_key_values=BatchCache(24, policy, heads, chunk=13, local_len=5), max_new_tokens=2)
