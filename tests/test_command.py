@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.cli import ask, eval, infer, info, plan, publish, read, train
+from locret_kit.cli import ask, eval, infer, info, kept, plan, publish, read, train
 from locret_kit.cli.command import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,6 +121,7 @@ def test_what_the_terminals_encoding_lacks_is_escaped():
         (eval.main, "locret-eval", ["task=[passkey]"]),
         (read.main, "locret-read", ["--out", "x.locret", "--ckpt", "nowhere.pt"]),
         (info.main, "locret-info", ["nowhere.locret"]),
+        (kept.main, "locret-kept", ["nowhere.locret"]),
         (ask.main, "locret-ask", ["nowhere.locret", "Who?"]),
         (publish.main, "locret-publish", ["--ckpt", "nowhere", "--repo", "me/x"]),
     ],

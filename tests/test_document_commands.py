@@ -1,29 +1,39 @@
-"""``locret-read``, ``locret-info``, ``locret-ask`` and the cache options of ``locret-infer``, as a user meets them."""
+"""The commands about documents, and the cache options of ``locret-infer``, as a user meets them."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_tokenizer import TEXT, save_tiny_backbone
+from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from locret_kit import Document
 from locret_kit.backbones.families import spec_of
-from locret_kit.cli import ask, infer, info, read
+from locret_kit.backbones.load import load_backbone
+from locret_kit.cli import ask, infer, info, kept, read
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.runtime.kept import token_texts
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 RUN = ("--budget", "48", "--chunk", "32", "--stabilizers", "8", "--local-len", "8")
+EVIL = "</script><img src=x onerror=alert(1)> & <b>"
 QUESTIONS = ("What is it?", "Remember the key?")
-COMMANDS = {"read": read.main, "info": info.main, "ask": ask.main, "infer": infer.main}
+COMMANDS = {"read": read.main, "info": info.main, "ask": ask.main, "infer": infer.main, "kept": kept.main}
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +196,88 @@ def test_a_policy_that_sees_the_question_says_what_it_repeats(use):
     assert out == answers(use, *words)[0]
 
 
+@pytest.fixture(params=["locret", "ada-snapkv(6,3)"])
+def page(request, use, tmp_path) -> tuple[Document, str]:
+    """A document, and its page; the heads keep as many tokens, and not as many."""
+    (tmp_path / "evil.txt").write_text(TEXT * 3 + EVIL + TEXT)
+    words = ("-o", "{out}/b.locret", "--ckpt", "heads", "--policy", request.param, "--title", EVIL, *RUN)
+    assert use("read", "{out}/evil.txt", *words)[0] == 0
+    assert use("kept", "{out}/b.locret", "-o", "{out}/page.html") == (0, "", "")
+    model, tokenizer = load_backbone("backbone", dtype="float32")
+    heads = RetainingHeads.from_pretrained("heads") if request.param == "locret" else None
+    document = Document.load(tmp_path / "b.locret", model, tokenizer, heads)
+    return document, (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_page_shows_what_each_head_kept(page):
+    document, html = page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
+    ids = document.prompt("")[: document.tokens]
+    assert "".join(data["texts"]) == document.tokenizer.decode(ids) and data["seen"] == document.cache.get_seq_length()
+    held = [
+        [list(itertools.accumulate(gaps)) == head.tolist() for gaps, head in zip(mine, theirs[0], strict=True)]
+        for mine, theirs in zip(data["kept"], map(document.cache.kept_positions, range(3)), strict=True)
+    ]
+    assert held == [[True, True]] * 3
+
+
+def test_a_page_asks_for_nothing_and_escapes_everything(page):
+    _, html = page
+    assert html.count("</script>") == 2 and "<img" not in html and "{{" not in html
+    assert not re.search(r"@import|url\(|\ssrc=|\shref=", html.replace("src=x", ""))
+    assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt; &amp; &lt;b&gt;</h1>" in html
+
+
+@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
+def test_a_page_in_a_browser(page, tmp_path):
+    """One head of one layer is chosen: the shaded tokens are those that it holds. A word is found, and evicted text folded."""
+    document, html = page
+    script = """<script>
+    const out = [], shown = () => [...document.querySelectorAll("#text span")];
+    for (const name of ["layer", "head"]) {
+      const node = document.querySelector(`select[name=${name}]`);
+      node.value = "1";
+      node.dispatchEvent(new Event("change"));
+    }
+    out.push(shown().map((s) => s.textContent).join(""));
+    out.push(shown().filter((s) => s.title.includes(" 1 of 1 heads")).map((s) => s.textContent).join(""));
+    word.value = "ONERROR";
+    word.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
+    out.push(String(found));
+    box.click();
+    out.push(shown().some((s) => / \u2026 \\d+ tokens \u2026 /.test(s.textContent)) + "");
+    document.documentElement.replaceChildren(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(out) }));
+    </script>"""
+    (tmp_path / "page.html").write_text(html.replace("</body>", script + "</body>"), encoding="utf-8")
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    done = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "page.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    text, held, found, folded = json.loads(unescape(re.search(r"<pre>(.*)</pre>", done.stdout, re.DOTALL)[1]))
+    ids = document.prompt("")[: document.tokens]
+    texts = token_texts(document.tokenizer, ids)
+    positions = document.cache.kept_positions(1)[0][1].tolist()
+    assert text == "".join(texts) and held == "".join(texts[at] for at in positions)
+    first = text.lower().index("onerror")
+    assert len("".join(texts[: int(found)])) <= first < len("".join(texts[: int(found) + 1])) and folded == "true"
+
+
+def test_kept_text_in_the_terminal(use, book):
+    status, out, _ = use("kept", str(book), "--layer", "1", "--head", "0")
+    assert status == 0 and out.startswith("long.txt: ") and "48 of 128 held (layer 1, head 0)" in out and " ... " in out
+    with safe_open(book, "pt") as file:
+        positions = file.get_tensor("layers.1.positions")[0, 0].tolist()
+        ids = file.get_tensor("document.ids").tolist()
+    texts = token_texts(tiny_tokenizer(), ids)
+    runs = itertools.groupby(range(128), key=lambda at: at in positions)
+    expected = "".join("".join(texts[at] for at in run) if kept else " ... " for kept, run in runs)
+    assert out.split("\n\n", 1)[1] == expected + "\n"
+
+
 BAD = [
     (("read", "long.txt", "--ckpt", "heads"), 2, "out=... is missing"),
     (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' is not there"),
@@ -198,6 +290,10 @@ BAD = [
     (("info",), 2, "file=... is missing"),
     (("info", "long.txt"), 1, "long.txt is no saved cache"),
     (("info", "{book}", "more.txt"), 2, "file is given twice"),
+    (("kept", "{book}", "--layer", "3"), 1, "layer=3 must be from 0 to 2"),
+    (("kept", "{book}", "--head", "2"), 1, "head=2 must be from 0 to 1"),
+    (("kept", "{book}", "-o", "{book}"), 1, "is there already"),
+    (("kept", "{book}", "-o", "{out}/x", "--layer", "1"), 1, "--layer 1 has no effect with --out"),
     (("ask", "{book}"), 1, "ask something"),
     (("ask", "{book}", " "), 1, "the question is empty"),
     (("ask", "{book}", "Who?", "--model", "other"), 1, "model.weights"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..config.documents import INFO, InfoOptions
 from ..config.reader import read
 from .command import command
+from .terminal import plain
 
 Fields = dict[str, object]
 
@@ -80,11 +81,6 @@ def part(record: Fields, name: str) -> Fields:
 def number(value: object) -> str:
     """A count with thousands apart."""
     return f"{value:,}" if type(value) is int else "?"
-
-
-def plain(value: object) -> str:
-    """A value in one line, and nothing in it that a terminal would obey."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(value).split()))
 
 
 @command("locret-info", usage=2)

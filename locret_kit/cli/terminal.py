@@ -112,6 +112,11 @@ def write_answer(answer: Answer, question: str | None = None, *, first: bool = T
     to_stdout("\n")
 
 
+def plain(value: object) -> str:
+    """A value in one line, and nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(value).split()))
+
+
 def print_policies() -> int:
     """What ``--list-policies`` prints; the exit status."""
     from ..policies.grammar import describe_policies

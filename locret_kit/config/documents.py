@@ -39,7 +39,7 @@ KEPT_USAGE = """usage: locret-kept BOOK.locret [-o PAGE.html] [--key value | key
 
 The words that each layer and head kept of a text: in the terminal, or as a page for the browser.
 
-  locret-kept book.locret | less -R
+  locret-kept book.locret
   locret-kept book.locret -o page.html
   locret-kept book.locret --layer 12 --head 0"""
 

@@ -343,7 +343,7 @@ class Document:
             if saved.batch != 1:
                 raise ValueError(f"batch={saved.batch} must be 1")
             stream = IdStream(tokenizer, special=about.special)
-            stream.ids = _stored_ids(tensors.pop(IDS, None), len(tokenizer)) if about.text else array("i")
+            stream.ids = stored_ids(tensors.pop(IDS, None), len(tokenizer)) if about.text else array("i")
             stream.text, stream.done = about.open, about.done
         cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force)
         seen = cache.get_seq_length()
@@ -382,7 +382,8 @@ def _pieces(text: str | Path | Iterable[str]) -> Iterable[str]:
     return [text] if isinstance(text, str) else text
 
 
-def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
+def stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
+    """The token ids of a file. Raises ValueError where they are none of ``vocabulary``."""
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1:
         raise ValueError(f"{IDS} must be one axis of int32")
     if ids.numel() and not (ids.min() >= 0 and ids.max() < vocabulary):

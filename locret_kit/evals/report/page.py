@@ -13,13 +13,12 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader
-
 from ...files import write_beside
 from ...naming import first_line
 from ...runtime.kept import token_texts
 from ..engine.rows import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
+from .heat import environment, script_data
 from .kept import shares, tokenizer_of
 from .summary import Cell, score_tables, summarize
 from .tables import Table
@@ -60,9 +59,9 @@ def page(out: Path, rows: Sequence[Row]) -> str:
     lead = [f"{len(rows)} examples", f"{failed or 'none'} failed", f"model {_joined(row.model for row in rows)}"]
     if days:
         lead.append(f"measured {days[0]}" + (f" to {days[-1]}" if len(days) > 1 else ""))
-    environment = Environment(loader=PackageLoader(__package__, ""), autoescape=True)
-    environment.filters["number"] = number
-    return environment.get_template("page.html").render(
+    templates = environment()
+    templates.filters["number"] = number
+    return templates.get_template("page.html").render(
         title=out.resolve().name, lead=", ".join(lead), tables=score_tables(cells), figures=figures(out),
         cells=cells_table(cells), settings=settings(out, rows), data=data(out, rows),
     )  # fmt: skip
@@ -135,8 +134,7 @@ def data(out: Path, rows: Sequence[Row]) -> str:
         answer = row.answer if isinstance(row.answer, str) else json.dumps(row.answer)
         kept = {} if row.kept is None else _kept(out, row, prompts)
         examples.append({**example, "policy": row.label, "answer": answer, **kept})
-    text = json.dumps({"examples": examples, "prompts": prompts, "steps": STEPS}, ensure_ascii=False)
-    return text.replace("<", "\\u003c")  # nothing in it can end the script element
+    return script_data({"examples": examples, "prompts": prompts, "steps": STEPS})
 
 
 def _kept(out: Path, row: Row, prompts: dict[str, list[str]]) -> dict[str, object]:

@@ -1,0 +1,62 @@
+"""``locret-kept book.locret -o page.html``: the words that each layer and head kept of a text."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from ..config.documents import KEPT, KeptOptions
+from ..config.reader import read, refuse
+from .command import command
+from .terminal import check_target, plain
+
+
+def run(args: KeptOptions) -> int:
+    """Raises ValueError or OSError with a one-line message."""
+    if args.out is not None:
+        refuse(args, ("layer", "head"), "with --out: the page shows each")
+        check_target(Path(args.out), "out", replace=args.overwrite)
+    else:
+        refuse(args, ("overwrite",), "without --out")
+
+    from ..backbones.load import load_tokenizer
+    from ..documents.document import describe
+    from ..documents.kept import read_kept
+    from ..files import write_beside
+    from ..runtime.kept import highlight, levels, token_texts
+
+    saved, about = describe(args.file)
+    name = args.model or about.names.get("model")
+    if not name:
+        raise ValueError(f"{args.file} does not name its backbone: give --model")
+    tokenizer = load_tokenizer(name)
+    kept = read_kept(args.file, tokenizer)
+    texts = token_texts(tokenizer, kept.ids)
+    title = about.title or Path(args.file).name
+    lead = f"{len(kept.ids)} tokens, {saved.policy}, budget {saved.settings.get('budget')}, {name}"
+    if args.out is not None:
+        from ..evals.report.heat import kept_page
+
+        page = kept_page(title, lead, texts, kept.positions, kept.seen).encode("utf-8", "backslashreplace")
+        write_beside(Path(args.out), lambda path: path.write_bytes(page))
+        return 0
+    held, heads = kept.heads(args.layer, args.head)
+    where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)
+    print(
+        f"{plain(title)}: {plain(lead)}; {(held > 0).sum()} of {kept.seen} held ({where or 'all layers and heads'})\n"
+    )
+    shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: kept.seen]]
+    print(highlight(shown, levels(held / heads), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0
+
+
+@command("locret-kept", usage=2)
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 after an error said in one line, 2 after words that are no options."""
+    args = read(KEPT, sys.argv[1:] if argv is None else argv)
+    return 0 if args is None else run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""What a saved document holds of its text: positions by layer and head. No model."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from ..backbones.identity import first_difference, tokenizer_identity
+from ..cache.file import read
+from ..naming import blaming
+from ..runtime.tokens import IdStream
+from .document import IDS, describe, stored_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens of a text and what is held of them."""
+
+    ids: array[int]
+    seen: int
+    """Tokens that were read into the cache; those after them are read with each question."""
+    positions: list[list[np.ndarray]]
+    """Of each layer and key/value head, ascending."""
+
+    def heads(self, layer: int | None = None, head: int | None = None) -> tuple[np.ndarray, int]:
+        """How many of the heads of all layers, or of one layer or head, hold each token that was read ``[seen]``; and how many
+        heads these are.
+
+        Raises:
+            ValueError: there is no such layer, or head.
+        """
+        chosen = [held for heads in _one(self.positions, layer, "layer") for held in _one(heads, head, "head")]
+        counts = np.zeros(self.seen, dtype=np.int64)
+        for held in chosen:
+            counts[held] += 1
+        return counts, len(chosen)
+
+
+def _one(items: list[T], number: int | None, what: str) -> list[T]:
+    """All items, or one of them."""
+    if number is not None and number >= len(items):
+        raise ValueError(f"{what}={number} must be from 0 to {len(items) - 1}")
+    return items if number is None else [items[number]]
+
+
+def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
+    """What the document in a file holds.
+
+    Raises:
+        OSError: there is no such file. ValueError: it is damaged, is of another tokenizer, or holds no text.
+    """
+    saved, about = describe(path)
+    _, tensors = read(Path(path))
+    with blaming(str(path), ValueError):
+        if not about.text:
+            raise ValueError("it was written with --no-text, so nobody can say which words it holds")
+        if found := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
+            raise ValueError(found)
+        stream = IdStream(tokenizer)
+        stream.ids = stored_ids(tensors.get(IDS), len(tokenizer))
+        stream.text, stream.done = about.open, about.done
+        seen = int(saved.layers[0].get("seen", 0)) if saved.layers else 0
+        layers = [_positions(tensors, number, seen) for number in range(len(saved.layers))]
+        ids = stream.finish()
+        if not 0 < seen <= len(ids):
+            raise ValueError(f"its cache has seen {seen} tokens of {len(ids)}")
+    return Kept(ids, seen, layers)
+
+
+def _positions(tensors: dict[str, torch.Tensor], layer: int, seen: int) -> list[np.ndarray]:
+    """Positions of each head of a layer: rows of ``[1, H, rows]``, or stretches of ``[rows of all heads]``."""
+    name = f"layers.{layer}"
+    found, lengths = (tensors.get(f"{name}.{part}") for part in ("positions", "lengths"))
+    if found is None or found.dtype != torch.int32 or found.dim() != (3 if lengths is None else 1):
+        raise ValueError(f"{name}.positions must be integers [1, heads, rows], or [rows] with lengths")
+    if found.numel() and not 0 <= found.min() <= found.max() < seen:
+        raise ValueError(f"{name}.positions must be from 0 to {seen - 1}")
+    if lengths is None:
+        return list(found.flatten(0, 1).numpy())
+    ends = lengths.flatten().cumsum(0).tolist()
+    if not ends or min(lengths.flatten().tolist()) < 0 or ends[-1] != found.numel():
+        raise ValueError(f"{name}.lengths must make {found.numel()} rows")
+    return np.split(found.numpy(), ends[:-1])
