@@ -22,6 +22,7 @@ FLOORS = (
     {"planning"},
     {"runtime"},
     {"documents"},
+    {"serving"},
     {"config"},
     {"training"},
     {"evals"},
@@ -31,7 +32,9 @@ FLOORS = (
 """Rooms of ``locret_kit``: packages, and the modules beside them. A room imports from its own floor's rooms only what is its
 own, and from the floors before it."""
 ONLY = {
-    "pydantic": {"validation", "config"},
+    "pydantic": {"validation", "config", "serving"},
+    "fastapi": {"serving"},
+    "prometheus_client": {"serving"},
     "lightning": {"training"},
     "deepspeed": {"training"},
     "huggingface_hub": {"hub", "card", "backbones", "evals", "samples", "checkpoint"},

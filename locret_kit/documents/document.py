@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..policies.base import Policy
 
 Progress = Callable[[int, int], None]
+Reader = Callable[[Any, "array[int]", BoundedCache, Progress | None], None]
 Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 IDS = "document.ids"
 """Name of the tensor of token ids."""
@@ -96,6 +97,7 @@ class Document:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.chat_template, self.title, self.share = chat, title, share
         self._stream, self._before = stream, before
+        self._reader: Reader = read_alone
         self._unknown = unknown  # tokens whose ids are not known: a file without its text
         self.reads = 0
 
@@ -114,6 +116,7 @@ class Document:
         chat: bool = True,
         title: str = "",
         progress: Progress | None = None,
+        reader: Reader | None = None,
         **given: object,
     ) -> Document:
         """Read a text.
@@ -123,6 +126,7 @@ class Document:
             settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
+            reader: reads tokens into a cache, as ``read_alone`` does; a server reads among other work.
 
         Raises:
             ValueError: no text, a setting out of bounds, a slow tokenizer.
@@ -149,6 +153,7 @@ class Document:
         empty = BoundedCache(settings, policy, heads, prompt_length=len(stream.finish()) + resolved.local_len + 1)
         empty.bind(model)
         document = cls(model, tokenizer, empty, stream, chat=chat, before=before, title=title, share=resolved.share)
+        document._reader = reader or read_alone
         document._go_on(stream, progress)
         return document
 
@@ -173,8 +178,7 @@ class Document:
         ids = self._with_unknown(stream.ids)
         end = cache.schedule.safe(len(ids))
         if end > cache.get_seq_length():
-            with attached(self.model):
-                prefill(self.model, ids[:end], cache, progress)
+            self._reader(self.model, ids[:end], cache, progress)
         self._stream, self.cache = stream, cache
 
     def _with_unknown(self, ids: array[int]) -> array[int]:
@@ -211,7 +215,16 @@ class Document:
         before, after = render_prompt(self.tokenizer, "", question, chat=self.chat_template)
         if before != self._before:
             raise ValueError("the chat template's text before the document depends on the question")
+        return self.prompt_before(after)
+
+    def prompt_before(self, after: str) -> array[int]:
+        """Token ids of the document and the text after it; zeros for those that are not known."""
         return self._with_unknown(self._stream.finish(after))
+
+    @property
+    def before(self) -> str:
+        """The chat template's text before the document."""
+        return self._before
 
     def ask(
         self,
@@ -371,6 +384,12 @@ def describe(path: str | Path) -> tuple[Saved, TextRecord]:
         if saved.document is None:
             raise ValueError("it holds a cache without a document: BoundedCache.load reads it")
         return saved, made(TextRecord, saved.document, "field")
+
+
+def read_alone(model: Any, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
+    """Read tokens into a cache, while nothing else runs."""
+    with attached(model):
+        prefill(model, ids, cache, progress)
 
 
 def _pieces(text: str | Path | Iterable[str]) -> Iterable[str]:

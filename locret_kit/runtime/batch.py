@@ -28,6 +28,7 @@ class Request:
     cache: Callable[[], BoundedCache]
     """Makes its cache, when it is its turn: empty, or one that has read the prompt's beginning."""
     max_new_tokens: int = 64
+    """0 only reads the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
 
@@ -37,8 +38,8 @@ class Text:
     """A text of a batch.
 
     Attributes:
-        tokens: the answer's ids so far. finish_reason: "stop", "length", "error", "cancelled", or None before the end.
-        steps_waited: most forwards between two of its tokens, or before the first, that it had no part in.
+        tokens: the answer's ids so far. finish_reason: "stop", "length", "read" (nothing more was asked), "error",
+            "cancelled", or None before the end.
     """
 
     request: Request
@@ -93,8 +94,8 @@ class Batch:
         """
         if not len(request.ids):
             raise ValueError("the prompt holds no tokens")
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+        if request.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 0")
         text = Text(request, began=time.perf_counter())
         self.waiting.append(text)
         return text
@@ -138,6 +139,10 @@ class Batch:
                 cache.start_reread()
                 if cache.get_seq_length() < len(text.request.ids):
                     continue
+                if not text.request.max_new_tokens:
+                    text.end("read")
+                    changed.append(text)
+                    continue
             self._take(text, text._choose(logits_V.float()))
             changed.append(text)
         self.running = [text for text in self.running if text.finish_reason is None]
@@ -178,7 +183,8 @@ class Batch:
             cache, ids = text.cache, text.request.ids
             assert cache is not None
             done = cache.get_seq_length()
-            end = min(done + cache.schedule.piece(done), len(ids))
+            step = cache.schedule.until_boundary(done) if cache.needs_logits else cache.schedule.piece(done)
+            end = min(done + step, len(ids))
             if end - done > room and room < self.piece:
                 break
             pieces.append((text, [ids[at] for at in cache.prompt_positions(done, end)]))

@@ -185,6 +185,26 @@ def render_first(tokenizer, question: str, system: str | None = None) -> str:
     return _render(tokenizer, [*messages, {"role": "user", "content": question}], generation=True)
 
 
+def render_messages(tokenizer, messages: Sequence[dict], *, about: bool = False) -> tuple[str, str]:
+    """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
+    stands, with a blank line, before the first user message's text (``about``).
+
+    Raises:
+        ValueError: if the template refuses the conversation, or there is no user message for the document.
+    """
+    if not has_template(tokenizer):
+        text = "".join(f"{message['content']}\n" for message in messages)
+        return "", f"\n\n{text}" if about else text
+    if not about:
+        return "", _render(tokenizer, messages, generation=True)
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise ValueError("a question about a document needs a user message")
+    marker, changed = _marker([message["content"] for message in messages]), [dict(message) for message in messages]
+    changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
+    return _split(_render(tokenizer, changed, generation=True), marker, "the document")
+
+
 def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
     """The text between the end of an answer and the next one's beginning: the next question in its turn.
 

@@ -1,0 +1,62 @@
+"""The options of ``locret-serve``. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Interval
+
+from ..settings import RunSettings
+from .machine import Machine
+from .reader import Command, Each
+
+USAGE = """usage: locret-serve [--key value | key=value ...]
+
+Serve OpenAI's protocol with a fixed key/value budget per session.
+
+  locret-serve --ckpt checkpoints/smollm2-135m-locret --port 8000
+  locret-serve --ckpt user/heads --budget 4096 --sessions 16 --api-key-file keys.txt --host 0.0.0.0"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """The service."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback should have --api-key-file."""
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8000
+    """Port; 0 takes a free one and prints it."""
+    sessions: Annotated[int, Ge(1)] = 8
+    """Caches at once: requests that run, and conversations that wait for their next turn."""
+    queue: Annotated[int, Ge(1)] = 64
+    """Requests that may wait; more get status 429."""
+    documents: Annotated[int, Ge(0)] = 8
+    """Documents in memory at once."""
+    max_prompt_tokens: Annotated[int, Ge(1)] = 131072
+    """Tokens of a prompt, at most."""
+    max_answer_tokens: Annotated[int, Ge(1)] = 4096
+    """Tokens of an answer, at most."""
+    api_key_file: str | None = None
+    """A file with one API key per line. Default: no key is asked for."""
+    policies: Annotated[list[str], Each()] = field(default_factory=list)
+    """A policy that requests may ask for; several times for several."""
+    model_name: str | None = None
+    """Name of the model in the protocol. Default: the last part of the heads' or the backbone's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Service, RunSettings, Machine):
+    """The backbone, its retaining heads and the policy."""
+
+    ckpt: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
+    model: str | None = None
+    """The backbone: a folder or a Hub id. Default: the one the heads name."""
+    adapter: str | None = None
+    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
+    policy: str | None = None
+    """A policy's name or an expression. Default: what the heads were published with; without heads streaming."""
+
+
+SERVE = Command("locret-serve", ServeOptions, USAGE)

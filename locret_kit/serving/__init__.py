@@ -1,0 +1,1 @@
+"""A server of OpenAI's protocol over bounded caches: memory is known before it starts."""

@@ -1,0 +1,487 @@
+"""OpenAI's protocol over the engine: models, completions, documents, health, metrics.
+
+Prompts and answers are never logged. Every document and every cache belongs to the key with which it was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fastapi import FastAPI, HTTPException, Request, UploadFile
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..documents.document import Document
+from ..naming import first_line
+from ..policies.base import Policy
+from ..policies.grammar import parse_policy
+from .bodies import ChatBody, Generation, TextBody
+from .convert import convert
+from .engine import Busy, Engine, Job
+from .metrics import metrics_of
+
+LOG = logging.getLogger("locret_kit.serving")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds that every request meets before any work."""
+
+    prompt_tokens: int = 131072
+    answer_tokens: int = 4096
+    body_bytes: int = 8 << 20
+    """Of a JSON body."""
+    upload_bytes: int = 64 << 20
+    documents: int = 8
+    """Documents in memory, of all owners."""
+
+
+@dataclass
+class Held:
+    """A document of an owner."""
+
+    id: str
+    owner: str
+    title: str
+    created: int
+    document: Document | None = None
+    read: int = 0
+    total: int = 0
+    error: str | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As the protocol has it."""
+        status = "failed" if self.error else "ready" if self.document is not None else "reading"
+        shown: dict[str, Any] = {
+            "id": self.id, "object": "document", "created_at": self.created, "title": self.title, "status": status,
+            "read_tokens": self.read, "total_tokens": self.total,
+        }  # fmt: skip
+        if self.error:
+            shown["error"] = self.error
+        if self.document is not None:
+            cache = self.document.cache
+            shown |= {"total_tokens": self.document.tokens, "read_tokens": self.document.tokens, "bytes": cache.nbytes}
+        return shown
+
+
+@dataclass
+class Server:
+    """Everything that requests share."""
+
+    engine: Engine | None
+    name: str
+    keys: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    """Policies that a request may ask for."""
+    limits: Limits = field(default_factory=Limits)
+    documents: dict[str, Held] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def ready(self) -> Engine:
+        """The engine. Raises HTTPException 503 while it is loading."""
+        if self.engine is None:
+            raise HTTPException(503, "the model is being loaded")
+        return self.engine
+
+    def owner(self, request: Request) -> str:
+        """Who asks, as a hash of the key. Raises HTTPException 401."""
+        if not self.keys:
+            return ""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        known = [hmac.compare_digest(given, key.encode()) for key in self.keys]  # every key: equal time
+        if not any(known):
+            raise HTTPException(401, "the API key is missing or wrong")
+        return hashlib.sha256(given).hexdigest()[:16]
+
+    def held(self, owner: str, name: str) -> Held:
+        """An owner's document. Raises HTTPException 404, for another owner's too."""
+        found = self.documents.get(name)
+        if found is None or found.owner != owner:
+            raise HTTPException(404, f"document {name[:64]!r} is not there")
+        return found
+
+
+class BoundedBodies:
+    """Refuse bodies beyond a size, with or without a Content-Length, before they are held."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self.app, self.limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        upload = scope["path"].startswith("/v1/documents")
+        most, had, answered = self.limits.upload_bytes if upload else self.limits.body_bytes, 0, False
+
+        async def bounded() -> Message:
+            nonlocal had
+            message = await receive()
+            had += len(message.get("body", b""))
+            if had > most:
+                raise TooLarge(most)
+            return message
+
+        async def noting(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
+            if length > most:
+                raise TooLarge(most)
+            await self.app(scope, bounded, noting)
+        except TooLarge as error:
+            if not answered:
+                await problem(413, error.detail)(scope, receive, send)
+
+
+class TooLarge(HTTPException):
+    """A body beyond its bound."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(413, f"the body must be at most {most} bytes")
+
+
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+def problem(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error in OpenAI's shape."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    return JSONResponse(body, status, headers)
+
+
+def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None) -> FastAPI:
+    """The application. ``start`` loads the model, while ``/health`` says 503."""
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.ensure_future(start()) if start is not None else None
+        yield
+        if loading is not None:
+            loading.cancel()
+        if server.engine is not None:
+            await asyncio.to_thread(server.engine.stop)
+
+    app = FastAPI(title="locret-serve", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(BoundedBodies, limits=server.limits)
+
+    @app.middleware("http")
+    async def identify(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        name, began = f"req_{secrets.token_hex(8)}", time.perf_counter()
+        response = await call(request)
+        response.headers["x-request-id"] = name
+        LOG.info(
+            "%s %s %s %d %.2fs",
+            name,
+            request.method,
+            request.url.path,
+            response.status_code,
+            time.perf_counter() - began,
+        )
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:]) or None
+        return problem(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return problem(error.status_code, str(error.detail))
+
+    @app.exception_handler(404)
+    async def missing(request: Request, error: Exception) -> JSONResponse:
+        return problem(404, str(getattr(error, "detail", f"{request.url.path} is not there")))
+
+    @app.exception_handler(ValueError)
+    async def wrong(request: Request, error: ValueError) -> JSONResponse:
+        return problem(400, first_line(error))
+
+    @app.exception_handler(Busy)
+    async def busy(request: Request, error: Busy) -> JSONResponse:
+        return problem(429, str(error), headers={"retry-after": str(error.retry_after)})
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        ready = server.engine is not None
+        return JSONResponse({"status": "ok" if ready else "loading"}, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> PlainTextResponse:
+        server.owner(request)
+        return PlainTextResponse(
+            metrics_of(server.ready(), len(server.documents)), media_type="text/plain; version=0.0.4"
+        )
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        server.owner(request)
+        return {
+            "object": "list",
+            "data": [{"id": server.name, "object": "model", "created": 0, "owned_by": "locret_kit"}],
+        }
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await complete(server, request, body, "chat.completion")
+
+    @app.post("/v1/completions")
+    async def completion(body: TextBody, request: Request) -> Response:
+        return await complete(server, request, body, "text_completion")
+
+    @app.post("/v1/documents")
+    async def upload(file: UploadFile, request: Request) -> Response:
+        owner, engine = server.owner(request), server.ready()
+        if len(server.documents) >= server.limits.documents:
+            return problem(429, f"{len(server.documents)} documents are held already: delete one first")
+        data = await file.read()
+        held = Held(f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time()))
+        server.documents[held.id] = held
+        task = asyncio.create_task(read_document(engine, held, data))
+        server.tasks.add(task)
+        task.add_done_callback(server.tasks.discard)
+        return JSONResponse(held.shown(), 202)
+
+    @app.get("/v1/documents")
+    async def documents(request: Request) -> dict[str, Any]:
+        owner = server.owner(request)
+        return {"object": "list", "data": [held.shown() for held in server.documents.values() if held.owner == owner]}
+
+    @app.get("/v1/documents/{name}")
+    async def document(name: str, request: Request) -> dict[str, Any]:
+        return server.held(server.owner(request), name).shown()
+
+    @app.delete("/v1/documents/{name}")
+    async def delete(name: str, request: Request) -> dict[str, Any]:
+        held = server.held(server.owner(request), name)
+        del server.documents[held.id]
+        return {"id": held.id, "object": "document", "deleted": True}
+
+    return app
+
+
+async def read_document(engine: Engine, held: Held, data: bytes) -> None:
+    """Convert an upload and read it, among other requests."""
+
+    def progress(done: int, total: int) -> None:
+        held.read, held.total = done, total
+
+    def work() -> Document:
+        text = convert(data, held.title)
+        heads = engine.heads if engine.policy.needs_heads else None
+        return Document.read(
+            engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=held.title,
+            progress=progress, reader=engine.read,
+        )  # fmt: skip
+
+    try:
+        held.document = await asyncio.to_thread(work)
+    except Exception as error:
+        held.error = first_line(error)
+        LOG.info("document %s failed: %s", held.id, type(error).__name__)
+
+
+# ---- completions -------------------------------------------------------------------------------------------------------
+
+
+async def complete(server: Server, request: Request, body: ChatBody | TextBody, kind: str) -> Response:
+    """Answer a completion, streamed or whole."""
+    owner, engine = server.owner(request), server.ready()
+    document = None
+    if body.document_id is not None:
+        held = server.held(owner, body.document_id)
+        if held.document is None:
+            return problem(409, f"document {held.id} is {held.shown()['status']}", "document_id")
+        document = held.document
+    most = getattr(body, "max_completion_tokens", None) or body.max_tokens or min(512, server.limits.answer_tokens)
+    if most > server.limits.answer_tokens:
+        return problem(400, f"max_tokens={most} must be at most {server.limits.answer_tokens}", "max_tokens")
+    if isinstance(body, ChatBody) and body.logprobs:
+        return problem(400, "logprobs is not supported", "logprobs")
+    policy = allowed_policy(server, body)
+    settings = engine.session_settings(body.budget)
+    ids = await asyncio.to_thread(body.ids, engine.tokenizer, document)
+    if not 0 < len(ids) <= server.limits.prompt_tokens:
+        return problem(
+            400, f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken", "messages"
+        )
+    seed = secrets.randbelow(2**32) if body.seed is None else body.seed
+    answers = [
+        Stream(
+            engine,
+            body,
+            Job(owner, ids, document, most, body.sampling, (seed + i) % 2**32, lambda: None, settings, policy),
+        )
+        for i in range(body.n)
+    ]
+    try:
+        for answer in answers:
+            answer.submit()
+    except BaseException:
+        for answer in answers:
+            answer.leave()
+        raise
+    head = {"id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time())}
+    head |= {"model": server.name}
+    if body.stream:
+        return StreamingResponse(events(answers, body, kind, head), media_type="text/event-stream")
+    try:
+        texts = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
+        if texts is None:
+            return problem(499, "the client has gone")
+    finally:
+        for answer in answers:
+            answer.leave()
+    choices = [
+        choice(kind, i, text, answer.reason) for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
+    ]
+    return JSONResponse({**head, "object": kind, "choices": choices, "usage": usage(answers)})
+
+
+def allowed_policy(server: Server, body: Generation) -> Policy | None:
+    """The policy that a request asks for. Raises HTTPException 400 where it is not among those that are allowed."""
+    if body.policy is None:
+        return None
+    if body.policy not in server.policies:
+        allowed = ", ".join(server.policies) or "none but the server's"
+        raise HTTPException(400, f"policy={body.policy[:64]!r} is not allowed here; allowed: {allowed}")
+    return parse_policy(body.policy)
+
+
+async def unless_gone(request: Request, work: asyncio.Future[list[str]]) -> list[str] | None:
+    """The result of ``work``; None where the client goes away before."""
+    while not work.done():
+        await asyncio.wait([work], timeout=0.2)
+        if not work.done() and await request.is_disconnected():
+            work.cancel()
+            return None
+    return work.result()
+
+
+class Stream:
+    """One answer on its way to the client: final text, cut at the first stop text."""
+
+    def __init__(self, engine: Engine, body: Generation, job: Job) -> None:
+        self.engine, self.job, self.stops = engine, job, body.stops
+        self.reason = "stop"
+        self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        job.on_change = self._tell
+
+    def _tell(self) -> None:
+        """Wake the event loop, from the engine's thread."""
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    def submit(self) -> None:
+        """Queue the request. Raises Busy."""
+        self.engine.submit(self.job)
+
+    def leave(self) -> None:
+        """Cancel what is still running."""
+        if self.job.text is None or self.job.text.finish_reason is None:
+            self.engine.cancel(self.job)
+
+    async def whole(self) -> str:
+        """All of the answer."""
+        return "".join([piece async for piece in self.pieces()])
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Pieces of final text.
+
+        Raises:
+            ValueError, RuntimeError: the request failed.
+        """
+        shown, held = 0, max((len(stop) for stop in self.stops), default=1) - 1
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            text = self.job.text
+            if text is None:
+                continue
+            ended, tokens = text.finish_reason, list(text.tokens)
+            if ended == "error":
+                raise text.error or RuntimeError("the request failed")
+            said = self.engine.tokenizer.decode(tokens, skip_special_tokens=True)
+            found = [at for stop in self.stops if (at := said.find(stop)) >= 0]
+            if found:
+                said, ended = said[: min(found)], "stop"
+                self.leave()
+            elif ended is None:  # neither half a character, nor what may begin a stop text
+                if said.endswith("\ufffd"):
+                    continue
+                said = said[: max(shown, len(said) - held)]
+            if len(said) > shown:
+                yield said[shown:]
+                shown = len(said)
+            if ended is not None:
+                self.reason = "length" if ended == "length" else "stop"
+                return
+
+
+async def events(answers: Sequence[Stream], body: Generation, kind: str, head: dict[str, Any]) -> AsyncIterator[str]:
+    """Server-sent events of a streamed answer; choices one after another. A client that goes away ends them all."""
+    name = "chat.completion.chunk" if kind == "chat.completion" else kind
+    wants_usage = body.stream_options is not None and body.stream_options.include_usage
+    extra = {"usage": None} if wants_usage else {}
+
+    def event(value: dict[str, Any]) -> str:
+        return f"data: {json.dumps({**head, 'object': name, **value}, ensure_ascii=False)}\n\n"
+
+    try:
+        for i, answer in enumerate(answers):
+            if kind == "chat.completion":
+                yield event({"choices": [delta(kind, i, "", None, first=True)], **extra})
+            async for piece in answer.pieces():
+                yield event({"choices": [delta(kind, i, piece, None)], **extra})
+            yield event({"choices": [delta(kind, i, "", answer.reason, last=True)], **extra})
+        if wants_usage:
+            yield event({"choices": [], "usage": usage(answers)})
+        yield "data: [DONE]\n\n"
+    except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
+        yield f"data: {bytes(problem(500, first_line(error)).body).decode()}\n\n"
+    finally:
+        for answer in answers:
+            answer.leave()
+
+
+def choice(kind: str, index: int, text: str, reason: str) -> dict[str, Any]:
+    """One choice of a whole answer."""
+    said = {"message": {"role": "assistant", "content": text}} if kind == "chat.completion" else {"text": text}
+    return {"index": index, **said, "finish_reason": reason, "logprobs": None}
+
+
+def delta(
+    kind: str, index: int, text: str, reason: str | None, *, first: bool = False, last: bool = False
+) -> dict[str, Any]:
+    """One choice of an event."""
+    if kind != "chat.completion":
+        return {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
+    said: dict[str, str] = {} if last else {"content": text}
+    return {"index": index, "delta": {"role": "assistant", **said} if first else said, "finish_reason": reason}
+
+
+def usage(answers: Sequence[Stream]) -> dict[str, Any]:
+    """Tokens of a request; ``locret`` has the cache's own figures."""
+    jobs = [answer.job for answer in answers]
+    new = sum(len(job.text.tokens) for job in jobs if job.text is not None)
+    prompt = len(jobs[0].ids)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": jobs[0].cached_tokens},
+        "locret": {"evictions": max(job.evictions for job in jobs), "kept_rows": max(job.kept_rows for job in jobs)},
+    }  # fmt: skip

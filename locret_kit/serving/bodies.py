@@ -1,0 +1,142 @@
+"""Bodies of requests in OpenAI's protocol, and the prompts that they ask for. Unknown fields are ignored: clients send many."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..documents.document import Document
+from ..runtime.session import Sampling
+from ..runtime.tokens import IdStream
+from ..samples.chat import has_template, render_messages
+
+REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities", "logit_bias")
+"""Fields that change the answer and that this server does not have."""
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class Generation(BaseModel):
+    """Fields of both kinds of completion."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=16)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    stop: str | list[str] | None = None
+    document_id: str | None = None
+    """A document of ``/v1/documents`` that the prompt is about."""
+    budget: Annotated[int, Field(ge=1)] | None = None
+    """Slots, at most those of a session."""
+    policy: str | None = None
+    """One that the server allows."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        for name in REFUSED if isinstance(body, dict) else ():
+            value = body.get(name)
+            harmless = value in (None, [], {}, "none") or value == {"type": "text"}
+            if not harmless and not (name == "tool_choice" and not body.get("tools")):
+                raise ValueError(f"{name} is not supported")
+        return body
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts at which the answer ends."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in given if text]
+
+    @property
+    def sampling(self) -> Sampling:
+        """OpenAI's default temperature is 1.
+
+        Raises:
+            ValueError: a temperature that is too near to 0.
+        """
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Sampling(temperature, self.top_k, 1.0 if self.top_p is None else self.top_p, self.repetition_penalty)
+
+
+class ChatBody(Generation):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def ids(self, tokenizer: Any, document: Document | None) -> array[int]:
+        """Token ids of the prompt.
+
+        Raises:
+            ValueError: the chat template refuses the conversation.
+        """
+        roles = {"developer": "system"}
+        messages = [{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages]
+        if document is not None:
+            before, after = render_messages(tokenizer, messages, about=True)
+            if before != document.before:
+                raise ValueError(
+                    "with document_id, no message may come before the first user message, system ones neither"
+                )
+            return document.prompt_before(after)
+        stream = IdStream(tokenizer, special=not has_template(tokenizer))
+        return stream.finish(render_messages(tokenizer, messages)[1])
+
+
+class TextBody(Generation):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str]
+    echo: bool = False
+    suffix: str | None = None
+
+    def ids(self, tokenizer: Any, document: Document | None) -> array[int]:
+        """Token ids of the prompt.
+
+        Raises:
+            ValueError: more than one prompt, an echo or a suffix, or a document.
+        """
+        for name in ("echo", "suffix"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported")
+        if document is not None:
+            raise ValueError("document_id is for chat completions")
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if len(prompts) != 1:
+            raise ValueError(f"prompt must be one text, not {len(prompts)}: send several requests")
+        return IdStream(tokenizer, special=True).finish(prompts[0])
