@@ -7,12 +7,15 @@ is. So the memory of a conversation does not grow with its turns.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Generator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cache.bounded import BoundedCache
+from ..runtime.kept import token_texts
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after
 from ..samples.chat import has_template, render_first, render_turn
@@ -66,6 +69,7 @@ class Chat:
 
     Attributes:
         turns: questions and answers so far.
+        answer: the last answer that was begun; None before the first.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Chat:
         self._fresh, self.system = (settings, policy, heads), system
         self._now = _State(array("i"), None, [])
         self._before: _State | None = None
+        self.answer: Answer | None = None
 
     @property
     def turns(self) -> list[Turn]:
@@ -95,9 +100,12 @@ class Chat:
         """Token ids of the whole conversation, evicted ones too; zeros where a document's are not known."""
         return self._now.ids
 
-    def say(self, question: str) -> Iterator[str]:
+    def say(self, question: str, progress: Callable[[int, int], None] | None = None) -> Generator[str, None, None]:
         """Pieces of the answer. A turn that an error or an interrupt ends before its first token leaves nothing behind; an
         answer that is left in the middle stays as far as it was written.
+
+        Args:
+            progress: called as ``progress(done, total)`` in tokens of the conversation, while the question is read.
 
         Raises:
             ValueError: an empty question. OutOfMemory: see ``Answer``.
@@ -106,9 +114,9 @@ class Chat:
             raise ValueError("the question is empty")
         before = _State(self._now.ids, deepcopy(self._now.cache), list(self._now.turns))
         ids, cache = self._prompt(question)
-        answer = Answer(
+        self.answer = answer = Answer(
             self.model, self.tokenizer, ids, cache, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
-            seed=self.seed + len(self.turns),
+            seed=self.seed + len(self.turns), progress=progress,
         )  # fmt: skip
         text = ""
         try:
@@ -159,17 +167,18 @@ class Chat:
         self._now, self._before = self._before, None
         return last
 
-    def retry(self) -> Iterator[str]:
-        """Another answer to the last question, with another seed. Raises ValueError as ``undo``."""
+    def retry(self, progress: Callable[[int, int], None] | None = None) -> Generator[str, None, None]:
+        """Another answer to the last question, with another seed: at temperature 0 the same. Raises ValueError as ``undo``."""
         question = self.undo().question
         self.seed += 1
-        return self.say(question)
+        return self.say(question, progress)
 
     def pin(self, text: str | None = None) -> tuple[int, int]:
-        """Never evict a text of the conversation, the last question by default; its positions ``(start, end)``.
+        """Never evict a text of the conversation, the last question by default; its positions ``(start, end)``. What of it
+        was evicted already stays gone.
 
         Raises:
-            ValueError: it does not occur, some of it was evicted already, or there is no room for it.
+            ValueError: it does not occur after the document, or there is no room for it.
         """
         if self.cache is None or not self.turns:
             raise ValueError("nothing was said yet that could be pinned")
@@ -187,11 +196,11 @@ class Chat:
     def _find(self, text: str) -> tuple[int, int]:
         """Positions of the last occurrence of a text in the conversation."""
         first = self.document.tokens if self.document is not None else 0
-        ids = self.ids[first:]
-        for start in range(len(ids) - 1, -1, -1):
-            if text in self.tokenizer.decode(ids[start:]):
-                end = len(ids)
-                while end - 1 > start and text in self.tokenizer.decode(ids[start : end - 1]):
-                    end -= 1
-                return first + start, first + end
-        raise ValueError(f"{text[:40]!r} does not occur in the conversation")
+        texts = token_texts(self.tokenizer, self.ids[first:])
+        at = "".join(texts).rfind(text) if text else -1
+        if at < 0:
+            raise ValueError(f"{text[:40]!r} does not occur in the conversation")
+        ends = list(accumulate(map(len, texts)))  # of each token, in characters
+        start = bisect_left(ends, at)
+        start += at > 0 and ends[start] == at
+        return first + start, first + bisect_left(ends, at + len(text)) + 1

@@ -206,6 +206,16 @@ class Document:
     def tokens(self) -> int:
         return self._unknown + len(self._stream.finish())
 
+    @property
+    def ids(self) -> array[int]:
+        """Token ids of the text; zeros for those that are not known."""
+        return self._with_unknown(self._stream.finish())
+
+    @property
+    def has_text(self) -> bool:
+        """Whether all its token ids are known: not of a file that was saved without its text."""
+        return not self._unknown
+
     def prompt(self, question: str) -> array[int]:
         """Token ids of the whole prompt; zeros for those that are not known.
 
@@ -255,10 +265,7 @@ class Document:
         """
         if not question.strip():
             raise ValueError("the question is empty")
-        if self._unknown and sampling is not None and sampling.repetition_penalty != 1.0:
-            raise ValueError(
-                f"repetition_penalty={sampling.repetition_penalty} needs the text, which is not in the file"
-            )
+        self._check_sampling(sampling)
         ids = self.prompt(question)
         return Answer(
             self.model, self.tokenizer, ids, self.open(len(ids)), max_new_tokens=max_new_tokens, sampling=sampling,
@@ -274,8 +281,15 @@ class Document:
         self.reads += cache.get_seq_length() < self.cache.get_seq_length()
         return cache
 
+    def _check_sampling(self, sampling: Sampling | None) -> None:
+        if self._unknown and sampling is not None and sampling.repetition_penalty != 1.0:
+            raise ValueError(
+                f"repetition_penalty={sampling.repetition_penalty} needs the text, which is not in the file"
+            )
+
     def chat(self, history: int = 1024, **generation: Any) -> Chat:
-        """A conversation about the document, whose turns have ``history`` slots of their own."""
+        """A conversation about the document, whose turns have ``history`` slots of their own. Raises ValueError as ``ask``."""
+        self._check_sampling(generation.get("sampling"))
         return Chat(self.model, self.tokenizer, document=self, history=history, **generation)
 
     # ---- files -----------------------------------------------------------------------------------------------------
