@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.cli import ask, eval, infer, info, kept, plan, publish, read, train
+from locret_kit.cli import ask, chat, eval, infer, info, kept, plan, publish, read, train
 from locret_kit.cli.command import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,6 +123,7 @@ def test_what_the_terminals_encoding_lacks_is_escaped():
         (info.main, "locret-info", ["nowhere.locret"]),
         (kept.main, "locret-kept", ["nowhere.locret"]),
         (ask.main, "locret-ask", ["nowhere.locret", "Who?"]),
+        (chat.main, "locret-chat", ["nowhere.locret"]),
         (publish.main, "locret-publish", ["--ckpt", "nowhere", "--repo", "me/x"]),
     ],
 )

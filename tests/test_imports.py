@@ -42,6 +42,7 @@ ONLY = {
     "jinja2": {"evals", "samples"},
     "markitdown": {"samples"},
     "pypdfium2": {"samples"},
+    "prompt_toolkit": {"cli"},
     "triton": set(),
 }
 """Libraries that only some rooms know; Triton is known to the kernels alone."""

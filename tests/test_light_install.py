@@ -67,7 +67,7 @@ def test_an_answer_needs_no_extra(tmp_path):
     ("command", "words"),
     [
         ("infer", ["--help"]), ("train", ["--help"]), ("eval", ["--help"]), ("plan", ["--help"]), ("publish", ["--help"]),
-        ("read", ["--help"]), ("info", ["--help"]), ("ask", ["--help"]), ("kept", ["--help"]),
+        ("read", ["--help"]), ("info", ["--help"]), ("ask", ["--help"]), ("kept", ["--help"]), ("chat", ["--help"]),
         ("plan", ["--model", "phi3-mini", "--gpu-memory", "24GiB"]),
     ],
 )  # fmt: skip

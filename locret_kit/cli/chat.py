@@ -1,0 +1,62 @@
+"""``locret-chat book.locret``: a conversation in a terminal, about a document or about anything."""
+
+from __future__ import annotations
+
+import sys
+
+from ..config.chat import CHAT, ChatOptions
+from ..config.reader import read
+from .command import command
+from .loading import check_run, choose, open_document
+from .talk import COMMANDS, SAVED, Talk, check_file
+from .terminal import check_sampling, print_policies
+
+
+def run(args: ChatOptions) -> int:
+    """Load, then talk. Raises ValueError or OSError with a one-line message."""
+    file = check_file(args.file) if args.file is not None else None
+    sampling = check_sampling(args)
+    from .screen import Pipes, Stopped, Terminal
+
+    screen = Pipes()
+    if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
+        screen = Terminal(
+            {f"/{name}": words.startswith("FILE") for name, (words, _) in COMMANDS.items()}, args.history_file
+        )
+    document = None
+    if file is not None and file.suffix == SAVED:
+        document, chosen = open_document(str(file), args, args.ckpt, args.model, args.adapter, args.policy)
+        model, tokenizer = document.model, document.tokenizer
+    else:
+        chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+        check_run(args.run, chosen.config)
+        model, tokenizer = chosen.load(args)
+    for line in chosen.warnings:
+        screen.note(line)
+    talk = Talk(args, chosen, model, tokenizer, sampling, screen)
+    if document is not None:
+        talk.begin(document)
+    elif file is not None:
+        try:
+            with screen.working():
+                talk.open(file, {})
+        except Stopped:
+            screen.note("stopped: nothing was read")
+    screen.greet(f"{chosen.backbone}, policy {chosen.policy.name}; /help lists the commands")
+    talk.hold()
+    return screen.status
+
+
+@command("locret-chat", also=(RuntimeError,), usage=2)
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0, also after Ctrl-D; 1 after an error said in one line, in a pipe of any message; 2 after words that are no
+    options."""
+    args = read(CHAT, sys.argv[1:] if argv is None else argv)
+    if args is None:
+        return 0
+    args.load_plugin()
+    return print_policies() if args.list_policies else run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

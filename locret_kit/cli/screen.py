@@ -1,0 +1,292 @@
+"""Where a chat is held: in a terminal, or line by line through pipes.
+
+Answers go to stdout and everything else to stderr. In a terminal Ctrl-C sets a flag, which is looked at between two pieces of
+work: no forward is left in the middle.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from ..runtime.kept import DIM, PLAIN
+from .terminal import progress, to_stdout
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters with which a text could command a terminal."""
+TWICE_S = 1.0
+"""Seconds between the two Ctrl-C that leave."""
+
+
+class Stopped(Exception):
+    """Ctrl-C, between two pieces of work."""
+
+
+class Pipes:
+    """One message per line of stdin, joined with the next where it ends with a backslash. No colours, no prompts."""
+
+    status = 0
+    """Exit status: 1 after an error."""
+
+    def messages(self) -> Iterator[str]:
+        """Messages until the end of input; blank ones are left out."""
+        held = ""
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            try:
+                text = line.decode().removeprefix("\ufeff" * (number == 1)).rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                self.complain(f"line {number} of stdin is not UTF-8: byte {error.start}")
+                continue
+            if text.endswith("\\"):
+                held += text[:-1] + "\n"
+                continue
+            message, held = held + text, ""
+            if message.strip():
+                yield message
+        if held.strip():
+            yield held
+
+    def working(self) -> AbstractContextManager[None]:
+        """A block in which Ctrl-C stops what is done."""
+        return nullcontext()
+
+    def check(self) -> None:
+        """Raise Stopped after Ctrl-C."""
+
+    def progress(self, what: str, *, patience_s: float = 0) -> Callable[[int, int], None]:
+        """How far a text is read, as a line on stderr after so many seconds. Checks for Ctrl-C."""
+        show, began = progress(what), time.monotonic()
+
+        def step(done: int, total: int) -> None:
+            if time.monotonic() - began >= patience_s:
+                show(done, total)
+            self.check()
+
+        return step
+
+    def stream(self, pieces: Generator[str, None, None]) -> None:
+        """Write an answer while it comes, and end its line."""
+        last = "\n"
+        try:
+            with closing(pieces):
+                for piece in map(self.shown, pieces):
+                    to_stdout(piece)
+                    last = piece[-1:] or last
+                    self.check()
+        finally:
+            if last != "\n":
+                to_stdout("\n")
+
+    def page(self, text: str) -> None:
+        """Show a text that may be long."""
+        to_stdout(text + "\n")
+
+    def colored(self, stream: TextIO) -> bool:
+        """Whether bright and dim text may be written there."""
+        return False
+
+    def shown(self, text: str) -> str:
+        """A text as it may be written to stdout: none can command a terminal."""
+        return text.translate(CONTROLS) if sys.stdout.isatty() else text
+
+    def greet(self, text: str) -> None:
+        """Say something to a person alone."""
+
+    def note(self, text: str) -> None:
+        """Say something that is no answer."""
+        print(text.translate(CONTROLS), file=sys.stderr, flush=True)
+
+    def complain(self, text: str) -> None:
+        """Say an error."""
+        self.status = 1
+        print(f"locret-chat: {text.translate(CONTROLS)}", file=sys.stderr, flush=True)
+
+
+class Terminal(Pipes):
+    """A line editor with history, multi-line paste and completion.
+
+    Args:
+        completions: words that begin a line, and whether a path follows them.
+        history_file: where messages are kept for the next time; None keeps them in memory.
+
+    Raises:
+        OSError: the file of the history cannot be written.
+    """
+
+    def __init__(self, completions: dict[str, bool], history_file: str | None = None) -> None:
+        self._pressed = False
+        self._progressing = False
+        self._session = _session(completions, history_file)
+
+    def messages(self) -> Iterator[str]:
+        signal.signal(signal.SIGINT, self._press)
+        from prompt_toolkit.formatted_text import FormattedText
+
+        begin = FormattedText([("bold" if self.colored(sys.stdout) else "", "> ")])
+        stopped = float("-inf")
+        while True:
+            try:
+                if self._pressed:  # just before the line editor was there
+                    raise KeyboardInterrupt
+                message = self._session.prompt(begin, prompt_continuation="  ")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self._pressed = False
+                if time.monotonic() - stopped < TWICE_S:
+                    return
+                stopped = time.monotonic()
+                self.note("Ctrl-C again, or Ctrl-D, leaves")
+                continue
+            if message.strip():
+                yield message
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        self._pressed = False
+        signal.signal(signal.SIGINT, self._press)
+        try:
+            with _silent_keys():
+                yield
+        except KeyboardInterrupt:
+            raise Stopped from None
+        finally:
+            self._pressed = False
+
+    def check(self) -> None:
+        if self._pressed:
+            raise Stopped
+
+    def progress(self, what: str, *, patience_s: float = 0) -> Callable[[int, int], None]:
+        began = last = time.monotonic()
+        first = 0  # a question begins after the document, so the first step says no rate
+
+        def step(done: int, total: int) -> None:
+            nonlocal began, last, first
+            self.check()
+            now = time.monotonic()
+            if not first:
+                first, began, last = done, now, now - 1 + patience_s
+            elif now - last > 0.2 and done < total:
+                last, rate = now, (done - first) / (now - began)
+                line = f"{what} {done}/{total} tokens, {rate:.0f} tok/s, {(total - done) / rate:.0f} s left"
+                self._erase()
+                print(line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+                self._progressing = True
+            elif done >= total:
+                self._erase()
+
+        return step
+
+    def _erase(self) -> None:
+        """Take the progress line away."""
+        if self._progressing:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self._progressing = False
+
+    def _press(self, *_: object) -> None:
+        """A second Ctrl-C does not wait."""
+        if self._pressed:
+            raise KeyboardInterrupt
+        self._pressed = True
+
+    def page(self, text: str) -> None:
+        pager = shlex.split(os.environ.get("PAGER") or "less")
+        if not sys.stdout.isatty() or not shutil.which(pager[0]):
+            super().page(text)
+            return
+        # As git does: no pager for what fits, colours as they are, the text stays on the screen.
+        environment = {"LESS": "FRX", **os.environ}
+        subprocess.run(pager, input=text + "\n", text=True, encoding="utf-8", env=environment, check=False)
+
+    def colored(self, stream: TextIO) -> bool:
+        return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def greet(self, text: str) -> None:
+        self.note(text)
+
+    def complain(self, text: str) -> None:
+        self._erase()
+        super().complain(text)
+        self.status = 0
+
+    def note(self, text: str) -> None:
+        self._erase()
+        begin, end = (DIM, PLAIN) if self.colored(sys.stderr) else ("", "")
+        print(f"{begin}{text.translate(CONTROLS)}{end}", file=sys.stderr, flush=True)
+
+
+def _session(completions: dict[str, bool], history_file: str | None) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import NestedCompleter, PathCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.output import create_output
+
+    if history_file is not None:
+        path = Path(history_file).expanduser()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # what is said there is its owner's
+        history_file = str(path)
+    path_of = PathCompleter(expanduser=True)
+    return PromptSession(
+        history=InMemoryHistory() if history_file is None else FileHistory(history_file),
+        multiline=True, key_bindings=_keys(), complete_while_typing=False, enable_suspend=True,
+        completer=NestedCompleter({word: path_of if path else None for word, path in completions.items()}),
+        output=create_output(always_prefer_tty=True), reserve_space_for_menu=4,
+    )  # fmt: skip
+
+
+def _keys() -> KeyBindings:
+    """Enter sends; Alt-Enter, or Enter after a backslash at the end, begins another line."""
+    from prompt_toolkit.filters import has_focus
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+    here = has_focus("DEFAULT_BUFFER")
+
+    @keys.add("enter", filter=here)
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter", filter=here)
+    def another_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return keys
+
+
+@contextmanager
+def _silent_keys() -> Iterator[None]:
+    """What is typed or pasted meanwhile waits for the next prompt, and does not show between the words of an answer."""
+    try:
+        import termios
+    except ImportError:  # not on Windows
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    now = termios.tcgetattr(keyboard)
+    now[0] &= ~termios.ICRNL
+    now[3] &= ~(termios.ECHO | termios.ICANON)
+    try:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, now)
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
