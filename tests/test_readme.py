@@ -10,6 +10,7 @@ import pytest
 
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
+from locret_kit.config.documents import ASK, INFO, KEPT, READ
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.config.infer import INFER
 from locret_kit.config.plan import PLAN
@@ -22,7 +23,8 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
     page: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-KIT = ("locret-infer", "locret-eval", "locret-train", "locret-plan", "locret-publish")
+SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, PLAN, PUBLISH)}
+KIT = (*SIMPLE, "locret-eval", "locret-train")
 
 
 def table(header: str) -> list[list[str]]:
@@ -31,13 +33,18 @@ def table(header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def replaced(line: str, values: dict[str, str]) -> str:
+    """A line with the values of its variables; of a loop's the first."""
+    return re.sub(r"\$(\w+)", lambda name: values.get(name[1], name[0]), line)
+
+
 def commands() -> list[list[str]]:
     """The words of every command of the kit in the pages' blocks."""
     found = []
     for block in (block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, re.S)):
-        heads = re.search(r"^heads=(\S+)", block, re.M)
+        values = dict(re.findall(r"^(?:for )?(\w+)(?:=| in )(\S+)", block, re.M))
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.replace("$heads", heads[1] if heads else "$heads"), comments=True)
+            words = shlex.split(replaced(line, values), comments=True)
             if words and words[0] in KIT:
                 found.append(words[: words.index("<")] if "<" in words else words)
     return found
@@ -71,7 +78,7 @@ def test_commands_are_understood(words):
     elif name == "locret-train":
         recipes.load_config(given)
     elif name != "locret-eval":
-        values = given_by({"locret-infer": INFER, "locret-plan": PLAN, "locret-publish": PUBLISH}[name], given)
+        values = given_by(SIMPLE[name], given)
         if "policy" in values:
             grammar.parse_policy(values["policy"])
 
