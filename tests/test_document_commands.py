@@ -175,7 +175,12 @@ def test_infer_saves_what_read_writes(use, book, tmp_path):
 
 def test_several_questions_read_the_text_once(use, tmp_path):
     """With the answers of runs of their own: also where the text is read for each, as under a budget that is a share."""
-    for more, once in ((RUN, True), (("--budget", "0.25"), False), ((*RUN, "--no-chat"), True)):
+    for more, once in (
+        (RUN, True),
+        (("--budget", "0.25"), False),
+        ((*RUN, "--no-chat"), True),
+        ((*RUN, "--protect", "first+markers"), True),
+    ):
         words = ("long.txt", "--ckpt", "heads", *more)
         report = ("--report", "{out}/r.json", "--max-new-tokens", "5")
         fresh = answers(use, *words)

@@ -16,7 +16,8 @@ from locret_kit.backbones.families import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
 from locret_kit.runtime.session import generate
-from locret_kit.samples.chat import render_prompt
+from locret_kit.samples.chat import protected_spans, render_prompt
+from locret_kit.settings import RunSettings
 
 WORDS = "The harbour was quiet when the boats came in with nets and ropes of every colour and nobody spoke".split()  # noqa: SIM905
 QUESTIONS = ("What is it?", "Who came in, and when did the boats with nets come? " * 3)
@@ -102,6 +103,22 @@ def check_equal(tmp_path, family: str, policy: str, words: int = 260, **settings
 @pytest.mark.parametrize("policy", EVERY)
 def test_answers_equal_fresh_runs_bit_for_bit(policy, family, tmp_path):
     check_equal(tmp_path, family, policy, **SETTINGS)
+
+
+@pytest.mark.parametrize("policy", ["locret", "ada-snapkv(6,3)"])
+def test_protected_markers_are_pinned_as_in_a_fresh_run(policy, tmp_path):
+    model, tokenizer, heads = parts()
+    settings = {**SETTINGS, "protect": "first+markers"}
+    document, needed = read("llama", policy, text_of(), **settings), heads if policy == "locret" else None
+    document.save(tmp_path / "text.locret")
+    for one in (document, Document.load(tmp_path / "text.locret", model, tokenizer, needed)):
+        ids = ids_of(tokenizer, text_of(), QUESTIONS[0])
+        cache = BoundedCache(RunSettings.of(settings), policy, needed, prompt_length=len(ids))
+        for span in protected_spans(tokenizer, ids, settings["protect"]):
+            cache.pin(*span)
+        answer = one.ask(QUESTIONS[0], max_new_tokens=6)
+        assert str(answer) == generate_ids(model, tokenizer, ids, cache)
+        assert answer.cache.pins == cache.pins and kept(answer.cache) == kept(cache) and len(cache.pins) == 2
 
 
 @pytest.mark.parametrize("bits", [4, 2])

@@ -16,7 +16,7 @@ from ..config.infer import INFER, InferOptions
 from ..config.reader import read, refuse
 from ..settings import RunSettings
 from .command import command
-from .loading import Chosen, beyond_window, check_run, choose, idle_stabilizers, open_document
+from .loading import Chosen, beyond_window, check_run, choose, idle_stabilizers, not_shown, open_document
 from .terminal import check_question, check_sampling, check_target, print_policies, progress, text_of, write_answer
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 AS_READ = (*(item.name for item in fields(RunSettings) if item.name != "seed"), "chat")
 """Options that say how a text is read."""
-PLAIN = (None, "none", "first")
-"""``protect`` that asks for nothing of a chat template."""
 
 
 def run(args: InferOptions) -> int:
@@ -119,6 +117,7 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
         model, tokenizer, text, given, chosen.policy, chosen.heads, chat=args.chat, title=title,
         progress=None if args.quiet else progress(),
     )  # fmt: skip
+    warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
     if args.save_cache:
         document.save(args.save_cache, names=chosen.names)
     return Ready(chosen, heads_hash, model, ask(document, args, questions, sampling), warnings)
@@ -133,9 +132,9 @@ def hash_of(chosen: Chosen, args: InferOptions) -> str:
 
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
-    one chunk or the room hang on each prompt's length, and not where its markers are protected."""
+    one chunk or the room hang on each prompt's length."""
     by_length = isinstance(args.budget, float) or args.one_shot or chosen.policy.keeps_everything
-    return tokenizer.is_fast and not by_length and args.protect in PLAIN
+    return tokenizer.is_fast and not by_length
 
 
 def ask(
@@ -170,8 +169,7 @@ def fresh(
         spans = protected_spans(tokenizer, ids, args.protect) if args.chat and question is not None else []
         for span in spans:
             cache.pin(*span)
-        if not spans and args.protect not in PLAIN:
-            warnings.append(f"warning: protect={args.protect}: the prompt shows no such text")
+        warnings.append(not_shown(args.protect, spans))
         yield Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
             graph=args.graph, progress=None if args.quiet else progress(),

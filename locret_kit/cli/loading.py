@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..config.machine import Dtype, Machine
 from ..config.reader import refuse
+from ..settings import read_protect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from ..documents.document import Document
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.base import Policy
+    from ..samples.chat import Span
     from ..settings import RunSettings
 
 
@@ -113,6 +116,12 @@ def idle_stabilizers(options: RunSettings, policy: Policy) -> str | None:
 
     protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
     return None if protects or options.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
+
+
+def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
+    """A warning where a chat template's text is to be protected, and the prompt shows none."""
+    asked = read_protect(protect) - {"first"}
+    return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:

@@ -12,7 +12,7 @@ from ..config.documents import READ, ReadOptions
 from ..config.reader import read, refuse
 from ..settings import RunSettings
 from .command import command
-from .loading import beyond_window, check_run, choose, idle_stabilizers, open_document
+from .loading import beyond_window, check_run, choose, idle_stabilizers, not_shown, open_document
 from .terminal import check_target, print_policies, progress, text_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def read_text(args: ReadOptions) -> Done:
         progress=None if args.quiet else progress("read"),
     )  # fmt: skip
     seconds = time.perf_counter() - began
-    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), beyond_window(model, document.cache)):
+    unseen = not_shown(args.protect, document.protected(document.prompt("?")))
+    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)
     return document, chosen.names, document.tokens, seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..cache.saved import Saved, restore, save
 from ..naming import blaming
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.tokens import IdStream
-from ..samples.chat import has_template, render_prompt
+from ..samples.chat import Span, has_template, protected_spans, render_prompt
 from ..settings import INT32_MAX, RunSettings, Share
 from ..validation import check, made
 from .chat import Chat
@@ -153,6 +153,9 @@ class Document:
         empty = BoundedCache(settings, policy, heads, prompt_length=len(stream.finish()) + resolved.local_len + 1)
         empty.bind(model)
         document = cls(model, tokenizer, empty, stream, chat=chat, before=before, title=title, share=resolved.share)
+        for start, end in document.protected(document.prompt("?")):
+            if end <= document.tokens:  # what follows the text is pinned with each question
+                empty.pin(start, end)
         document._reader = reader or read_alone
         document._go_on(stream, progress)
         return document
@@ -198,6 +201,8 @@ class Document:
             run = replace(run, chunk=None, stabilizers=None, local_len=None) if run.one_shot else run
             cache = BoundedCache(run, self.cache.policy, self.cache.heads, prompt_length=prompt_length)
             cache.bind(self.model)
+            for start, end in self.cache.pins:
+                cache.pin(start, end)
             return cache
 
     # ---- asking ----------------------------------------------------------------------------------------------------
@@ -236,6 +241,10 @@ class Document:
         """The chat template's text before the document."""
         return self._before
 
+    def protected(self, prompt: Sequence[int]) -> list[Span]:
+        """Token spans of a prompt that the setting ``protect`` names, but for the first tokens."""
+        return protected_spans(self.tokenizer, prompt, self.cache.settings.protect) if self.chat_template else []
+
     def ask(
         self,
         question: str,
@@ -267,8 +276,11 @@ class Document:
             raise ValueError("the question is empty")
         self._check_sampling(sampling)
         ids = self.prompt(question)
+        cache = self.open(len(ids))
+        for start, end in self.protected(ids):
+            cache.pin(start, end)
         return Answer(
-            self.model, self.tokenizer, ids, self.open(len(ids)), max_new_tokens=max_new_tokens, sampling=sampling,
+            self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=self.cache.settings.seed if seed is None else seed, graph=graph, progress=progress,
         )  # fmt: skip
 
