@@ -16,20 +16,22 @@ from locret_kit.config.infer import INFER
 from locret_kit.config.plan import PLAN
 from locret_kit.config.publish import PUBLISH
 from locret_kit.config.reader import given_by
+from locret_kit.config.serve import SERVE
 from locret_kit.policies import grammar, registry
 
 ROOT = Path(__file__).resolve().parents[1]
+POLICIES = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
     page: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, PLAN, PUBLISH)}
+SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, PLAN, PUBLISH, SERVE)}
 KIT = (*SIMPLE, "locret-eval", "locret-train")
 
 
 def table(header: str) -> list[list[str]]:
-    """The cells of the lines below a table's header."""
-    lines = TEXT[TEXT.index(header) :].split("\n\n")[0].splitlines()[2:]
+    """The cells of the lines below a table's header, in the page of policies."""
+    lines = POLICIES[POLICIES.index(header) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
