@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 import time
 from array import array
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
+from served import KEYS, SETTINGS, running_engine, serving
 from test_documents import parts, text_of
 
-from locret_kit import BoundedCache
+from locret_kit import BoundedCache, Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, generate
 from locret_kit.samples.chat import render_messages
-from locret_kit.serving.app import Limits, Server, make_app
+from locret_kit.serving.app import Server, make_app
 from locret_kit.serving.engine import Engine
 from locret_kit.settings import RunSettings
-
-SETTINGS = RunSettings(budget=96, chunk=32, stabilizers=4, local_len=5)
-KEYS = ("key-of-anna", "key-of-bert")
-LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=100_000, documents=3)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    model, tokenizer, heads = parts("llama")
-    made = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, queue=6, piece=64)
-    yield made
-    made.stop()
+    with running_engine() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def url(engine):
-    server = Server(engine, "tiny", KEYS, ("h2o",), LIMITS)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        runner = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
-        thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
-        thread.start()
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        while not runner.started:
-            time.sleep(0.02)
+    with serving(engine) as address:
         yield address
-        server.engine = None  # the engine has a fixture of its own
-        runner.should_exit = True
-        thread.join(10)
 
 
 @pytest.fixture
@@ -203,6 +185,36 @@ def test_a_document_is_read_once_and_belongs_to_its_owner(url, client):
     assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=other).status_code == 404
     assert httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer()).json()["deleted"] is True
     assert httpx.get(f"{url}/v1/documents/{made['id']}", headers=bearer()).status_code == 404
+
+
+def test_what_is_kept_of_a_document_page_by_page(url):
+    text = text_of(90) + " \U0001f600 naïve. " + text_of(90)
+    made = httpx.post(f"{url}/v1/documents", files={"file": ("book.txt", text.encode())}, headers=bearer()).json()
+    address = f"{url}/v1/documents/{made['id']}/kept"
+    for _ in range(400):
+        answer = httpx.get(address, params={"limit": 70}, headers=bearer())
+        if answer.status_code != 409:
+            break
+        time.sleep(0.05)
+    first = answer.json()
+    pages = [
+        httpx.get(address, params={"start": start, "limit": 70}, headers=bearer()).json()
+        for start in range(0, first["total_tokens"], 70)
+    ]
+    assert pages[0] == first and len(first["texts"]) == 70
+    assert "".join(text for page in pages for text in page["texts"]) == f"<|im_start|>user\n{text}"
+    model, tokenizer, heads = parts("llama")
+    alone = Document.read(model, tokenizer, text, SETTINGS, "locret", heads)
+    held = Counter(p for layer in range(3) for head in alone.cache.kept_positions(layer)[0] for p in head.tolist())
+    seen = alone.cache.get_seq_length()
+    shares = [held[at] / 6 if at < seen else None for at in range(alone.tokens)]
+    assert [share for page in pages for share in page["shares"]] == shares
+    assert first["heads"] == 6 and first["seen"] == seen < first["total_tokens"] == alone.tokens
+    assert len(first["overview"]) == 200 and sum(first["overview"]) > 0
+    assert httpx.get(address, headers=bearer(KEYS[1])).status_code == 404
+    for wrong in ({"start": -1}, {"limit": 0}, {"limit": 10**6}, {"start": "x"}):
+        assert httpx.get(address, params=wrong, headers=bearer()).status_code == 400
+    httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer())
 
 
 def test_a_document_that_cannot_be_read_says_so(url):

@@ -1,4 +1,4 @@
-"""What a saved document holds of its text: positions by layer and head. No model."""
+"""What a document holds of its text: positions by layer and head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..cache.file import read
 from ..naming import blaming
+from ..runtime.kept import CONTEXT, token_texts
 from ..runtime.tokens import IdStream
-from .document import IDS, describe, stored_ids
+from .document import IDS, Document, describe, stored_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,12 +46,32 @@ class Kept:
             counts[held] += 1
         return counts, len(chosen)
 
+    def texts(self, tokenizer: PreTrainedTokenizerBase, start: int, end: int) -> list[str]:
+        """The texts of tokens ``start`` to ``end``, as ``token_texts`` of all has them."""
+        begin = max(0, start - 2 * CONTEXT)
+        return token_texts(tokenizer, self.ids[begin : end + CONTEXT])[start - begin : end - begin]
+
 
 def _one(items: list[T], number: int | None, what: str) -> list[T]:
     """All items, or one of them."""
     if number is not None and number >= len(items):
         raise ValueError(f"{what}={number} must be from 0 to {len(items) - 1}")
     return items if number is None else [items[number]]
+
+
+def kept_of(document: Document) -> Kept:
+    """What a document at hand holds.
+
+    Raises:
+        ValueError: it was loaded from a file without its text.
+    """
+    cache = document.cache
+    if not document.has_text:
+        raise ValueError("it was written without its text, so nobody can say which words it holds")
+    positions = [
+        [held[held >= 0].cpu().numpy() for held in cache.kept_positions(layer)[0]] for layer in range(len(cache.layers))
+    ]
+    return Kept(document.ids, cache.get_seq_length(), positions)
 
 
 def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:

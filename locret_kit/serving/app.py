@@ -15,10 +15,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from fastapi import FastAPI, HTTPException, Request, UploadFile
+from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,6 +31,7 @@ from .bodies import ChatBody, Generation, TextBody
 from .convert import convert
 from .engine import Busy, Engine, Job
 from .metrics import metrics_of
+from .page import add_page, kept_page
 
 LOG = logging.getLogger("locret_kit.serving")
 
@@ -267,12 +268,25 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
     async def document(name: str, request: Request) -> dict[str, Any]:
         return server.held(server.owner(request), name).shown()
 
+    @app.get("/v1/documents/{name}/kept")
+    async def kept(
+        name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
+    ) -> dict[str, Any]:  # fmt: skip
+        held = server.held(server.owner(request), name)
+        if held.document is None:
+            raise HTTPException(409, f"document {held.id} is {held.shown()['status']}")
+        return {"id": held.id, "object": "document.kept"} | await asyncio.to_thread(
+            kept_page, held.document, start, limit
+        )
+
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
         held = server.held(server.owner(request), name)
         del server.documents[held.id]
         return {"id": held.id, "object": "document", "deleted": True}
 
+    add_page(app)
     return app
 
 

@@ -1,0 +1,48 @@
+"""The server over a tiny backbone, at a real port."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from test_documents import parts
+
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving.app import Limits, Server, make_app
+from locret_kit.serving.engine import Engine
+from locret_kit.settings import RunSettings
+
+SETTINGS = RunSettings(budget=96, chunk=32, stabilizers=4, local_len=5)
+KEYS = ("key-of-anna", "key-of-bert")
+LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=100_000, documents=3)
+
+
+@contextmanager
+def running_engine() -> Iterator[Engine]:
+    """An engine of four sessions."""
+    model, tokenizer, heads = parts("llama")
+    made = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, queue=6, piece=64)
+    yield made
+    made.stop()
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """The address of a server; its engine goes on when it ends."""
+    server = Server(engine, "tiny", KEYS, ("h2o",), LIMITS)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        runner = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
+        thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        while not runner.started:
+            time.sleep(0.02)
+        yield address
+        server.engine = None
+        runner.should_exit = True
+        thread.join(10)
