@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from .naming import blaming, first_line
 
@@ -95,20 +95,45 @@ def read_json(path: Path) -> object:
     return parse_json(path.read_bytes(), str(path))
 
 
-def parse_json(text: str | bytes, where: str) -> object:
+def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object:
     """The value of a JSON text.
+
+    Args:
+        strict: refuse what Python's reader takes beside the standard's words: names that occur twice, NaN and infinities,
+            and halves of surrogate pairs.
 
     Raises:
         ValueError: no JSON, or too deeply nested; one line that begins with ``where``.
     """
     try:
-        return json.loads(text)
+        if not strict:
+            return json.loads(text)
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        # Written again: a number may have overflowed, a text may be no Unicode.
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has a text that is no Unicode: {error.reason}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason}") from error
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
     except RecursionError as error:
         raise ValueError(f"{where} is nested too deeply") from error
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object whose names differ."""
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:60]!r} occurs twice in an object")
+        found[name] = value
+    return found
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
 
 
 def read_utf8(stream: BinaryIO, block: int = 1 << 16) -> Iterator[str]:

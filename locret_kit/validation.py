@@ -97,8 +97,11 @@ def check(settings: Schema) -> None:
         object.__setattr__(settings, name, checked(name, annotation, getattr(settings, name)))
 
 
-def made(schema: type[S], given: Mapping[str, object], what: str = "setting") -> S:
+def made(schema: type[S], given: Mapping[str, object], what: str = "setting", *, whole: bool = False) -> S:
     """An instance of a dataclass from ``given`` values.
+
+    Args:
+        whole: defaults stand in for nothing.
 
     Raises:
         ValueError: an unknown or a missing name, or a value out of bounds; suggests the nearest name.
@@ -108,7 +111,7 @@ def made(schema: type[S], given: Mapping[str, object], what: str = "setting") ->
         if name not in known:
             raise ValueError(f"unknown {what} {name!r}.{nearest(name, known)} There are: {', '.join(known)}.")
     for item in fields(schema):
-        if item.default is MISSING and item.default_factory is MISSING and item.name not in given:
+        if (whole or item.default is item.default_factory is MISSING) and item.name not in given:
             raise ValueError(f"{item.name}=... is missing")
     return schema(**given)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,12 +24,16 @@ CONFIG = (
     "partial_rotary_factor", "attention_multiplier", "query_pre_attn_scalar",
 )  # fmt: skip
 """Fields of a configuration that decide what the layers compute."""
+NAMES = ("name", "revision")
+"""What an identity holds for people to read."""
+CLOSE = 1e-6
+"""Relative difference of numbers that are the same."""
 PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|x|> CamelCase don't"
 """Text whose ids tell tokenizers with the same vocabulary apart."""
 
 
 def identity_of(model: PreTrainedModel) -> dict[str, object]:
-    """Name and revision, for people to read, and what tells one model from another: ``config``, ``weights``,
+    """``NAMES``, for people to read, and what tells one model from another: ``config``, ``weights``,
     ``weight_bits``. Plain JSON values.
 
     Raises:
@@ -88,16 +93,25 @@ def _short(text: str) -> str:
 
 
 def first_difference(there: object, here: object, name: str = "") -> str | None:
-    """Words for the first difference of two JSON values: ``config.rope_theta: 10000.0 in the file, 500000.0 here``."""
+    """Words for the first difference of two JSON values: ``config.rope_theta: 10000.0 in the file, 500000.0 here``. Numbers
+    may differ by ``CLOSE``, since devices compute frequencies in their own way."""
     if isinstance(there, dict) and isinstance(here, dict):
-        for key in [*there, *(key for key in here if key not in there)]:
-            found = first_difference(there.get(key), here.get(key), f"{name}.{key}" if name else str(key))
-            if found:
+        for key in [*here, *(key for key in there if key not in here)]:
+            whole = f"{name}.{key}" if name else str(key)
+            if key not in there or key not in here:
+                return f"{whole}: {'missing in' if key in here else 'unknown, but in'} the file"
+            if found := first_difference(there[key], here[key], whole):
                 return found
         return None
-    if isinstance(there, float) and isinstance(here, int):
-        here = float(here)
-    same = there == here and type(there) is type(here)
+    if isinstance(there, list) and isinstance(here, list):
+        if len(there) != len(here):
+            return f"{name}: {len(there)} values in the file, {len(here)} here"
+        pairs = enumerate(zip(there, here, strict=True))
+        return next((found for i, pair in pairs if (found := first_difference(*pair, f"{name}[{i}]"))), None)
+    if isinstance(there, float) and isinstance(here, int | float) and type(here) is not bool:
+        same = math.isclose(there, here, rel_tol=CLOSE)
+    else:
+        same = there == here and type(there) is type(here)
     return None if same else f"{name}: {_shown(there)} in the file, {_shown(here)} here"
 
 

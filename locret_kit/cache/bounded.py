@@ -8,7 +8,7 @@ The model may be fed in pieces of any size: evictions happen at boundaries that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -208,7 +208,11 @@ class BoundedCache(Cache):
         """
         if not 0 <= start < end:
             raise ValueError(f"pin({start}, {end}): start must be at least 0, and end above it")
-        self._set_pins(pins_of((*self.pins, (start, end))))
+        self.pin_all([(start, end)])
+
+    def pin_all(self, ranges: Iterable[Sequence[int]]) -> None:
+        """``pin`` of several ranges at once."""
+        self._set_pins(pins_of((*self.pins, *((start, end) for start, end in ranges))))
 
     def unpin(self, start: int, end: int) -> None:
         """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""

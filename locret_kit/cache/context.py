@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 from locret_kernels.backend import choose
 
@@ -30,12 +32,12 @@ class CacheCounters:
     """Work of a cache on one text, for the report. Seconds are host time; scoring includes the statistics of attention,
     compacting the merging of evicted slots."""
 
-    evictions: int = 0
+    evictions: Annotated[int, Ge(0)] = 0
     """Of the layer that had most."""
-    evicted_rows: int = 0
-    score_s: float = 0.0
-    select_s: float = 0.0
-    compact_s: float = 0.0
+    evicted_rows: Annotated[int, Ge(0)] = 0
+    score_s: Annotated[float, Ge(0)] = 0.0
+    select_s: Annotated[float, Ge(0)] = 0.0
+    compact_s: Annotated[float, Ge(0)] = 0.0
     decoding: str = "dynamic"
     """How tokens were decoded: "graph", or "dynamic" and why."""
 

@@ -1,8 +1,9 @@
 """Container of saved caches: one ``.safetensors`` file with a JSON record in its header. Nothing of it is ever executed.
 
 Version 1. The record is the metadata ``locret_kit``; ``digest`` in it is the SHA-256 of the record without itself and of all
-tensors in the order of their names. A later version of the kit reads every version from 1 on, or says which one does;
-an unknown version is refused.
+tensors in the order of their names. A digest tells damage, not deceit: readers check every field and tensor besides.
+
+A field more or less is another version. A later kit reads every version from 1 on; an unknown version is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..files import parse_json, write_beside
 from ..naming import first_line
+from ..validation import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 VERSION = 1
 RECORD = "locret_kit"
 """Metadata of the safetensors header that holds the record."""
-LARGEST = 1 << 26
-"""Bytes of a header, at most."""
+LARGEST = 1 << 20
+"""Bytes of a header, at most: a hundred layers take a fifth of it. JSON takes some 25 times its bytes when it is read."""
 Record = dict[str, object]
 
 
@@ -33,14 +35,18 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
     """Write a file as ``files.write_beside`` does.
 
     Raises:
-        OSError: it cannot be written; the file that was there is whole.
+        OSError: it cannot be written; the file that was there is whole. ValueError: the record is too large for a header.
     """
     from safetensors.torch import save_file
 
     record = {"version": VERSION, **record}
     body = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     record["digest"] = digest(record, body)
-    write_beside(path, lambda beside: save_file(body, beside, metadata={RECORD: json.dumps(record)}))
+    text = json.dumps(record, ensure_ascii=False)
+    size = len(json.dumps(text, ensure_ascii=False).encode()) + 200 * len(body)  # 200: name, dtype, shape and place
+    if size > LARGEST:
+        raise ValueError(f"cannot write {path}: its header would take {size} bytes, of at most {LARGEST}")
+    write_beside(path, lambda beside: save_file(body, beside, metadata={RECORD: text}))
 
 
 def read_record(path: Path) -> Record:
@@ -63,7 +69,7 @@ def read(path: Path) -> tuple[Record, dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, RuntimeError, ValueError, TypeError) as error:
+    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     said = record.pop("digest", None)
     if said != digest(record, tensors):
@@ -73,31 +79,38 @@ def read(path: Path) -> tuple[Record, dict[str, Tensor]]:
 
 def _header(path: Path) -> dict[str, object]:
     """The safetensors header, read by itself: it says what the file holds before anything of that size is read."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a saved cache")
+    held = path.stat().st_size
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is no regular file, so no saved cache")
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        held = path.stat().st_size
         if not 2 <= size <= min(LARGEST, held - 8):
             raise ValueError(f"{path} is no saved cache, or is truncated: it has {held} bytes")
-        header = parse_json(file.read(size), f"{path}: its header")
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is no saved cache: its header is no JSON object")
-    return header
+        return _object(file.read(size), f"{path}: its header")
 
 
 def _record(path: Path, header: dict[str, object]) -> Record:
     metadata = header.get("__metadata__")
-    text = metadata.get(RECORD) if isinstance(metadata, dict) else None
+    text = metadata.get(RECORD) if isinstance(metadata, dict) and len(metadata) == 1 else None
     if not isinstance(text, str):
-        raise ValueError(f"{path} is no saved cache: its header has no {RECORD!r}")
-    record = parse_json(text, f"{path}: its record")
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} is no saved cache: its record is no JSON object")
+        raise ValueError(f"{path} is no saved cache: the metadata of its header is not {RECORD!r} alone")
+    record = _object(text, f"{path}: its record")
     version = record.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise ValueError(f"{path} has version={version!r}; this locret_kit reads versions 1 to {VERSION}")
-    return cast(Record, record)
+        raise ValueError(f"{path} has version={shown(version)}; this locret_kit reads versions 1 to {VERSION}")
+    return record
+
+
+def _object(text: str | bytes, where: str) -> Record:
+    """A JSON object as it is written here: names once, numbers finite, texts Unicode.
+
+    Raises:
+        ValueError: it is none; one line that begins with ``where``.
+    """
+    found = parse_json(text, where, strict=True)
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is no JSON object")
+    return cast(Record, found)
 
 
 def digest(record: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:

@@ -7,43 +7,48 @@ difference in words.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from annotated_types import Ge, Interval
+from annotated_types import Interval
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from locret_kernels.provenance import versions
 
-from ..backbones.identity import fingerprint, first_difference, identity_of
+from ..backbones.families import text_config
+from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
 from ..naming import blaming
 from ..policies.base import Policy
 from ..policies.grammar import parse_policy, parts_of
+from ..policies.registry import parts_named
 from ..settings import INT32_MAX, Resolved
-from ..validation import check, made
+from ..validation import check, made, shown
 from .bounded import BoundedCache
-from .context import Context
+from .context import CacheCounters, Context
 from .file import Record, read, write
+from .pins import pins_of
+from .storage.quantised import QuantisedLayer
 from .storage.rows import STATE, BoundedLayer
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
 
 Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
+CREATED = "%Y-%m-%dT%H:%M:%SZ"
+MOST_PINS = 1024
+"""Ranges of pinned positions in a file: each costs a pass over the rows."""
+REREAD = "reread_positions"
+"""Name of the tensor of positions that are read again; absent where none are."""
+HIDDEN = "last_hidden"
+APART = "document."
+"""Prefix of the tensors that are not the cache's."""
+FINITE = ("keys", "values", "tail_keys", "tail_values", "key_step", "key_zero", "value_step", "value_zero")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Rotation(TypedDict):
-    """Frequencies (radians per token) and factor of the layers that share them."""
-
-    layers: list[int]
-    scaling: float
-    inv_freq: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,36 +73,47 @@ class Saved:
     pool: str | None
     """Fingerprint of the weights with which a policy merges."""
     settings: dict[str, object]
-    ropes: list[Rotation] | None
+    ropes: list[dict[str, object]] | None
+    """See ``rotations``."""
     dtype: str
-    batch: Annotated[int, Ge(1)]
+    batch: Annotated[int, Interval(ge=1, le=INT32_MAX)]
     prompt_length: Count | None
     counters: dict[str, int | float | str]
     layers: list[dict[str, int | float]]
     """Counts of each layer."""
-    pins: list[list[Count]] = field(default_factory=list)
-    """Positions that are never evicted: pairs of start and end."""
-    reread_positions: list[Count] = field(default_factory=list)
-    document: dict[str, object] | None = None
+    pins: list[list[Count]]
+    """Positions that are never evicted: pairs of start and end, ascending, with a gap between any two."""
+    document: dict[str, object] | None
     """What was read, see ``documents``."""
 
     def __post_init__(self) -> None:
         check(self)
-        if any(len(pin) != 2 or pin[0] >= pin[1] for pin in self.pins):
-            raise ValueError(f"pins={self.pins} must be pairs of a start and an end after it")
+        time.strptime(self.created, CREATED)
+        for name in NAMES:
+            if not isinstance(self.model.get(name), str | None):
+                raise ValueError(f"model.{name}={shown(self.model[name])} must be a text or null")
+        if len(self.pins) > MOST_PINS:
+            raise ValueError(f"pins: {len(self.pins)} ranges must be at most {MOST_PINS}")
+        if (
+            any(len(pin) != 2 for pin in self.pins)
+            or [[*pin] for pin in pins_of((a, b) for a, b in self.pins)] != self.pins
+        ):
+            raise ValueError(
+                f"pins={shown(self.pins)} must be pairs of start and end, ascending, apart from each other"
+            )
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of: {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
 
     @classmethod
     def of(cls, record: Record, where: object) -> Saved:
         """The record of a file. Raises ValueError that begins with ``where``."""
         with blaming(f"{where}", ValueError, TypeError):
-            return made(cls, record, "field")
+            return made(cls, record, "field", whole=True)
 
     @property
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew."""
-        return replace(made(Resolved, self.settings), backend=None)
+        return replace(made(Resolved, self.settings, whole=True), backend=None)
 
 
 def save(
@@ -133,10 +149,14 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
         layers.append(counts)
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
     if cache.last_hidden is not None:
-        tensors["last_hidden"] = cache.last_hidden
+        tensors[HIDDEN] = cache.last_hidden
+    if cache.reread_positions:
+        tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32)
+    if len(cache.pins) > MOST_PINS:
+        raise ValueError(f"pins: {len(cache.pins)} ranges must be at most {MOST_PINS} in a file")
     record: Record = {
         "kit": versions("locret_kit")["locret_kit"],
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "created": time.strftime(CREATED, time.gmtime()),
         "model": identity_of(ctx.model),
         "heads": fingerprint(cache.heads.parameters()) if cache.heads is not None else None,
         "policy": cache.policy.name,
@@ -150,7 +170,6 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
         "counters": asdict(cache.counters),
         "layers": layers,
         "pins": [list(pin) for pin in cache.pins],
-        "reread_positions": list(cache.reread_positions),
     }
     return record, tensors
 
@@ -160,15 +179,19 @@ def _pool(policy: Policy) -> str | None:
     return None if weights is None else fingerprint(weights.parameters())
 
 
-def rotations(ctx: Context) -> list[Rotation] | None:
-    """The frequencies that were chosen; None where the backbone rotates."""
+def rotations(ctx: Context) -> list[dict[str, object]] | None:
+    """The frequencies (radians per token) that were chosen, their factor, and the layers that share them. None where the
+    backbone rotates."""
     if ctx.ropes is None:
         return None
-    found: dict[int, Rotation] = {}
+    layers: dict[int, list[int]] = {}
     for layer, rope in enumerate(ctx.ropes):
-        new = Rotation(layers=[], scaling=float(rope.scaling), inv_freq=rope.inv_freq.float().tolist())
-        found.setdefault(id(rope), new)["layers"].append(layer)
-    return list(found.values())
+        layers.setdefault(id(rope), []).append(layer)
+    shared = {id(rope): rope for rope in ctx.ropes}
+    return [
+        {"layers": layers[key], "scaling": float(rope.scaling), "inv_freq": rope.inv_freq.float().tolist()}
+        for key, rope in shared.items()
+    ]
 
 
 def load(
@@ -190,7 +213,8 @@ def load(
         OSError: there is no such file. ValueError: it is damaged, or the first difference to what is at hand.
     """
     record, tensors = read(Path(path))
-    return restore(Saved.of(record, path), tensors, model, heads, policy, where=str(path), force=force)
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
+    return restore(Saved.of(record, path), own, model, heads, policy, where=str(path), force=force)
 
 
 def restore(
@@ -208,19 +232,19 @@ def restore(
         cache = BoundedCache(
             saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
         )  # nothing is allocated yet
+        model_here = identity_of(model)
         here: dict[str, object] = {
-            "model": identity_of(model),
+            "model": model_here | {name: saved.model.get(name) for name in NAMES},
             "heads": fingerprint(heads.parameters()) if cache.heads is not None and heads is not None else None,
             "parts": parts_of(cache.policy),
             "pool": _pool(cache.policy),
         }
-        there = {name: getattr(saved, name) for name in here}
-        for name in ("name", "revision"):  # for people to read
-            there["model"] = {key: value for key, value in there["model"].items() if key != name}
-            here["model"] = {key: value for key, value in here["model"].items() if key != name}  # type: ignore[attr-defined]
-        _refuse(there, here)
+        _refuse({name: getattr(saved, name) for name in here}, here)
         cache.bind(model)
         _refuse({"rope": saved.ropes}, {"rope": rotations(cache.context)})
+        _refuse(
+            {"settings": saved.settings}, {"settings": asdict(cache.settings) | {"backend": saved.settings["backend"]}}
+        )
         stored, wanted = DTYPES[saved.dtype], model.dtype
         if stored != wanted and not (force and torch.promote_types(stored, wanted) == wanted):
             wider = torch.promote_types(stored, wanted) == wanted
@@ -235,8 +259,11 @@ def restore(
 def _policy(saved: Saved, given: str | Policy | None) -> Policy:
     if isinstance(given, Policy):
         return given
-    if given is None and saved.pool is not None:
-        raise ValueError(f"policy={saved.policy!r} names a folder on the machine that wrote the file: pass policy=")
+    pools = {name for name, kind in parts_named("merge").items() if hasattr(kind, "weights")}
+    if given is None and (saved.pool is not None or pools.intersection(re.findall(r"[\w-]+", saved.policy))):
+        raise ValueError(
+            f"policy={shown(saved.policy)} names a folder on the machine that wrote the file: pass policy="
+        )
     return parse_policy(given or saved.policy)
 
 
@@ -251,80 +278,140 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
     spec, B, dtype = ctx.spec, saved.batch, DTYPES[saved.dtype]
     if len(saved.layers) != len(cache.bounded):
         raise ValueError(f"layers: {len(saved.layers)} in the file, {len(cache.bounded)} here")
-    meta = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=dtype, device="meta")
-    seen = {counts.get("seen") for counts in saved.layers}
-    if len(seen) != 1:
+    if len({counts.get("seen") for counts in saved.layers}) != 1:
         raise ValueError("layers have seen different numbers of tokens")
-    held: list[dict[str, Tensor]] = []
+    with blaming("counters", ValueError):
+        check(counters := made(CacheCounters, saved.counters, "counter", whole=True))
+    held: list[dict[str, Tensor]] = [{} for _ in saved.layers]
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name)
+        if layer and int(layer[1]) < len(held):
+            held[int(layer[1])][layer[2]] = tensor
+        elif name not in (REREAD, HIDDEN):
+            raise ValueError(f"{shown(name)}: no such tensor")
+    meta = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=dtype, device="meta")
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
-        name = f"layers.{number}."
-        mine = {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
-        with blaming(name.rstrip("."), ValueError):
+        with blaming(f"layers.{number}", ValueError):
             _check_counts(rows, counts, ctx.policy.keeps_everything)
             rows.measure(meta, meta)
-            _check_layout(rows, counts, mine, spec.n_heads)
-            _check_values(rows, counts, mine)
-        held.append(mine)
+            _check_layout(rows, counts, held[number], ctx)
+            _check_values(rows, counts, held[number])
+    if not saved.layers[0]["seen"] and B != 1:
+        raise ValueError(f"batch={B} must be 1 before the first token")
+    reread = _reread(saved, tensors.get(REREAD))
+    hidden = tensors.get(HIDDEN)
+    if hidden is not None:
+        shape = B, 1, text_config(ctx.model).hidden_size
+        if not ctx.policy.needs_logits or hidden.dtype != dtype or tuple(hidden.shape) != shape:
+            raise ValueError(f"{HIDDEN}: {hidden.dtype} {tuple(hidden.shape)} in the file, must be {dtype} {shape}")
     k_BH0D = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=ctx.model.dtype, device=ctx.model.device)
-    for rows, counts, mine in zip(cache.bounded, saved.layers, held, strict=True):
+    for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
+        mine = held[number]
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
-        rows.restore(counts, wide, k_BH0D, k_BH0D)
-    vars(cache.counters).update({name: value for name, value in saved.counters.items() if name in vars(cache.counters)})
-    cache.reread_positions = list(saved.reread_positions)
-    for start, end in saved.pins:
-        cache.pin(start, end)
-    if "last_hidden" in tensors:
-        cache.last_hidden = tensors["last_hidden"].to(ctx.model.device, ctx.model.dtype)
+        with blaming(f"budget={saved.settings['budget']}: layers.{number} does not fit into memory", RuntimeError):
+            rows.restore(counts, wide, k_BH0D, k_BH0D)
+    vars(cache.counters).update(vars(counters))
+    cache.reread_positions = reread
+    cache.pin_all(saved.pins)
+    if hidden is not None:
+        cache.last_hidden = hidden.to(ctx.model.device, ctx.model.dtype, copy=True)
+
+
+def _reread(saved: Saved, stored: Tensor | None) -> list[int]:
+    """The positions that are read again, of the prompt, ascending."""
+    if stored is None:
+        return []
+    if stored.dtype != torch.int32 or stored.dim() != 1:
+        raise ValueError(f"{REREAD} must be one axis of int32")
+    _check_ascending(REREAD, stored, 0, saved.prompt_length or 0)
+    return stored.tolist()
+
+
+def _check_ascending(name: str, x: Tensor, low: int, end: int, first: Tensor | None = None) -> None:
+    """Raise ValueError unless numbers are from ``low`` to ``end - 1`` and grow along the last axis, but for those at ``first``,
+    where another head begins."""
+    if x.numel() and not (low <= x.min() and x.max() < end):
+        raise ValueError(f"{name} must be from {low} to {end - 1}")
+    falls = x[..., 1:] <= x[..., :-1]
+    if first is not None:
+        falls[first[(first > 0) & (first < len(x))] - 1] = False
+    if falls.any():
+        raise ValueError(f"{name} must be ascending")
 
 
 def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everything: bool) -> None:
     """Raise ValueError for counts that no such layer has."""
-    for name in rows.export()[0]:
+    known = rows.export()[0]
+    for name in known:
         value = counts.get(name)
         whole = name != "scaling"
-        if value is None or isinstance(value, bool) or (whole and not (type(value) is int and 0 <= value <= INT32_MAX)):
-            raise ValueError(f"{name}={value} must be {'an integer from 0' if whole else 'a number'}")
-    if extra := counts.keys() - rows.export()[0].keys():
-        raise ValueError(f"{min(extra)}: no such count")
-    most = counts["seen"] if keeps_everything else min(counts["seen"], rows.capacity)
-    for name in ("rows", "tail"):
-        if counts.get(name, 0) > most:
-            raise ValueError(f"{name}={counts[name]} must be at most {most}")
+        if whole and not (type(value) is int and 0 <= value <= INT32_MAX):
+            raise ValueError(f"{name}={shown(value)} must be an integer, at least 0 and at most {INT32_MAX}")
+        if not whole and not (isinstance(value, int | float) and 0 < value < 2**31):
+            raise ValueError(f"{name}={shown(value)} must be a number above 0")
+    if extra := counts.keys() - known.keys():
+        raise ValueError(f"{shown(min(extra))}: no such count")
+    seen = int(counts["seen"])
+    most = {"rows": seen if keeps_everything else min(seen, rows.capacity), "since_eviction": seen, "evictions": seen}
+    if isinstance(rows, QuantisedLayer):
+        most["tail"] = min(seen, rows.residual + rows.group_rows - 1)
+    for name, limit in most.items():
+        if counts[name] > limit:
+            raise ValueError(f"{name}={counts[name]} must be at most {limit}")
+    if seen and not counts["rows"]:
+        raise ValueError("rows=0 must be at least 1")
 
 
-def _check_layout(
-    rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor], query_heads: int
-) -> None:
+def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor], ctx: Context) -> None:
     """Raise ValueError where a tensor is missing, has another dtype or shape, or is one too many."""
     lengths: Sequence[int] = []
     if rows.ragged and counts["seen"]:
         stored = held.get("lengths")
-        if stored is None or stored.dtype != torch.int64 or stored.dim() != 1:
-            raise ValueError("lengths: must be one axis of int64")
+        if stored is None or stored.dtype != torch.int64 or tuple(stored.shape) != (rows.B * rows.H,):
+            raise ValueError(f"lengths: must be {rows.B * rows.H} numbers of int64")
+        total_B = stored.view(rows.B, rows.H).sum(-1)
+        if not ((stored >= 0) & (stored <= counts["seen"])).all() or (total_B != rows.H * counts["rows"]).any():
+            raise ValueError(
+                f"lengths={shown(stored.tolist())} must be at least 0 and make {counts['rows']} rows per head"
+            )
         lengths = stored.tolist()
-        per_text = [sum(lengths[i * rows.H : (i + 1) * rows.H]) for i in range(rows.B)]
-        if min(lengths, default=0) < 0 or any(total != rows.H * counts["rows"] for total in per_text):
-            raise ValueError(f"lengths={lengths} must be at least 0 and make {counts['rows']} rows per head")
-    layout = rows.layout(counts, lengths, query_heads) if counts["seen"] else {}
+    layout = rows.layout(counts, lengths, ctx.spec.n_heads) if counts["seen"] else {}
     for name, (dtype, shape) in layout.items():
-        tensor = held.get(name)
-        if tensor is None:
-            raise ValueError(f"{name}: missing")
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} in the file, must be {dtype} {shape}")
+        _check_tensor(name, held.get(name), (dtype,), shape)
+    sizes = {"B": rows.B, "H": rows.H, "Q": ctx.spec.n_heads, "D": rows.key_size}
+    kinds = rows.dtype, torch.promote_types(rows.dtype, torch.float32), torch.float32
     for name in held.keys() - layout.keys():
-        if not name.startswith(STATE):
-            raise ValueError(f"{name}: no such tensor")
-        if not held[name].dim() or held[name].shape[0] != rows.B:
-            raise ValueError(f"{name}: {tuple(held[name].shape)} must begin with the batch, {rows.B}")
+        axes = ctx.policy.score.memory.get(name.removeprefix(STATE)) if name.startswith(STATE) and layout else None
+        if axes is None:
+            raise ValueError(f"{shown(name)}: no such tensor")
+        if held[name].dim() == len(axes):
+            sizes |= {axis: size for axis, size in zip(axes, held[name].shape, strict=True) if axis not in sizes}
+        _check_tensor(name, held[name], kinds, tuple(sizes.get(axis, 0) for axis in axes))
+
+
+def _check_tensor(name: str, tensor: Tensor | None, kinds: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+    if tensor is None:
+        raise ValueError(f"{name}: missing")
+    if tensor.dtype not in kinds or tuple(tensor.shape) != shape:
+        there = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise ValueError(f"{shown(name)}: {there} in the file, must be {kinds[0]} {shape}")
 
 
 def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for positions or groups that would be read out of bounds."""
-    bounds = {"positions": (0, counts["seen"])}
-    if "group" in held:
-        bounds["group"] = (-1, held["key_step"].shape[2])
-    for name, (low, end) in bounds.items() if held else ():
-        tensor = held[name]
-        if tensor.numel() and not (low <= tensor.min() and tensor.max() < end):
-            raise ValueError(f"{name} must be from {low} to {end - 1}")
+    """Raise ValueError for values that no such layer has, or that would be read out of bounds."""
+    if not held:
+        return
+    ends = held["lengths"].cumsum(0) if rows.ragged else None
+    _check_ascending("positions", held["positions"], 0, int(counts["seen"]), ends)
+    for name in FINITE:
+        if name in held and not held[name].isfinite().all():
+            raise ValueError(f"{name} must be finite")
+    if not isinstance(rows, QuantisedLayer):
+        return
+    group, groups, total = held["group"], held["key_step"].shape[2], held["group"].shape[-1]
+    if group.numel() and not (group.min() >= -1 and group.max() < groups):
+        raise ValueError(f"group must be from -1 to {groups - 1}")
+    ends_S = torch.tensor(total) if ends is None else ends.repeat_interleave(held["lengths"])
+    older_S = ends_S - torch.arange(total) > int(counts["tail"])  # rows of a head from this one to its newest
+    if (group[..., older_S] < 0).any():
+        raise ValueError(f"group=-1 must be of the newest {counts['tail']} rows alone")

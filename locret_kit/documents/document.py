@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,7 @@ from annotated_types import Interval
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
-from ..cache.file import read, read_record
+from ..cache.file import Record, read, read_record
 from ..cache.fork import CannotFork
 from ..cache.saved import Saved, restore, save
 from ..naming import blaming
@@ -28,7 +28,7 @@ from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.tokens import IdStream
 from ..samples.chat import Span, has_template, protected_spans, render_prompt
 from ..settings import INT32_MAX, RunSettings, Share
-from ..validation import check, made
+from ..validation import check, made, shown
 from .chat import Chat
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ Reader = Callable[[Any, "array[int]", BoundedCache, Progress | None], None]
 Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 IDS = "document.ids"
 """Name of the tensor of token ids."""
+UNKNOWN = 1 << 24
+"""Tokens whose ids are not in the file, at most: each question counts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,6 @@ class TextRecord:
     open: str
     """The end of the text, whose tokens hang on what follows, after ``done`` characters of context."""
     done: Count
-    special: bool
-    """Whether the tokenizer's own special tokens are added."""
     chat: bool
     """Whether questions go through the chat template."""
     before: str
@@ -68,13 +68,19 @@ class TextRecord:
     share: Share | None
     """The budget as a share of the document, where it was given so."""
     tokenizer: dict[str, object]
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str]
     """What the backbone and the heads were called. Names help to find them; content decides whether they are the same."""
 
     def __post_init__(self) -> None:
         check(self)
         if self.done > len(self.open):
             raise ValueError(f"done={self.done} must be at most {len(self.open)}, the length of open")
+        if self.text != (self.sha256 is not None):
+            raise ValueError(
+                f"sha256={shown(self.sha256)} must be that of the text where it is in the file, null otherwise"
+            )
+        if not self.text and self.tokens > UNKNOWN:
+            raise ValueError(f"tokens={self.tokens} must be at most {UNKNOWN} without the text")
 
 
 class Document:
@@ -135,7 +141,7 @@ class Document:
         if isinstance(text, Path):
             title = title or text.name
         before = render_prompt(tokenizer, "", "", chat=chat)[0]
-        stream = IdStream(tokenizer, special=not (chat and has_template(tokenizer)))
+        stream = _stream(tokenizer, chat)
         stream.feed(before)
         blank = True
         for piece in _pieces(text):
@@ -225,10 +231,12 @@ class Document:
         """Token ids of the whole prompt; zeros for those that are not known.
 
         Raises:
-            ValueError: the chat template puts something else before the document than when it was read.
+            ValueError: the chat template puts something else before the document than without the question.
         """
+        # What was read stays what it is, also where a template tells the date.
+        empty, _ = render_prompt(self.tokenizer, "", "", chat=self.chat_template)
         before, after = render_prompt(self.tokenizer, "", question, chat=self.chat_template)
-        if before != self._before:
+        if before != empty:
             raise ValueError("the chat template's text before the document depends on the question")
         return self.prompt_before(after)
 
@@ -322,7 +330,7 @@ class Document:
         record = TextRecord(
             title=self.title, tokens=self.tokens, text=not document._unknown, open=stream.text,
             sha256=None if self._unknown else hash_ids(self._stream.finish()),
-            done=stream.done, special=stream.special, chat=self.chat_template, before=self._before, share=self.share,
+            done=stream.done, chat=self.chat_template, before=self._before, share=self.share,
             tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
@@ -372,16 +380,13 @@ class Document:
                 is at hand.
         """
         record, tensors = read(Path(path))
-        saved = Saved.of(record, path)
+        saved, about = _stated(record, path)
         with blaming(str(path), ValueError):
-            if saved.document is None:
-                raise ValueError("it holds a cache without a document: BoundedCache.load reads it")
-            about = made(TextRecord, saved.document, "field")
             if found := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
                 raise ValueError(found)
             if saved.batch != 1:
                 raise ValueError(f"batch={saved.batch} must be 1")
-            stream = IdStream(tokenizer, special=about.special)
+            stream = _stream(tokenizer, about.chat)
             stream.ids = stored_ids(tensors.pop(IDS, None), len(tokenizer)) if about.text else array("i")
             stream.text, stream.done = about.open, about.done
         cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force)
@@ -404,18 +409,28 @@ def describe(path: str | Path) -> tuple[Saved, TextRecord]:
     Raises:
         OSError: there is no such file. ValueError: its record is damaged, or it holds no document.
     """
-    record = {name: value for name, value in read_record(Path(path)).items() if name != "digest"}
+    return _stated({name: value for name, value in read_record(Path(path)).items() if name != "digest"}, path)
+
+
+def _stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
+    """What a file's record says of its cache and of its text."""
     saved = Saved.of(record, path)
     with blaming(str(path), ValueError):
         if saved.document is None:
             raise ValueError("it holds a cache without a document: BoundedCache.load reads it")
-        return saved, made(TextRecord, saved.document, "field")
+        with blaming("document", ValueError):
+            return saved, made(TextRecord, saved.document, "field", whole=True)
 
 
 def read_alone(model: Any, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
     """Read tokens into a cache, while nothing else runs."""
     with attached(model):
         prefill(model, ids, cache, progress)
+
+
+def _stream(tokenizer: Any, chat: bool) -> IdStream:
+    """The stream of a prompt's tokens. A chat template writes the special tokens itself."""
+    return IdStream(tokenizer, special=not (chat and has_template(tokenizer)))
 
 
 def _pieces(text: str | Path | Iterable[str]) -> Iterable[str]:

@@ -171,6 +171,9 @@ class Score(Part, Protocol):
     """Reads the backbone's probability of each token."""
     statistics: ClassVar[frozenset[str]] = frozenset()
     """Running statistics to keep for ``Slots.stats``: of ``sum``, ``square``, ``above``, ``count``."""
+    memory: ClassVar[Mapping[str, str]] = {}
+    """Axes of the tensors of numbers in ``Entry.state``, a letter each: batch B, query heads Q, key/value heads H, channels D;
+    any other letter is a size that tensors share. A saved cache holds these, and no others."""
 
     def recent(self, chunk: int) -> int:
         """Number of the newest queries to keep for ``Slots.queries``. ``chunk``: tokens between evictions."""

@@ -378,9 +378,9 @@ class QuantisedLayer(BoundedLayer):
         counts["tail"] = self.tail
         if tensors:
             # Rows without a group have no codes yet, and free groups no levels: zeros, not what the memory held before.
-            coded = tensors["group"] >= 0
+            bare = tensors["group"] < 0
             for name in ("key_codes", "value_codes", "value_step", "value_zero"):
-                tensors[name] = tensors[name] * coded[..., None]
+                tensors[name] = tensors[name].masked_fill(bare[..., None], 0)
             in_tail, used = self._in_tail(), self._used()
             tensors |= {name: getattr(self, name)[in_tail] for name in ("tail_keys", "tail_values")}
             tensors |= {name: getattr(self, name).masked_fill(~used, 0) for name in ("key_step", "key_zero")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -68,6 +68,9 @@ class Compactor(Score):
     first: Count = 8
     last: Count = 4
     needs_adapter: ClassVar[bool] = True
+    memory: ClassVar[Mapping[str, str]] = {
+        "q": "BQND", "k": "BHND", "norm": "BHN", "attention": "BHM", "sketch": "BHDR",
+    }  # fmt: skip
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
         memory, skip = entry.state, max(0, self.first - entry.position)

@@ -1,6 +1,6 @@
 """Expected Attention, arXiv 2510.00636: attention expected of the queries to come."""
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -59,6 +59,7 @@ class ExpectedAttention(Score):
     epsilon: Annotated[float, Ge(0)] = 0.0
     value_norm: bool = True
     needs_adapter: ClassVar[bool] = True
+    memory: ClassVar[Mapping[str, str]] = {"count": "B", "mean": "BQD", "scatter": "BQDD"}
 
     def score_new_tokens(self, entry: Entry) -> None:
         add_moments(entry.state, entry.q[:, :, max(0, self.sinks - entry.position) :])
