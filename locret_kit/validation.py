@@ -71,12 +71,13 @@ def checked(name: str, annotation: object, value: object) -> object:
 
 
 def shown(value: object) -> str:
-    """A value as a message names it: in one line, and not longer than that."""
+    """A value as a message names it: in one line, not longer than that, and nothing that moves a terminal's cursor."""
     try:
         text = " ".join(str(value).split())
     except ValueError:  # Python writes no integer of more than 4,300 digits
         text = "(an integer of thousands of digits)"
-    return text if len(text) <= 100 else f"{text[:60]}..."
+    text = text if len(text) <= 100 else f"{text[:60]}..."
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 @cache

@@ -85,7 +85,7 @@ def _header(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= min(LARGEST, held - 8):
-            raise ValueError(f"{path} is no saved cache, or is truncated: it has {held} bytes")
+            raise ValueError(f"{path} is no saved cache, or is truncated: {held} bytes, of which {size} are its header")
         return _object(file.read(size), f"{path}: its header")
 
 

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,7 +89,8 @@ class Saved:
 
     def __post_init__(self) -> None:
         check(self)
-        time.strptime(self.created, CREATED)
+        with blaming("created", ValueError):
+            time.strptime(self.created, CREATED)
         for name in NAMES:
             if not isinstance(self.model.get(name), str | None):
                 raise ValueError(f"model.{name}={shown(self.model[name])} must be a text or null")
@@ -113,7 +115,8 @@ class Saved:
     @property
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew."""
-        return replace(made(Resolved, self.settings, whole=True), backend=None)
+        with blaming("settings", ValueError):
+            return replace(made(Resolved, self.settings, whole=True), backend=None)
 
 
 def save(
@@ -235,13 +238,13 @@ def restore(
         model_here = identity_of(model)
         here: dict[str, object] = {
             "model": model_here | {name: saved.model.get(name) for name in NAMES},
-            "heads": fingerprint(heads.parameters()) if cache.heads is not None and heads is not None else None,
             "parts": parts_of(cache.policy),
+            "heads": fingerprint(heads.parameters()) if cache.heads is not None and heads is not None else None,
             "pool": _pool(cache.policy),
         }
         _refuse({name: getattr(saved, name) for name in here}, here)
         cache.bind(model)
-        _refuse({"rope": saved.ropes}, {"rope": rotations(cache.context)})
+        _refuse({"ropes": saved.ropes}, {"ropes": rotations(cache.context)})
         _refuse(
             {"settings": saved.settings}, {"settings": asdict(cache.settings) | {"backend": saved.settings["backend"]}}
         )
@@ -262,7 +265,7 @@ def _policy(saved: Saved, given: str | Policy | None) -> Policy:
     pools = {name for name, kind in parts_named("merge").items() if hasattr(kind, "weights")}
     if given is None and (saved.pool is not None or pools.intersection(re.findall(r"[\w-]+", saved.policy))):
         raise ValueError(
-            f"policy={shown(saved.policy)} names a folder on the machine that wrote the file: pass policy="
+            f"policy={shown(saved.policy)} has its pool in a folder of the machine that wrote the file: pass policy="
         )
     return parse_policy(given or saved.policy)
 
@@ -300,21 +303,33 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
         raise ValueError(f"batch={B} must be 1 before the first token")
     reread = _reread(saved, tensors.get(REREAD))
     hidden = tensors.get(HIDDEN)
-    if hidden is not None:
-        shape = B, 1, text_config(ctx.model).hidden_size
-        if not ctx.policy.needs_logits or hidden.dtype != dtype or tuple(hidden.shape) != shape:
-            raise ValueError(f"{HIDDEN}: {hidden.dtype} {tuple(hidden.shape)} in the file, must be {dtype} {shape}")
+    if ctx.policy.needs_logits and saved.layers[0]["seen"]:
+        _check_tensor(HIDDEN, hidden, (dtype,), (B, 1, text_config(ctx.model).hidden_size))
+    elif hidden is not None:
+        raise ValueError(f"{HIDDEN}: no such tensor")
     k_BH0D = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=ctx.model.dtype, device=ctx.model.device)
+    with blaming(
+        f"budget={saved.settings['budget']}, chunk={saved.settings['chunk']} do not fit into memory", RuntimeError
+    ):
+        torch.empty(_room(cache.bounded, saved.layers), dtype=torch.uint8, device=ctx.model.device)
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         mine = held[number]
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
-        with blaming(f"budget={saved.settings['budget']}: layers.{number} does not fit into memory", RuntimeError):
-            rows.restore(counts, wide, k_BH0D, k_BH0D)
+        rows.restore(counts, wide, k_BH0D, k_BH0D)
     vars(cache.counters).update(vars(counters))
     cache.reread_positions = reread
     cache.pin_all(saved.pins)
     if hidden is not None:
         cache.last_hidden = hidden.to(ctx.model.device, ctx.model.dtype, copy=True)
+
+
+def _room(layers: Sequence[BoundedLayer], stated: Sequence[Mapping[str, float]]) -> int:
+    """Bytes of the rows' buffers, about: those of layers that are full."""
+    full = [
+        rows.layout({**counts, "rows": rows.capacity}, [], 0).values() if counts["seen"] else ()
+        for rows, counts in zip(layers, stated, strict=True)
+    ]
+    return sum(prod(shape) * dtype.itemsize for layer in full for dtype, shape in layer)
 
 
 def _reread(saved: Saved, stored: Tensor | None) -> list[int]:
@@ -380,13 +395,15 @@ def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
         _check_tensor(name, held.get(name), (dtype,), shape)
     sizes = {"B": rows.B, "H": rows.H, "Q": ctx.spec.n_heads, "D": rows.key_size}
     kinds = rows.dtype, torch.promote_types(rows.dtype, torch.float32), torch.float32
-    for name in held.keys() - layout.keys():
-        axes = ctx.policy.score.memory.get(name.removeprefix(STATE)) if name.startswith(STATE) and layout else None
-        if axes is None:
-            raise ValueError(f"{shown(name)}: no such tensor")
-        if held[name].dim() == len(axes):
-            sizes |= {axis: size for axis, size in zip(axes, held[name].shape, strict=True) if axis not in sizes}
-        _check_tensor(name, held[name], kinds, tuple(sizes.get(axis, 0) for axis in axes))
+    memory = ctx.policy.score.memory(int(counts["seen"])) if rows.window is None else {}
+    for name, axes in memory.items():
+        tensor, wanted = held.get(STATE + name), axes.removesuffix("?")
+        if tensor is not None and tensor.dim() == len(wanted):
+            sizes |= {axis: size for axis, size in zip(wanted, tensor.shape, strict=True) if axis not in sizes}
+        if tensor is not None or wanted == axes:
+            _check_tensor(STATE + name, tensor, kinds, tuple(sizes.get(axis, 0) for axis in wanted))
+    if extra := held.keys() - layout.keys() - {STATE + name for name in memory}:
+        raise ValueError(f"{shown(min(extra))}: no such tensor")
 
 
 def _check_tensor(name: str, tensor: Tensor | None, kinds: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:

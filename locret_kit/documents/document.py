@@ -7,6 +7,7 @@ is read with each question, in a copy of the cache. So an answer equals that of 
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -75,10 +76,8 @@ class TextRecord:
         check(self)
         if self.done > len(self.open):
             raise ValueError(f"done={self.done} must be at most {len(self.open)}, the length of open")
-        if self.text != (self.sha256 is not None):
-            raise ValueError(
-                f"sha256={shown(self.sha256)} must be that of the text where it is in the file, null otherwise"
-            )
+        if not re.fullmatch("[0-9a-f]{64}" if self.text else "[0-9a-f]{64}|None", str(self.sha256)):
+            raise ValueError(f"sha256={shown(self.sha256)} must be 64 hexadecimal digits")
         if not self.text and self.tokens > UNKNOWN:
             raise ValueError(f"tokens={self.tokens} must be at most {UNKNOWN} without the text")
 

@@ -171,13 +171,16 @@ class Score(Part, Protocol):
     """Reads the backbone's probability of each token."""
     statistics: ClassVar[frozenset[str]] = frozenset()
     """Running statistics to keep for ``Slots.stats``: of ``sum``, ``square``, ``above``, ``count``."""
-    memory: ClassVar[Mapping[str, str]] = {}
-    """Axes of the tensors of numbers in ``Entry.state``, a letter each: batch B, query heads Q, key/value heads H, channels D;
-    any other letter is a size that tensors share. A saved cache holds these, and no others."""
 
     def recent(self, chunk: int) -> int:
         """Number of the newest queries to keep for ``Slots.queries``. ``chunk``: tokens between evictions."""
         return 0
+
+    def memory(self, seen: int) -> Mapping[str, str]:
+        """Axes of the tensors of numbers in ``Entry.state`` after ``seen`` tokens, a letter each: batch B, query heads Q,
+        key/value heads H, channels D; any other letter is a size that tensors share, and ``?`` at the end says that there may
+        be none. A saved cache holds these and no others."""
+        return {}
 
     def score_new_tokens(self, entry: Entry) -> Tensor | None:
         """Scores ``[B, H, T]`` (float32) fixed when tokens enter, found in ``Slots.entry_scores``; None without any."""

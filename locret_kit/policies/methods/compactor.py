@@ -68,9 +68,10 @@ class Compactor(Score):
     first: Count = 8
     last: Count = 4
     needs_adapter: ClassVar[bool] = True
-    memory: ClassVar[Mapping[str, str]] = {
-        "q": "BQND", "k": "BHND", "norm": "BHN", "attention": "BHM", "sketch": "BHDR",
-    }  # fmt: skip
+
+    def memory(self, seen: int) -> Mapping[str, str]:
+        axes = {"q": "BQND", "k": "BHND", "norm": "BHN", "attention": "BHM?", "sketch": "BHDR?"}
+        return axes if seen else {}
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
         memory, skip = entry.state, max(0, self.first - entry.position)

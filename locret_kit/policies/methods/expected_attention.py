@@ -59,7 +59,9 @@ class ExpectedAttention(Score):
     epsilon: Annotated[float, Ge(0)] = 0.0
     value_norm: bool = True
     needs_adapter: ClassVar[bool] = True
-    memory: ClassVar[Mapping[str, str]] = {"count": "B", "mean": "BQD", "scatter": "BQDD"}
+
+    def memory(self, seen: int) -> Mapping[str, str]:
+        return {"count": "B", "mean": "BQD", "scatter": "BQDD"} if seen > self.sinks else {}
 
     def score_new_tokens(self, entry: Entry) -> None:
         add_moments(entry.state, entry.q[:, :, max(0, self.sinks - entry.position) :])

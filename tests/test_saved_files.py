@@ -1,0 +1,213 @@
+"""Files of documents and caches between processes: whole after a kill and a full disk, exact in another process, small."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_documents import QUESTIONS, SETTINGS, kept, parts, read, text_of
+from tiny_models import tiny_model
+from tiny_tokenizer import tiny_tokenizer
+
+from locret_kit import BoundedCache, Document
+from locret_kit.cache import file, saved
+from locret_kit.policies.grammar import parse_policy
+
+STORAGES = {
+    "plain": ("h2o", {}),
+    "ragged": ("ada-locret", {}),
+    "4 bits": ("locret", dict(kv_bits=4)),
+    "ragged 4 bits": ("ada-snapkv(6,3)", dict(kv_bits=4)),
+}
+HERE = Path(__file__).parent
+
+
+def child(code: str, *words: object, **options: object) -> subprocess.Popen:
+    """A Python process that sees the tests' modules."""
+    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, text=True, **options)
+
+
+ASKING = """
+import json, sys, torch
+from test_documents import parts, kept, QUESTIONS
+from locret_kit import Document
+from locret_kit.policies.grammar import parse_policy
+found = []
+for family, policy, path in json.loads(sys.argv[1]):
+    model, tokenizer, heads = parts(family)
+    document = Document.load(path, model, tokenizer, heads if parse_policy(policy).needs_heads else None)
+    for question in QUESTIONS:
+        answer = document.ask(question, max_new_tokens=6)
+        words, layers, names = str(answer), answer.cache.bounded, ("keys", "values", "scores")
+        rows = [layer.slots(name).flatten().tolist() for layer in layers for name in names]
+        found.append([words, kept(answer.cache), [[number.hex() for number in row] for row in rows]])
+json.dump(found, open(sys.argv[2], "w"))
+"""
+
+
+def test_another_process_answers_exactly_alike(tmp_path):
+    """One policy a storage, two families."""
+    cases, expected = [], []
+    for number, (family, storage) in enumerate((f, s) for f in ("llama", "gemma3") for s in STORAGES):
+        policy, settings = STORAGES[storage]
+        document = read(family, policy, text_of(260), **SETTINGS, **settings)
+        document.save(tmp_path / f"{number}.locret")
+        cases.append((family, policy, str(tmp_path / f"{number}.locret")))
+        for question in QUESTIONS:
+            answer = document.ask(question, max_new_tokens=6)
+            words = str(answer)
+            rows = [
+                x.slots(name).flatten().tolist() for x in answer.cache.bounded for name in ("keys", "values", "scores")
+            ]
+            expected.append([words, kept(answer.cache), [[number.hex() for number in x] for x in rows]])
+    assert child(ASKING, json.dumps(cases), tmp_path / "found.json").wait() == 0
+    assert json.loads((tmp_path / "found.json").read_text()) == expected
+
+
+KILLING = """
+import os, signal, sys, time, torch
+torch.set_num_threads(1)  # a fork has no pool of threads
+from pathlib import Path
+from test_documents import kept, parts
+from locret_kit import Document
+model, tokenizer, _ = parts()
+path = Path(sys.argv[1])
+document = Document.load(path, model, tokenizer)
+expected, lot, left = kept(document.cache), torch.Generator().manual_seed(0), 0
+for _ in range(20):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        while True:
+            document.title += "x"
+            document.save(path)
+            os.write(writer, b"x")
+    os.read(reader, 1)  # saved once
+    time.sleep(float(torch.rand((), generator=lot)) * 0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert kept(Document.load(path, model, tokenizer).cache) == expected
+    left += len(list(path.parent.iterdir())) > 1
+assert left, "none was killed in the middle"
+assert Document.load(path, model, tokenizer).title.endswith("x")
+document.save(path)
+assert [one.name for one in path.parent.iterdir()] == [path.name], "leftovers"
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks and signals")
+def test_a_kill_while_saving_leaves_a_whole_file(tmp_path):
+    """20 processes are killed at random moments of a save; the next save takes their leftovers away."""
+    document = read("llama", "h2o", text_of(1000), **{**SETTINGS, "budget": 1200})
+    document.save(tmp_path / "text.locret")
+    assert child(KILLING, tmp_path / "text.locret").wait() == 0
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    """Half of the bytes are written, then none: as the kernel says it, and as safetensors does."""
+    path = tmp_path / "text.locret"
+    document = read("llama", "h2o", text_of(), **SETTINGS)
+    document.save(path)
+    before = path.read_bytes()
+
+    def full(tensors: dict, target: Path, metadata: dict) -> None:
+        Path(target).write_bytes(before[: len(before) // 2])
+        raise OSError(28, "No space left on device")
+
+    for failure in (
+        full,
+        lambda *a, **k: (_ for _ in ()).throw(file.SafetensorError("No space left on device (os error 28)")),
+    ):
+        monkeypatch.setattr(file, "save_file", failure)
+        with pytest.raises(OSError, match=rf"cannot write {path} \(.* MiB free\): .*No space left") as error:
+            document.save(path)
+        assert "\n" not in str(error.value)
+        assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_file_is_little_more_than_its_cache(storage, tmp_path):
+    """At most 1.1 times the bytes of the cache's buffers, of a text that fills them, and the ids."""
+    policy, settings = STORAGES[storage]
+    document = read("gemma3", policy, text_of(900), **{**SETTINGS, "budget": 256}, **settings)
+    document.save(tmp_path / "text.locret")
+    ids = 4 * document.tokens
+    assert (tmp_path / "text.locret").stat().st_size <= 1.1 * document.cache.nbytes + ids
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_loaded_file_is_saved_as_it_was(storage, tmp_path, monkeypatch):
+    policy, settings = STORAGES[storage]
+    monkeypatch.setattr(time, "gmtime", lambda: time.struct_time((2026, 1, 2, 3, 4, 5, 0, 0, 0)))
+    document = read("gemma3", policy, text_of(), **SETTINGS, **settings)
+    model, tokenizer, heads = parts("gemma3")
+    for text in (True, False):
+        document.save(tmp_path / "a.locret", text=text)
+        loaded = Document.load(tmp_path / "a.locret", model, tokenizer, heads if "locret" in policy else None)
+        loaded.save(tmp_path / "b.locret", text=text)
+        loaded.save(tmp_path / "a.locret", text=text)  # over itself
+        assert (tmp_path / "a.locret").read_bytes() == (tmp_path / "b.locret").read_bytes()
+        again = Document.load(tmp_path / "b.locret", model, tokenizer, heads if "locret" in policy else None)
+        question = QUESTIONS[0]
+        assert str(again.ask(question, max_new_tokens=4)) == str(loaded.ask(question, max_new_tokens=4))
+
+
+# ---- other dtypes and devices ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["h2o", "locret", "sirllm", "expected-attention(future=9)", "compactor(block=8)"])
+def test_rows_of_a_narrower_dtype_are_taken_where_that_is_asked(policy, tmp_path):
+    """A wider file is always refused: its rows would be rounded."""
+    tokenizer, heads = tiny_tokenizer(), parts()[2] if parse_policy(policy).needs_heads else None
+    models = {
+        name: tiny_model("llama", vocab_size=400).to(dtype) for name, dtype in saved.DTYPES.items() if name != "float16"
+    }
+    for narrow, wide in (("float32", "float64"), ("bfloat16", "float32")):
+        paths = {}
+        for name in (narrow, wide):
+            document = Document.read(models[name], tokenizer, text_of(), 48, policy, heads, chunk=64)
+            document.save(paths.setdefault(name, tmp_path / name))
+        with pytest.raises(ValueError, match=f"dtype: {narrow} in the file, {wide} here: --force takes"):
+            Document.load(paths[narrow], models[wide], tokenizer, heads)
+        loaded = Document.load(paths[narrow], models[wide], tokenizer, heads, force=True)
+        rows = Document.load(paths[narrow], models[narrow], tokenizer, heads).cache
+        for mine, theirs in zip(loaded.cache.bounded, rows.bounded, strict=True):
+            for name in ("keys", "values", "scores", "positions"):
+                assert torch.equal(mine.slots(name).double(), theirs.slots(name).double())
+            assert mine.keys.dtype == saved.DTYPES[wide]
+        assert str(loaded.ask(QUESTIONS[0], max_new_tokens=4)) is not None
+        for force in (False, True):
+            with pytest.raises(ValueError, match=f"dtype: {wide} in the file, {narrow} here$"):
+                Document.load(paths[wide], models[narrow], tokenizer, heads, force=force)
+
+
+def test_a_model_without_its_weights_is_refused(tmp_path):
+    document = read("llama", "h2o", text_of(), **SETTINGS)
+    document.save(tmp_path / "text.locret")
+    model = tiny_model("llama", vocab_size=400).double().to("meta")
+    with pytest.raises(ValueError, match="put off their device have no fingerprint: load the model without offload"):
+        Document.load(tmp_path / "text.locret", model, tiny_tokenizer())
+
+
+@pytest.mark.parametrize("kv_bits", [None, 4])
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp_path):
+    from locret_kit import attach
+
+    model = parts()[0]
+    ids = torch.randint(2, 400, (1, 300), generator=torch.Generator().manual_seed(0))
+    cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits)
+    with attach(model), torch.no_grad():
+        model(input_ids=ids[:, :280], past_key_values=cache)
+        saved.save(cache, tmp_path / "cache.locret")
+        loaded = saved.load(tmp_path / "cache.locret", model)
+        outs = [model(input_ids=ids[:, 280:], past_key_values=one).logits for one in (cache, loaded)]
+    assert torch.equal(*outs) and kept(cache) == kept(loaded)
