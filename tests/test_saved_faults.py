@@ -147,7 +147,8 @@ FREE = {  # what a file says by itself, so that any value of the kind fits
     r"document": lambda x: isinstance(x, dict),  # of a cache that is loaded without
     r"document\.names": lambda x: x == {},
     r"document\.chat": lambda x: x is True or x is False,
-    r"document\.open|document\.done": lambda x: True,
+    r"document\.(open|before)": lambda x: isinstance(x, str),
+    r"document\.done": lambda x: type(x) is int and x >= 0,
     r"counters\.(evictions|evicted_rows)": lambda x: type(x) is int and x >= 0,
     r"settings\.seed|layers\.\d+\.(evictions|since_eviction)": lambda x: x in (0, 1),
     r"settings\.seed": lambda x: x == 2**31 - 1 or x == 2**31,
