@@ -99,7 +99,8 @@ for _ in range(20):
 assert left, "none was killed in the middle"
 assert Document.load(path, model, tokenizer).title.endswith("x")
 document.save(path)
-assert [one.name for one in path.parent.iterdir()] == [path.name], "leftovers"
+names = [one.name for one in path.parent.iterdir()]
+assert names == [path.name], names
 """
 
 
