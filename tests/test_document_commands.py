@@ -319,3 +319,18 @@ def test_bad_input_is_one_line(use, book, words, status, said):
     assert (got, out) == (status, "") and err.count("\n") == 1, err
     assert err.startswith(f"locret-{words[0]}: ") and said in err, err
     assert not list(book.parent.glob(".*partial")) and not (book.parent / "x").exists()
+
+
+def test_ctrl_c_leaves_nothing_and_the_old_file_whole(use, book, monkeypatch):
+    """While the text is read, and while the file is written."""
+    before = book.read_bytes()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for where in ("locret_kit.documents.document.prefill", "safetensors.torch.save_file"):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, interrupted)
+            status, _, err = use("read", "long.txt", "-o", str(book), "--overwrite", "--ckpt", "heads", *RUN)
+            assert status == 130 and err.endswith("locret-read: stopped; nothing was written\n")
+        assert [path.name for path in book.parent.iterdir()] == [book.name] and book.read_bytes() == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,16 @@ from ..config.reader import read, refuse
 from ..settings import RunSettings
 from .command import command
 from .loading import Chosen, beyond_window, check_run, choose, idle_stabilizers, not_shown, open_document
-from .terminal import check_question, check_sampling, check_target, print_policies, progress, text_of, write_answer
+from .terminal import (
+    check_question,
+    check_sampling,
+    check_target,
+    print_policies,
+    progress,
+    text_of,
+    title_of,
+    write_answer,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,44 +67,42 @@ def run(args: InferOptions) -> int:
         said = {"answer": str(answer), "finish_reason": answer.finish_reason}
         found.append({**asked, **answer.report.to_dict(), **said})
     if args.report:
-        from ..files import write_beside
-        from ..runtime.provenance import provenance
+        from ..files import write_json
 
-        chosen, backend = ready.chosen, str(found[0]["backend"] or "")
-        origin = provenance(chosen.backbone, chosen.ckpt, ready.heads_hash, chosen.adapter, backend)
-        body = json.dumps({**origin, **(found[0] if len(found) == 1 else {"answers": found})}, indent=2) + "\n"
-        write_beside(Path(args.report).resolve(), lambda path: path.write_text(body))
+        answers = found[0] if len(found) == 1 else {"answers": found}
+        write_json(Path(args.report).resolve(), {**origin_of(ready.chosen, found[0]["backend"]), **answers})
     return 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ready:
-    """Everything is loaded: answers, each begun when it is asked for."""
+    """Everything is loaded."""
 
     chosen: Chosen
-    heads_hash: str
     model: PreTrainedModel
     answers: Iterator[Answer]
+    """Each is begun when it is asked for."""
     warnings: list[str | None]
+    """To be read when the first answer is begun."""
 
 
 def of_file(args: InferOptions, questions: Sequence[str | None], sampling: Sampling) -> Ready:
     """Answers about a text that was read before."""
     document, chosen = open_document(str(args.cache), args, args.ckpt, args.model, args.adapter, args.policy)
-    heads_hash = hash_of(chosen, args)
-    answers = ask(document, args, questions, sampling)
-    return Ready(chosen, heads_hash, document.model, answers, [*chosen.warnings])
+    return Ready(chosen, document.model, about(document, args, questions, sampling), [*chosen.warnings])
 
 
 def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampling, say: Say) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
     from ..backbones.load import load_tokenizer
+    from ..cache.bounded import BoundedCache
     from ..documents.document import Document
     from ..planning.memory import cap_gpu_memory
+    from ..runtime.session import Answer
+    from ..samples.chat import protected_spans
 
     cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    heads_hash = hash_of(chosen, args)
     check_run(args, chosen.config)
     say(f"backbone: {chosen.backbone}")
     text: Iterable[str] = text_of(args.file)
@@ -104,30 +110,35 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
         text = list(text)
     prompts = read_prompts(args, questions, load_tokenizer(chosen.backbone), text)
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    given = args.run
+    run = args.run
     if cap is not None:
-        given = replace(given, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
+        run = replace(run, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
     model, tokenizer = chosen.load(args)
     warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy)]
+    shown = None if args.quiet else progress
+
+    def alone(question: str | None, ids: array[int]) -> Answer:
+        cache = BoundedCache(run, chosen.policy, chosen.heads, prompt_length=len(ids))
+        cache.bind(model)
+        spans = protected_spans(tokenizer, ids, args.protect) if args.chat and question is not None else []
+        for span in spans:
+            cache.pin(*span)
+        warnings.append(not_shown(args.protect, spans))
+        return Answer(
+            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            graph=args.graph, progress=shown and shown(),
+        )  # fmt: skip
+
     if not (args.save_cache or (len(questions) > 1 and reads_once(args, chosen, tokenizer))):
-        answers = fresh(args, chosen, given, questions, prompts, (model, tokenizer), sampling, warnings)
-        return Ready(chosen, heads_hash, model, answers, warnings)
-    title = "" if args.file in (None, "-") else Path(str(args.file)).name
+        return Ready(chosen, model, map(alone, questions, prompts), warnings)
     document = Document.read(
-        model, tokenizer, text, given, chosen.policy, chosen.heads, chat=args.chat, title=title,
-        progress=None if args.quiet else progress(),
+        model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
+        progress=shown and shown(),
     )  # fmt: skip
     warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
     if args.save_cache:
         document.save(args.save_cache, names=chosen.names)
-    return Ready(chosen, heads_hash, model, ask(document, args, questions, sampling), warnings)
-
-
-def hash_of(chosen: Chosen, args: InferOptions) -> str:
-    """Hash of the heads' weights for the report, before they are cast."""
-    from ..runtime.provenance import weights_hash
-
-    return weights_hash(chosen.heads) if chosen.heads is not None and args.report else ""
+    return Ready(chosen, model, about(document, args, questions, sampling), warnings)
 
 
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -137,7 +148,7 @@ def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenize
     return tokenizer.is_fast and not by_length
 
 
-def ask(
+def about(
     document: Document, args: InferOptions, questions: Sequence[str | None], sampling: Sampling
 ) -> Iterator[Answer]:
     """Answers about a document."""
@@ -147,33 +158,14 @@ def ask(
         )
 
 
-def fresh(
-    args: InferOptions,
-    chosen: Chosen,
-    run: RunSettings,
-    questions: Sequence[str | None],
-    prompts: Sequence[array[int]],
-    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    sampling: Sampling,
-    warnings: list[str | None],
-) -> Iterator[Answer]:
-    """Answers that each begin with a cache of their own."""
-    from ..cache.bounded import BoundedCache
-    from ..runtime.session import Answer
-    from ..samples.chat import protected_spans
+def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
+    """Where a report comes from. The heads are read anew for their hash, since the run has cast them."""
+    from ..heads import RetainingHeads
+    from ..runtime.provenance import provenance, weights_hash
 
-    model, tokenizer = loaded
-    for question, ids in zip(questions, prompts, strict=True):
-        cache = BoundedCache(run, chosen.policy, chosen.heads, prompt_length=len(ids))
-        cache.bind(model)
-        spans = protected_spans(tokenizer, ids, args.protect) if args.chat and question is not None else []
-        for span in spans:
-            cache.pin(*span)
-        warnings.append(not_shown(args.protect, spans))
-        yield Answer(
-            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            graph=args.graph, progress=None if args.quiet else progress(),
-        )  # fmt: skip
+    heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
+    hashed = weights_hash(heads) if heads is not None else ""
+    return provenance(chosen.backbone, chosen.ckpt, hashed, chosen.adapter, str(backend or ""))
 
 
 def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: Say) -> int:

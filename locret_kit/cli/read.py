@@ -13,7 +13,7 @@ from ..config.reader import read, refuse
 from ..settings import RunSettings
 from .command import command
 from .loading import beyond_window, check_run, choose, idle_stabilizers, not_shown, open_document
-from .terminal import check_target, print_policies, progress, text_of
+from .terminal import check_target, print_policies, progress, text_of, title_of
 
 if TYPE_CHECKING:
     from ..documents.document import Document
@@ -58,10 +58,10 @@ def read_text(args: ReadOptions) -> Done:
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     check_run(args.run, chosen.config)
     model, tokenizer = chosen.load(args)
-    title = args.title or ("" if args.file in (None, "-") else Path(str(args.file)).name)
     began = time.perf_counter()
     document = Document.read(
-        model, tokenizer, text_of(args.file), args.run, chosen.policy, chosen.heads, chat=args.chat, title=title,
+        model, tokenizer, text_of(args.file), args.run, chosen.policy, chosen.heads, chat=args.chat,
+        title=args.title or title_of(args.file),
         progress=None if args.quiet else progress("read"),
     )  # fmt: skip
     seconds = time.perf_counter() - began

@@ -46,6 +46,11 @@ def text_of(file: str | None) -> Iterator[str]:
         raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
 
 
+def title_of(file: str | None) -> str:
+    """What a text is called: its file's name; '' from stdin."""
+    return "" if file in (None, "-") else Path(str(file)).name
+
+
 def check_target(path: Path, option: str, *, replace: bool = True) -> None:
     """Raise ValueError where no file can be put, before the text is read: minutes later would be too late. Nor may one be
     there, unless ``replace``."""
