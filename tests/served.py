@@ -31,8 +31,8 @@ def running_engine() -> Iterator[Engine]:
 
 
 @contextmanager
-def serving(engine: Engine) -> Iterator[str]:
-    """The address of a server; its engine goes on when it ends."""
+def serving(engine: Engine | None) -> Iterator[str]:
+    """The address of a server, which is still loading without an engine; an engine goes on when it ends."""
     server = Server(engine, "tiny", KEYS, ("h2o",), LIMITS)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html import unescape
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import BROWSER, BROWSERS
 from safetensors import safe_open
 from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -26,8 +26,6 @@ from locret_kit.cli import ask, infer, info, kept, read
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.kept import token_texts
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 RUN = ("--budget", "48", "--chunk", "32", "--stabilizers", "8", "--local-len", "8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import BROWSER, BROWSERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
@@ -21,8 +21,6 @@ from locret_kit.evals.engine.rows import Row
 from locret_kit.evals.report import page
 from locret_kit.runtime import kept
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 TEXT = "The harbour was quiet, naïve \U0001f600 boats came in. The pass key is 12345. "
 EVIL = "</script><img src=x onerror=alert(1)>"
 TOKENIZER = tiny_tokenizer()

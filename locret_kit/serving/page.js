@@ -145,7 +145,17 @@ const choose = (id) => {
 };
 
 // Follow a document until it is read.
+const followed = new Set();
 const follow = async (id) => {
+  if (followed.has(id)) return;
+  followed.add(id);
+  try {
+    await untilRead(id);
+  } finally {
+    followed.delete(id);
+  }
+};
+const untilRead = async (id) => {
   while (documents.get(id)?.status === "reading") {
     await sleep(POLL);
     try {
@@ -257,7 +267,7 @@ const ask = async (question) => {
   const history = turns(), turn = { role: "assistant", content: "" };
   const messages = [...history.filter((one) => !one.error), { role: "user", content: question }].map(({ role, content }) => ({ role, content }));
   const body = { messages, stream: true, stream_options: { include_usage: true }, temperature: Number($("temperature").value) };
-  if ($("most").value) body.max_tokens = Number($("most").value);
+  if ($("max").value) body.max_tokens = Number($("max").value);
   if (chosen) body.document_id = chosen;
   const mine = { role: "user", content: question };
   history.push(mine, turn);
@@ -283,7 +293,7 @@ const ask = async (question) => {
       text.textContent = turn.content;
       if (low) $("log").scrollTop = $("log").scrollHeight;
     }
-    turn.figures = figures(usage, since(), first ?? since()) + (reason === "length" ? " \u00b7 cut off at the most tokens" : "");
+    turn.figures = figures(usage, since(), first ?? since()) + (reason === "length" ? " \u00b7 cut off by its limit" : "");
   } catch (error) {
     if (error.name === "AbortError") turn.figures = "stopped";
     else turn.error = error.message;
@@ -302,10 +312,12 @@ const ask = async (question) => {
 };
 
 const working = (control) => {
+  const focused = [$("stop"), $("send")].includes(document.activeElement); // one hides, the focus moves on
   running = control;
   $("stop").hidden = !control;
   $("send").hidden = Boolean(control);
   $("log").setAttribute("aria-busy", String(Boolean(control)));
+  if (focused) $(control ? "stop" : "question").focus();
   if (control) $("status").textContent = "Waiting for the answer.";
 };
 
@@ -355,8 +367,8 @@ const showKept = async (id, from) => {
     ? `${number(held)} of ${number(seen)} tokens are held by at least one of ${number(heads)} heads` + (total > seen ? `; the last ${number(total - seen)} are read with each question.` : ".")
     : "The text is short: all of it is read with each question.";
   $("place").textContent = `tokens ${number(start + 1)} to ${number(end)} of ${number(total)}`;
-  $("back").disabled = start === 0;
-  $("on").disabled = end >= total;
+  $("previous").disabled = start === 0;
+  $("next").disabled = end >= total;
   const spans = [];
   for (let at = 0; at < texts.length;) {
     let to = at + 1;
@@ -377,8 +389,8 @@ const showKept = async (id, from) => {
   if (!$("kept").open) $("kept").showModal();
 };
 const turnTo = (from) => attempt(() => showKept(shown.id, Math.max(0, from)));
-$("back").addEventListener("click", () => turnTo(shown.start - PAGE));
-$("on").addEventListener("click", () => turnTo(shown.start + PAGE));
+$("previous").addEventListener("click", () => turnTo(shown.start - PAGE));
+$("next").addEventListener("click", () => turnTo(shown.start + PAGE));
 $("kept-close").addEventListener("click", () => $("kept").close());
 $("map").addEventListener("click", (event) => {
   const area = $("map").getBoundingClientRect(), part = (event.clientX - area.left) / area.width;
@@ -392,9 +404,8 @@ const refresh = async () => {
   const { data } = await (await call("/v1/documents")).json();
   for (const id of [...documents.keys()]) if (id && !data.some((one) => one.id === id)) forget(id);
   for (const one of data) {
-    const known = documents.get(one.id)?.status === "reading";
     keep(one);
-    if (!known) void follow(one.id);
+    void follow(one.id);
   }
 };
 
