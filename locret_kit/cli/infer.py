@@ -25,7 +25,7 @@ from .terminal import (
     text_of,
     title_of,
     write_answer,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
