@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,12 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_toolkit.utils import get_cwidth
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from tmux import Tmux
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import Chat, Document
 from locret_kit.cli.chat import main
+from locret_kit.cli.screen import Lines
 from locret_kit.cli.talk import COMMANDS, Talk
 from locret_kit.settings import RunSettings
 
@@ -197,6 +202,18 @@ def test_help_loads_no_torch():
     code = "import sys; from locret_kit.cli.chat import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **HERE}, capture_output=True, text=True)
     assert done.returncode == 0 and "--history-file" in done.stdout
+
+
+@given(st.lists(st.text("ab é漢\n", max_size=6)), st.integers(2, 12))
+def test_lines_break_between_words(pieces, columns):
+    text, lines = "".join(pieces), Lines(columns)
+    shown = "".join(map(lines.feed, pieces)) + lines.end()
+    words = re.sub("漢", " 漢 ", text).split()
+    assert re.sub("漢", " 漢 ", shown).split() == words
+    widest = max(columns, *map(get_cwidth, words), 0)
+    assert all(get_cwidth(line) <= widest for line in shown.split("\n"))
+    if all(get_cwidth(line) <= columns for line in text.split("\n")):  # nothing is broken that fits
+        assert shown == text + "\n" * bool(text and not text.endswith("\n"))
 
 
 # ---- a terminal ------------------------------------------------------------------------------------------------------

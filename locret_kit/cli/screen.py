@@ -23,6 +23,7 @@ from .terminal import progress, to_stdout
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer
     from prompt_toolkit.key_binding import KeyBindings
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -33,6 +34,51 @@ TWICE_S = 1.0
 
 class Stopped(Exception):
     """Ctrl-C, between two pieces of work."""
+
+
+class Lines:
+    """A text that comes in pieces, broken between words where a line would be longer than ``columns``; None breaks none."""
+
+    def __init__(self, columns: int | None) -> None:
+        self._columns, self._column, self._word = columns, 0, ""
+
+    def feed(self, piece: str) -> str:
+        """What may be shown after a piece: all but the word at its end."""
+        if self._columns is None:
+            self._column = 0 if piece.endswith("\n") else self._column + len(piece)
+            return piece
+        from prompt_toolkit.utils import get_cwidth
+
+        shown = ""
+        for character in piece:
+            width = get_cwidth(character)
+            if not character.isspace() and width < 2:  # wide ones, as in Chinese, are words of their own
+                self._word += character
+                continue
+            shown += self._flush()
+            if character == "\n":
+                self._column = 0
+            elif self._column + width > self._columns:
+                if character.isspace():
+                    continue
+                shown, self._column = shown + "\n", width
+            else:
+                self._column += width
+            shown += character
+        return shown
+
+    def _flush(self) -> str:
+        """The word, on a line of its own where it does not fit."""
+        from prompt_toolkit.utils import get_cwidth
+
+        word, self._word, width = self._word, "", get_cwidth(self._word)
+        breaks = self._column and self._columns is not None and self._column + width > self._columns
+        self._column = width if breaks else self._column + width
+        return "\n" * bool(breaks) + word
+
+    def end(self) -> str:
+        """The last word, and the end of a line that has begun."""
+        return (self._flush() if self._word else "") + "\n" * bool(self._column)
 
 
 class Pipes:
@@ -79,16 +125,14 @@ class Pipes:
 
     def stream(self, pieces: Generator[str, None, None]) -> None:
         """Write an answer while it comes, and end its line."""
-        last = "\n"
+        lines = Lines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
         try:
             with closing(pieces):
-                for piece in map(self.shown, pieces):
-                    to_stdout(piece)
-                    last = piece[-1:] or last
+                for piece in pieces:
+                    to_stdout(lines.feed(self.shown(piece)))
                     self.check()
         finally:
-            if last != "\n":
-                to_stdout("\n")
+            to_stdout(lines.end())
 
     def page(self, text: str) -> None:
         """Show a text that may be long."""
@@ -198,10 +242,11 @@ class Terminal(Pipes):
             self._progressing = False
 
     def _press(self, *_: object) -> None:
-        """A second Ctrl-C does not wait."""
+        """Show that Ctrl-C was seen: a piece of work may take seconds. A second one does not wait for it."""
         if self._pressed:
             raise KeyboardInterrupt
         self._pressed = True
+        os.write(2, b" ^C")  # no stream: one may be in the middle of writing
 
     def page(self, text: str) -> None:
         pager = shlex.split(os.environ.get("PAGER") or "less")
@@ -220,18 +265,18 @@ class Terminal(Pipes):
 
     def complain(self, text: str) -> None:
         self._erase()
-        super().complain(text)
-        self.status = 0
+        lines = Lines(shutil.get_terminal_size().columns)
+        print(lines.feed(text.translate(CONTROLS)) + lines.end(), end="", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        self._erase()
         begin, end = (DIM, PLAIN) if self.colored(sys.stderr) else ("", "")
-        print(f"{begin}{text.translate(CONTROLS)}{end}", file=sys.stderr, flush=True)
+        print(begin, end="", file=sys.stderr)
+        self.complain(text)
+        print(end, end="", file=sys.stderr, flush=True)
 
 
 def _session(completions: dict[str, bool], history_file: str | None) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import NestedCompleter, PathCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.output import create_output
 
@@ -239,13 +284,28 @@ def _session(completions: dict[str, bool], history_file: str | None) -> PromptSe
         path = Path(history_file).expanduser()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # what is said there is its owner's
         history_file = str(path)
-    path_of = PathCompleter(expanduser=True)
     return PromptSession(
         history=InMemoryHistory() if history_file is None else FileHistory(history_file),
         multiline=True, key_bindings=_keys(), complete_while_typing=False, enable_suspend=True,
-        completer=NestedCompleter({word: path_of if path else None for word, path in completions.items()}),
+        completer=_completer(completions),
         output=create_output(always_prefer_tty=True), reserve_space_for_menu=4,
     )  # fmt: skip
+
+
+def _completer(completions: dict[str, bool]) -> Completer:
+    """Commands, and paths after some of them."""
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
+    class Commands(Completer):
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+            name, blank, path = document.text_before_cursor.partition(" ")
+            if completions.get(name) and blank:
+                yield from PathCompleter(expanduser=True).get_completions(Document(path), complete_event)
+            elif name.startswith("/") and not blank:
+                yield from (Completion(word, -len(name)) for word in completions if word.startswith(name))
+
+    return Commands()
 
 
 def _keys() -> KeyBindings:

@@ -111,7 +111,7 @@ class Talk:
         words = words.strip()
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
-            raise ValueError(f"unknown command '/{name}'.{near} /help lists them; // begins a message with /")
+            raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
         if words and not COMMANDS[name][0]:
             raise ValueError(f"/{name} takes no words, not {words!r}")
         if name == "quit":
