@@ -91,7 +91,7 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
         done, total, said = tab.wait(
             f"0 < {bar}?.value && {bar}.value < {bar}.max && [{bar}.value, {bar}.max, {says}.textContent]"
         )
-        assert said == f"reading: {done} of {total} tokens"
+        assert said == f"reading: {done:,} of {total:,} tokens"
     tab.wait("document.querySelector('#title').textContent.includes('.txt')")
     [document] = httpx.get(f"{url}/v1/documents", headers=BEARER).json()["data"]
     assert tab.text("#title") == path.name and f"{document['total_tokens']:,} tokens" in tab.text(
@@ -106,12 +106,12 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     said, usage = alone["choices"][0]["message"]["content"], alone["usage"]
     assert tab.text(".turn.assistant p") == said and len(said) > 3
     for words in (
-        f"{usage['prompt_tokens']} tokens in",
+        f"{usage['prompt_tokens']:,} tokens in",
         f"{usage['completion_tokens']} out",
         f"{usage['locret']['kept_rows']} rows kept",
     ):
         assert words in figures
-    assert f"({usage['prompt_tokens_details']['cached_tokens']} cached)" in figures
+    assert f"({usage['prompt_tokens_details']['cached_tokens']:,} cached)" in figures
 
     ask(tab, f"And {EVIL}?")
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And {EVIL}?"}]
