@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,16 @@ from ..config.infer import INFER, InferOptions
 from ..config.reader import read, refuse
 from ..settings import RunSettings
 from .command import command
-from .loading import Chosen, beyond_window, check_run, choose, idle_stabilizers, not_shown, open_document
+from .loading import (
+    Chosen,
+    beyond_window,
+    check_run,
+    choose,
+    idle_stabilizers,
+    not_shown,
+    open_document,
+    prompt_ids,
+)
 from .terminal import (
     check_question,
     check_sampling,
@@ -95,11 +103,9 @@ def of_file(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
 def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampling, say: Say) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
     from ..backbones.load import load_tokenizer
-    from ..cache.bounded import BoundedCache
     from ..documents.document import Document
     from ..planning.memory import cap_gpu_memory
     from ..runtime.session import Answer
-    from ..samples.chat import protected_spans
 
     cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
@@ -108,7 +114,8 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     text: Iterable[str] = text_of(args.file)
     if len(questions) > 1 or args.save_cache:
         text = list(text)
-    prompts = read_prompts(args, questions, load_tokenizer(chosen.backbone), text)
+    tokenizer = load_tokenizer(chosen.backbone)
+    prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     run = args.run
     if cap is not None:
@@ -118,12 +125,8 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     shown = None if args.quiet else progress
 
     def alone(question: str | None, ids: array[int]) -> Answer:
-        cache = BoundedCache(run, chosen.policy, chosen.heads, prompt_length=len(ids))
-        cache.bind(model)
-        spans = protected_spans(tokenizer, ids, args.protect) if args.chat and question is not None else []
-        for span in spans:
-            cache.pin(*span)
-        warnings.append(not_shown(args.protect, spans))
+        cache, warning = chosen.cache(run, model, tokenizer, ids, asked=args.chat and question is not None)
+        warnings.append(warning)
         return Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
             graph=args.graph, progress=shown and shown(),
@@ -208,23 +211,6 @@ def questions_of(args: InferOptions) -> list[str | None]:
     return [*questions] or [None]
 
 
-def read_prompts(
-    args: InferOptions, questions: Sequence[str | None], tokenizer: PreTrainedTokenizerBase, text: Iterable[str]
-) -> list[array[int]]:
-    """Token ids of the text with each question around it; of one question as the text is read."""
-    from ..runtime.tokens import stream_ids
-    from ..samples.chat import has_template, render_prompt
-
-    prompts = []
-    for question in questions:
-        if question is None:
-            return [stream_ids(tokenizer, text, special=True)]
-        before, after = render_prompt(tokenizer, "", question, chat=args.chat)
-        special = not (args.chat and has_template(tokenizer))
-        prompts.append(stream_ids(tokenizer, chain([before], text, [after]), special=special))
-    return prompts
-
-
 @command("locret-infer", also=(RuntimeError,), usage=2)
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
@@ -232,7 +218,14 @@ def main(argv: list[str] | None = None) -> int:
     if args is None:
         return 0
     args.load_plugin()
-    return print_policies() if args.list_policies else run(args)
+    if args.list_policies:
+        return print_policies()
+    if args.batch:
+        from .infer_batch import run as run_batch
+
+        return run_batch(args)
+    refuse(args, ("out", "batch_size"), "without --batch")
+    return run(args)
 
 
 if __name__ == "__main__":

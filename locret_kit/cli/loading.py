@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -66,6 +68,30 @@ class Chosen:
             self.heads.check_backbone(spec_of(text_config(model)))
         return model, tokenizer
 
+    def cache(
+        self,
+        run: RunSettings,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        ids: Sequence[int],
+        *,
+        asked: bool,
+    ) -> tuple[BoundedCache, str | None]:
+        """A new cache for a prompt, and a warning where ``protect`` finds nothing in it.
+
+        Args:
+            asked: whether the prompt is a user's one message in the chat template.
+        """
+        from ..cache.bounded import BoundedCache
+        from ..samples.chat import protected_spans
+
+        cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
+        cache.bind(model)
+        spans = protected_spans(tokenizer, ids, run.protect) if asked else []
+        for span in spans:
+            cache.pin(*span)
+        return cache, not_shown(run.protect, spans)
+
 
 def choose(
     ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | None = None
@@ -96,6 +122,19 @@ def choose(
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
     other = other_backbone(config.backbone, name) if config else None
     return Chosen(name, heads, chosen, adapter, tuple(line for line in (warning, other) if line), ckpt)
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, text: Iterable[str], question: str | None, *, chat: bool
+) -> array[int]:
+    """Token ids of a text as it is, or with a question after it."""
+    from ..runtime.tokens import stream_ids
+    from ..samples.chat import has_template, render_prompt
+
+    if question is None:
+        return stream_ids(tokenizer, text, special=True)
+    before, after = render_prompt(tokenizer, "", question, chat=chat)
+    return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
 
 
 def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:

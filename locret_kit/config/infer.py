@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from ..settings import RunSettings
+from ..validation import Says, check
 from .machine import Backbone, Bytes, Machine
 from .reader import Command, Each
 
@@ -17,7 +18,11 @@ Answer from a long text in a fixed key/value budget.
 
   locret-infer long.txt --ckpt checkpoints/smollm2-135m-locret --budget 1024 --question "What is the pass key?"
   locret-infer --ckpt user/heads --budget 0.1 --question "Who?" --question "When?" < long.txt
-  locret-infer book.txt --model checkpoints/SmolLM2-135M-Instruct --policy 'h2o(window=0.25)' --budget 512"""
+  locret-infer book.txt --model checkpoints/SmolLM2-135M-Instruct --policy 'h2o(window=0.25)' --budget 512
+  locret-infer --batch prompts.jsonl -o answers.jsonl --ckpt checkpoints/smollm2-135m-locret"""
+
+Name = str | int
+"""What a line of a batch is called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,21 @@ class Text:
     """A new file for the text as it was read, for locret-ask; as locret-read writes it."""
     cache: str | None = None
     """A file of locret-read, instead of the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Many:
+    """Many prompts at once."""
+
+    batch: str | None = None
+    """Prompts, a JSON object per line: `prompt` (continued as it is), `text` and `question`, or `messages` (`role` and
+    `content`); if wanted `id` (default: the line's number), `seed`, `max_new_tokens`, `temperature`, `top_k`, `top_p`,
+    `repetition_penalty`. Each answer is what this prompt alone would get."""
+    out: str | None = None
+    """The file of --batch for answers, a JSON object per prompt, in the order in which they end; -o is the same. A prompt whose
+    id has an answer there is not run again, one with an error is. The exit status is 1 where a prompt has an error."""
+    batch_size: Annotated[int, Ge(1)] = 16
+    """Prompts of --batch at once, at most; each holds a cache of its own, of budget + chunk rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +90,34 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOptions(Text, Backbone, Generation, Output, RunSettings, Machine):
+class InferOptions(Text, Many, Backbone, Generation, Output, RunSettings, Machine):
     """Options of ``locret-infer``."""
 
 
-INFER = Command("locret-infer", InferOptions, USAGE, positional=("file",))
+@dataclass(frozen=True, kw_only=True)
+class Prompt(Generation):
+    """A line of ``--batch``.
+
+    Raises:
+        ValueError: a field of a wrong type or out of bounds, or not one way to write a prompt.
+    """
+
+    id: Annotated[Name | None, Says("a text or an integer")] = None
+    prompt: str | None = None
+    text: str | None = None
+    question: str | None = None
+    messages: Annotated[list[dict[str, str]] | None, Says('a list of {"role": ..., "content": ...}, both texts')] = None
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+        asked = self.question if self.text is None else self.text
+        forms = {"prompt": self.prompt, "text and question": asked, "messages": self.messages}
+        given = [form for form, value in forms.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of: {', '.join(forms)}; found {' and '.join(given) or 'none'}")
+        if (self.text is None) != (self.question is None):
+            raise ValueError("text and question go together; a text that is to be continued is a prompt")
+
+
+INFER = Command("locret-infer", InferOptions, USAGE, positional=("file",), short={"-o": "--out"})

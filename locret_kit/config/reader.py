@@ -281,7 +281,8 @@ def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
     for name in names:
         if (value := getattr(options, name)) != known[name].default:
             flag = name.replace("_", "-")
-            words = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
+            shown = value[0] if isinstance(value, list) else value
+            words = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {shown}"
             raise ValueError(f"{words} has no effect {why}")
 
 

@@ -1,0 +1,214 @@
+"""``locret-infer --batch``: a file of prompts becomes a file of answers. The oracle is the command for one prompt."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_tokenizer import TEXT, save_tiny_backbone
+from transformers import AutoModelForCausalLM
+
+from locret_kit.backbones.families import spec_of
+from locret_kit.cli.infer import main
+from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.runtime import batch
+
+BASE = ("--dtype", "float32", "--budget", "40", "--chunk", "16", "--max-new-tokens", "5")
+WORDS = TEXT.split()
+LINES = [
+    {"id": "plain", "prompt": " ".join(WORDS * 2)},
+    {"id": "asked", "text": " ".join(WORDS[7:40]), "question": "What is the key?", "max_new_tokens": 3},
+    {"text": " ".join(WORDS[:30]), "question": "Who?", "temperature": 0.9, "top_p": 0.8, "seed": 3},
+    {"id": 9, "prompt": "The", "temperature": 1.5, "seed": 4},
+]
+SINGLES = [
+    (LINES[0]["prompt"],),
+    (LINES[1]["text"], "--question", "What is the key?", "max_new_tokens=3"),
+    (LINES[2]["text"], "--question", "Who?", "--temperature", "0.9", "--top-p", "0.8", "--seed", "3"),
+    (LINES[3]["prompt"], "--temperature", "1.5", "--seed", "4"),
+]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("batch")
+    backbone = save_tiny_backbone(folder / "backbone")
+    torch.manual_seed(1)
+    spec = spec_of(AutoModelForCausalLM.from_pretrained(backbone).config)
+    RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 16)).save_pretrained(str(folder / "heads"))
+    return str(folder / "heads")
+
+
+class Files:
+    """The two files, and the command between them."""
+
+    def __init__(self, folder: Path, heads: str) -> None:
+        self.prompts, self.answers, self.heads = folder / "prompts.jsonl", folder / "answers.jsonl", heads
+
+    def write(self, *lines: object) -> None:
+        self.prompts.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+
+    def run(self, *more: str) -> int:
+        return main(
+            ["--batch", str(self.prompts), "-o", str(self.answers), "--ckpt", self.heads, *BASE, "--quiet", *more]
+        )
+
+    def read(self) -> dict[object, dict]:
+        found = [json.loads(line) for line in self.answers.read_text().splitlines()]
+        assert len({str(line["id"]) for line in found}) == len(found)
+        return {line["id"]: line for line in found}
+
+
+@pytest.fixture
+def files(tmp_path, heads) -> Files:
+    return Files(tmp_path, heads)
+
+
+@pytest.fixture(scope="module")
+def singles(heads, tmp_path_factory) -> list[dict]:
+    """Reports of the command for each prompt alone."""
+    report = tmp_path_factory.mktemp("single") / "report.json"
+    found = []
+    for text, *options in SINGLES:
+        asked = dict(option.split("=") for option in options if "=" in option)
+        sizes = ["--max-new-tokens", asked["max_new_tokens"]] if asked else list(BASE[-2:])
+        words = ["--ckpt", heads, *BASE[:-2], *sizes, *(o for o in options if "=" not in o), "--report", str(report)]
+        before = sys.stdin
+        sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
+        try:
+            assert main([*words, "--quiet"]) == 0
+        finally:
+            sys.stdin = before
+        found.append(json.loads(report.read_text()))
+    return found
+
+
+@pytest.mark.parametrize("size", ["1", "3"])
+def test_answers_are_those_of_the_command_for_one(files, singles, size):
+    files.write(*LINES)
+    assert files.run("--batch-size", size) == 0
+    answers = files.read()
+    assert list(answers) == ["plain", "asked", 3, 9] if size == "1" else set(answers) == {"plain", "asked", 3, 9}
+    for name, single in zip(("plain", "asked", 3, 9), singles, strict=True):
+        line = answers[name]
+        for field in ("answer", "finish_reason", "prompt_tokens", "new_tokens"):
+            assert line[field] == single[field], (name, field)
+        assert line["first_token_s"] > 0
+    assert max(answer["prompt_tokens"] for answer in answers.values()) > 56  # so that rows were evicted
+
+
+def test_messages_go_through_the_template(files):
+    content = f"{LINES[1]['text']}\n\n{LINES[1]['question']}"
+    files.write(LINES[1], {"messages": [{"role": "user", "content": content}], "max_new_tokens": 3})
+    assert files.run() == 0
+    answers = files.read()
+    assert answers[2]["answer"] == answers["asked"]["answer"]
+    assert answers[2]["prompt_tokens"] == answers["asked"]["prompt_tokens"]
+
+
+def test_a_wrong_line_is_an_error_of_its_own(files, capsys):
+    wrong = {
+        "{": "line 1 is not JSON",
+        "[1]": 'a prompt must be an object, such as {"prompt": "..."}',
+        '{"prompt": "a", "max_tokens": 3}': "Did you mean 'max_new_tokens'?",
+        '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
+        '{"prompt": "a", "text": "b", "question": "c"}': "give one of: prompt, text and question, messages; found",
+        '{"id": 1.5, "prompt": "a"}': "id=1.5 must be a text or an integer",
+        '{"text": "b"}': "text and question go together",
+        '{"text": "b", "question": " "}': "the question is empty",
+        '{"messages": [{"role": "user", "content": 3}]}': "must be a list of",
+        '{"messages": [{"role": "user", "text": "a"}]}': "a message has role and content, not role, text",
+        '{"messages": []}': "messages must end with one that is to be answered",
+        '{"prompt": ""}': "the prompt holds no tokens",
+        '{"prompt": "a", "top_p": 0.5}': "top_p has no effect at temperature 0",
+        '{"prompt": "a", "temperature": 0.5, "top_p": 2}': "top_p=2.0 must be above 0 and at most 1",
+        '{"prompt": "\\ud800"}': "half of a character",
+    }
+    files.write(*wrong, LINES[0])
+    assert files.run() == 1
+    answers = files.read()
+    for number, words in enumerate(wrong.values(), 1):
+        assert words in answers[number]["error"] and "answer" not in answers[number], answers[number]
+    assert answers["plain"]["answer"]
+    assert f"{len(wrong)} of {len(wrong) + 1} prompts have an error" in capsys.readouterr().err
+
+
+def test_a_budget_that_a_prompt_cannot_have_is_its_error_alone(files):
+    files.write({"id": "short", "prompt": "The"}, LINES[0])
+    base = [word for word in BASE if word not in ("--budget", "40")]
+    words = ["--batch", str(files.prompts), "-o", str(files.answers), "--ckpt", files.heads, *base, "--quiet"]
+    assert main([*words, "--budget", "0.5", "--stabilizers", "4", "--local-len", "1"]) == 1
+    answers = files.read()
+    assert "must be below budget" in answers["short"]["error"] and answers["plain"]["answer"]
+
+
+def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
+    files.write(*LINES, {"id": "wrong", "prompt": ""})
+    assert files.run() == 1
+    whole = files.answers.read_text().splitlines(keepends=True)
+    expected = files.read()
+    kept = [line for line in whole if '"plain"' in line or '"wrong"' in line]
+    files.answers.write_text("".join(kept) + whole[-1][:20])
+    started = []
+    add = batch.Batch.add
+    monkeypatch.setattr(batch.Batch, "add", lambda self, request: (started.append(request.name), add(self, request))[1])
+    assert files.run() == 1
+    assert set(started) == {"asked", 3, 9}
+    found = files.read()
+    for line in (*expected.values(), *found.values()):
+        line.pop("first_token_s", None)
+    assert found == expected
+    files.write(*LINES)
+    started.clear()
+    assert files.run() == 0 and not started  # all that is left has an answer, and no model is loaded
+    assert "has an answer for each of the 4 prompts" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_is_there(files, monkeypatch):
+    files.write(*LINES)
+    step = batch.Batch.step
+
+    def interrupted(self):
+        if files.answers.read_text():
+            raise KeyboardInterrupt
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch.Batch, "step", interrupted)
+        assert files.run("--batch-size", "1") == 130
+    assert list(files.read()) == ["plain"]
+    assert files.run("--batch-size", "1") == 0
+    assert list(files.read()) == ["plain", "asked", 3, 9]
+
+
+def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("locret_kit.cli.infer_batch.choose", None)
+
+    def says(words: str, *more: str, given: list[str] | None = None) -> None:
+        assert main(given or ["--batch", str(files.prompts), "-o", str(files.answers), *more]) == 1
+        captured = capsys.readouterr().err
+        assert words in captured and captured.count("\n") == 1, captured
+
+    says("prompts.jsonl' cannot be read: No such file or directory")
+    files.write()
+    says("holds no prompts")
+    files.write(LINES[0], LINES[0])
+    says('id "plain" is there twice')
+    files.write({"id": 2, "prompt": "a"}, {"prompt": "b"})
+    says("id 2 is there twice (a prompt without one has its line's number)")
+    files.write(LINES[0])
+    says("--batch needs a file for the answers", given=["--batch", str(files.prompts)])
+    says("is the file of the prompts", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/./prompts.jsonl"])
+    says("its folder is missing", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/no/answers.jsonl"])
+    says("--question Who? has no effect with --batch", "--question", "Who?")
+    says("temperature=1e-05 must be 0 (greedy)", "--temperature", "0.00001")
+    says("--batch-size 2 has no effect without --batch", given=["text.txt", "--batch-size", "2"])
+    files.answers.write_text("my diary\n")
+    says("answers.jsonl': line 1 is not JSON")
+    files.answers.write_text('{"id": 1, "prompt": "a"}\n')
+    says("line 1 is no answer of a batch")
+    assert files.answers.read_text() == '{"id": 1, "prompt": "a"}\n'
