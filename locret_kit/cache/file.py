@@ -37,7 +37,7 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         OSError: it cannot be written; the file that was there is whole. ValueError: the record is too large for a header.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     record = {"version": VERSION, **record}
     body = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -46,7 +46,10 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
     size = len(json.dumps(text, ensure_ascii=False).encode()) + 200 * len(body)  # 200: name, dtype, shape and place
     if size > LARGEST:
         raise ValueError(f"cannot write {path}: its header would take {size} bytes, of at most {LARGEST}")
-    write_beside(path, lambda beside: save_file(body, beside, metadata={RECORD: text}))
+    data = save(
+        body, metadata={RECORD: text}
+    )  # its save_file has a temporary file of its own, which a kill would leave
+    write_beside(path, lambda beside: beside.write_bytes(data))
 
 
 def read_record(path: Path) -> Record:

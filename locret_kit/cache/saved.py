@@ -139,6 +139,10 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
     """The record and the tensors of a cache, in logical order. Raises ValueError as ``save``."""
     cache.refuse_interrupted()
     ctx = cache.context
+    if ctx.policy.keeps_everything and ctx.settings.kv_bits is not None and cache.schedule.prompt_length is None:
+        raise ValueError(
+            f"policy={cache.policy.name!r} in {ctx.settings.kv_bits} bits is saved with a prompt_length= alone"
+        )
     try:
         parts = parts_of(cache.policy)
     except KeyError as error:
