@@ -12,13 +12,17 @@ _EXPORTS = {
     "HeadsConfig": ".heads",
     "RetainingHeads": ".heads",
     "attach": ".backbones.intercept",
+    "load_cache": ".cache.saved",
     "publish": ".card",
+    "save_cache": ".cache.saved",
 }
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from .backbones.intercept import attach as attach
     from .cache.bounded import BoundedCache as BoundedCache
+    from .cache.saved import load_cache as load_cache
+    from .cache.saved import save_cache as save_cache
     from .card import publish as publish
     from .documents.chat import Chat as Chat
     from .documents.document import Document as Document

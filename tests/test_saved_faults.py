@@ -61,7 +61,7 @@ def base(name: str) -> bytes:
         if text is None:
             answer = document.ask("Who came in?", max_new_tokens=3)
             assert str(answer) and answer.cache.reread_positions
-            saved.save(answer.cache, path)
+            saved.save_cache(answer.cache, path)
         else:
             document.save(path, text=text, names={"model": "tiny"})
         return path.read_bytes()
@@ -72,7 +72,7 @@ def load(name: str, path: Path) -> Document | BoundedCache:
     model, tokenizer, heads = parts(family)
     needed = heads if parse_policy(policy).needs_heads else None
     if text is None:
-        return saved.load(path, model, needed)
+        return saved.load_cache(path, model, needed)
     return Document.load(path, model, tokenizer, needed)
 
 

@@ -209,9 +209,9 @@ def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp
         model(input_ids=ids[:, :280], past_key_values=cache)
         if policy == "full" and kv_bits:
             with pytest.raises(ValueError, match="policy='full' in 4 bits is saved with a prompt_length= alone"):
-                saved.save(cache, tmp_path / "cache.locret")
+                saved.save_cache(cache, tmp_path / "cache.locret")
             return
-        saved.save(cache, tmp_path / "cache.locret")
-        loaded = saved.load(tmp_path / "cache.locret", model)
+        saved.save_cache(cache, tmp_path / "cache.locret")
+        loaded = saved.load_cache(tmp_path / "cache.locret", model)
         outs = [model(input_ids=ids[:, 280:], past_key_values=one).logits for one in (cache, loaded)]
     assert torch.equal(*outs) and kept(cache) == kept(loaded)

@@ -119,7 +119,7 @@ class Saved:
             return replace(made(Resolved, self.settings, whole=True), backend=None)
 
 
-def save(
+def save_cache(
     cache: BoundedCache, path: str | Path, document: Record | None = None, more: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write a cache to ``path``.
@@ -136,7 +136,7 @@ def save(
 
 
 def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
-    """The record and the tensors of a cache, in logical order. Raises ValueError as ``save``."""
+    """The record and the tensors of a cache, in logical order. Raises ValueError as ``save_cache``."""
     cache.refuse_interrupted()
     ctx = cache.context
     if ctx.policy.keeps_everything and ctx.settings.kv_bits is not None and cache.schedule.prompt_length is None:
@@ -201,7 +201,7 @@ def rotations(ctx: Context) -> list[dict[str, object]] | None:
     ]
 
 
-def load(
+def load_cache(
     path: str | Path,
     model: Any,
     heads: RetainingHeads | None = None,
@@ -209,7 +209,7 @@ def load(
     *,
     force: bool = False,
 ) -> BoundedCache:
-    """The cache that ``save`` wrote, on the device of ``model``, with the backend chosen anew.
+    """The cache that ``save_cache`` wrote, on the device of ``model``, with the backend chosen anew.
 
     Args:
         heads: those that the cache was made with, where its policy scores with retaining heads.
@@ -234,7 +234,7 @@ def restore(
     where: str,
     force: bool = False,
 ) -> BoundedCache:
-    """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load``."""
+    """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load_cache``."""
     with blaming(where, ValueError):
         cache = BoundedCache(
             saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length

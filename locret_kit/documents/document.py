@@ -23,7 +23,7 @@ from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from ..cache.file import Record, read, read_record
 from ..cache.fork import CannotFork
-from ..cache.saved import Saved, restore, save
+from ..cache.saved import Saved, restore, save_cache
 from ..naming import blaming
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.tokens import IdStream
@@ -333,7 +333,7 @@ class Document:
             tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
-        save(document.cache, path, asdict(record), more)
+        save_cache(document.cache, path, asdict(record), more)
 
     def _without_text(self) -> Document:
         """The same document with every token read and no ids."""
@@ -372,7 +372,7 @@ class Document:
         """The document in a file.
 
         Args:
-            heads: those that the document was read with. policy, force: as in ``cache.saved.load``.
+            heads: those that the document was read with. policy, force: as in ``load_cache``.
 
         Raises:
             OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
@@ -416,7 +416,7 @@ def _stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
     saved = Saved.of(record, path)
     with blaming(str(path), ValueError):
         if saved.document is None:
-            raise ValueError("it holds a cache without a document: BoundedCache.load reads it")
+            raise ValueError("it holds a cache without a document: load_cache reads it")
         with blaming("document", ValueError):
             return saved, made(TextRecord, saved.document, "field", whole=True)
 
