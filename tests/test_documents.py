@@ -246,6 +246,13 @@ def test_a_short_text_is_read_with_each_question(tmp_path):
         assert same(answer, fresh("llama", "h2o", text_of(20), QUESTIONS[0], **SETTINGS))
 
 
+def test_a_text_without_blanks_is_read_ahead():
+    text = "".join(chr(0x4E00 + (7 * i * i + i) % 2000) for i in range(900))
+    document = read("llama", "h2o", text, **SETTINGS)
+    assert document.cache.get_seq_length() > 300
+    assert same(document.ask(QUESTIONS[0], max_new_tokens=6), fresh("llama", "h2o", text, QUESTIONS[0], **SETTINGS))
+
+
 def test_errors_before_any_work():
     model, tokenizer, _ = parts("llama")
     document = read("llama", "h2o", text_of(60), **SETTINGS)

@@ -109,10 +109,10 @@ def _take(tokenizer: Any, text: str, done: int, end: int, ids: array, *, open_en
             ),
             first,
         )
-        if last == first and open_end:
-            return text, done
-        if last == first:  # no such word in the whole block
+        if last == first:  # no such word in the whole block, as in Chinese
             last = _agreed(tokenizer, text[:end], tokens, offsets, first)
+            if open_end and not (last < len(tokens) and offsets[last][0] < end - CONTEXT):
+                return text, done
     ids.extend(tokens[first:last])
     reached = offsets[last][0] if last < len(tokens) else end
     keep_from = _context_start(text, reached)
