@@ -20,9 +20,13 @@ from ..settings import RunSettings
 from .bounded import BoundedCache
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..heads import RetainingHeads
     from ..policies.base import Policy
 
+Arguments = dict[str, Any]
+"""Arguments of the decoder's forward."""
 Span = tuple[int, int, int]
 """Row of a forward, and the first and the last but one of a text's new tokens in it."""
 
@@ -44,7 +48,7 @@ class Lanes(Cache):
         """Whether q and k come before RoPE."""
         return self.lanes[0].wants_unrotated
 
-    def begin(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
         """Make ready for a forward with these arguments of the decoder; the arguments with which it runs."""
         raise NotImplementedError
 
@@ -80,7 +84,9 @@ class Lanes(Cache):
                 assert ids_BT is not None
                 lane.read(hidden_BTE[row : row + 1, new], ids_BT[row : row + 1, new])
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Hand keys and values through; ``attend`` stores them."""
         return key_states, value_states
 
@@ -114,7 +120,7 @@ class Packed(Lanes):
         """Place of each text's last new token."""
         return [end - 1 for _, _, end in self.spans]
 
-    def begin(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
         ids = kwargs["input_ids"]
         if tuple(ids.shape) != (1, self.spans[-1][2]):
             raise ValueError(f"input_ids={list(ids.shape)} must be [1, {self.spans[-1][2]}], every text's new tokens")
@@ -152,7 +158,7 @@ class BatchCache(Lanes):
         self._arguments = settings, policy, heads, given
         self.columns = 0
 
-    def begin(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
         name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
         given, mask = kwargs[name], kwargs.get("attention_mask")
         B, T = given.shape[:2]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..cache.bounded import BoundedCache
 from ..runtime.kept import token_texts
@@ -21,6 +21,8 @@ from ..runtime.tokens import IdStream, ids_after
 from ..samples.chat import has_template, render_first, render_turn
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..heads import RetainingHeads
     from ..policies.base import Policy
     from ..settings import RunSettings
@@ -73,7 +75,7 @@ class Chat:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, document: Source | None = None, history: int = 1024,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, document: Source | None = None, history: int = 1024,
         settings: RunSettings | int | None = None, policy: str | Policy | None = None, heads: RetainingHeads | None = None,
         system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None, seed: int = 0,
     ) -> None:  # fmt: skip

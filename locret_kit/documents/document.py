@@ -33,6 +33,8 @@ from ..validation import check, made, shown
 from .chat import Chat
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..heads import RetainingHeads
     from ..policies.base import Policy
 
@@ -96,7 +98,7 @@ class Document:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, cache: BoundedCache, stream: IdStream, *,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: BoundedCache, stream: IdStream, *,
         chat: bool, before: str, title: str = "", share: float | None = None, unknown: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
@@ -111,8 +113,8 @@ class Document:
     @classmethod
     def read(
         cls,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         text: str | Path | Iterable[str],
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
@@ -362,8 +364,8 @@ class Document:
     def load(
         cls,
         path: str | Path,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         heads: RetainingHeads | None = None,
         policy: str | Policy | None = None,
         *,
@@ -421,13 +423,13 @@ def _stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
             return saved, made(TextRecord, saved.document, "field", whole=True)
 
 
-def read_alone(model: Any, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
+def read_alone(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
     """Read tokens into a cache, while nothing else runs."""
     with attached(model):
         prefill(model, ids, cache, progress)
 
 
-def _stream(tokenizer: Any, chat: bool) -> IdStream:
+def _stream(tokenizer: PreTrainedTokenizerBase, chat: bool) -> IdStream:
     """The stream of a prompt's tokens. A chat template writes the special tokens itself."""
     return IdStream(tokenizer, special=not (chat and has_template(tokenizer)))
 

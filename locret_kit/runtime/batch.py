@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
@@ -78,7 +78,7 @@ class Batch:
         ValueError: a number below 1.
     """
 
-    def __init__(self, model: Any, stop: frozenset[int], *, most: int = 16, piece: int = 512) -> None:
+    def __init__(self, model: PreTrainedModel, stop: frozenset[int], *, most: int = 16, piece: int = 512) -> None:
         for name, value in (("most", most), ("piece", piece)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
@@ -211,7 +211,14 @@ class Batch:
             text.end("length")
 
 
-def run(model: Any, tokenizer: Any, requests: Iterable[Request], *, most: int = 16, piece: int = 512) -> Iterator[Text]:
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    requests: Iterable[Request],
+    *,
+    most: int = 16,
+    piece: int = 512,
+) -> Iterator[Text]:
     """Answer requests together; texts as they end. Requests are taken one by one, when there is room.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -84,7 +85,7 @@ class Chooser:
 
 @torch.inference_mode()
 def prefill(
-    model: Any, ids: Sequence[int], cache: BoundedCache, progress: Callable[[int, int], None] | None = None
+    model: PreTrainedModel, ids: Sequence[int], cache: BoundedCache, progress: Callable[[int, int], None] | None = None
 ) -> Tensor:
     """Read the prompt through ``cache``: logits ``[V]`` after its last token. What the cache has seen already (a fork) is taken
     as the prompt's beginning and not read again.
@@ -129,7 +130,7 @@ def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
 
 @torch.inference_mode()
 def decode(
-    model: Any,
+    model: PreTrainedModel,
     cache: BoundedCache,
     logits: Tensor,
     *,
@@ -159,7 +160,7 @@ def decode(
             logits = step(token)
 
 
-def _decoder(model: Any, cache: BoundedCache, graph: bool | None) -> Callable[[int], Tensor]:
+def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Callable[[int], Tensor]:
     """The step that gives the logits ``[V]`` after a token."""
 
     def dynamic(token: int) -> Tensor:
@@ -190,12 +191,12 @@ def _decoder(model: Any, cache: BoundedCache, graph: bool | None) -> Callable[[i
     return step
 
 
-def _no_graph(model: Any, cache: BoundedCache) -> str | None:
+def _no_graph(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     device = model.device.type
     return f"CUDA graphs need a CUDA device, not {device}" if device != "cuda" else reason_against(model, cache)
 
 
-def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every end-of-sequence id that the generation configuration or the tokenizer names."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
@@ -222,8 +223,8 @@ class Answer:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         ids: Sequence[int],
         cache: BoundedCache,
         *,
@@ -263,8 +264,8 @@ class Answer:
 
     def _write(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         most: int,
         sampling: Sampling,
         seed: int,
@@ -292,11 +293,11 @@ class Answer:
                 if not self.tokens:
                     self.first_token_s = time.perf_counter() - began
                 self.tokens.append(token)
-                text = tokenizer.decode(self.tokens, skip_special_tokens=True)
+                text = str(tokenizer.decode(self.tokens, skip_special_tokens=True))
                 if not text.endswith("\ufffd"):  # a character whose last token is yet to come
                     piece, self._text = text[len(self._text) :], text
                     yield piece
-            text = tokenizer.decode(self.tokens, skip_special_tokens=True)
+            text = str(tokenizer.decode(self.tokens, skip_special_tokens=True))
             piece, self._text = text[len(self._text) :], text
         self.finish_reason = "stop" if len(self.tokens) < most else "length"
         self._report = Report.of(
@@ -308,8 +309,8 @@ class Answer:
 
 
 def generate(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     cache: BoundedCache,
     *,

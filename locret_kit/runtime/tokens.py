@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BLOCK = 1 << 16
 """Characters encoded at a time."""
@@ -14,7 +17,9 @@ NEUTRAL = "x"
 """Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
 
 
-def stream_ids(tokenizer: Any, pieces: Iterable[str], *, special: bool = False, block: int = BLOCK) -> array:
+def stream_ids(
+    tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], *, special: bool = False, block: int = BLOCK
+) -> array:
     """Token ids (an ``array('i')``) of the concatenated pieces, equal to those of one call on the whole text.
 
     Args:
@@ -47,7 +52,7 @@ class IdStream:
         ValueError: a slow tokenizer, which has no offsets.
     """
 
-    def __init__(self, tokenizer: Any, *, special: bool = False, block: int = BLOCK) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False, block: int = BLOCK) -> None:
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer={type(tokenizer).__name__} must be a fast tokenizer: offsets are needed")
         self.tokenizer, self.special, self.block = tokenizer, special, block
@@ -85,14 +90,16 @@ class IdStream:
         return ids
 
 
-def ids_after(tokenizer: Any, text: str) -> array:
+def ids_after(tokenizer: PreTrainedTokenizerBase, text: str) -> array:
     """Token ids of a text that follows another one: no special tokens, and no blank that some tokenizers put first."""
     stream = IdStream(tokenizer)
     stream.text, stream.done = NEUTRAL, len(NEUTRAL)
     return stream.finish(text)
 
 
-def _take(tokenizer: Any, text: str, done: int, end: int, ids: array, *, open_end: bool = False) -> tuple[str, int]:
+def _take(
+    tokenizer: PreTrainedTokenizerBase, text: str, done: int, end: int, ids: array, *, open_end: bool = False
+) -> tuple[str, int]:
     """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix. More text
     follows where ``open_end``, or where text is left."""
     encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -127,7 +134,9 @@ def _context_start(text: str, at: int) -> int:
     return start
 
 
-def _agreed(tokenizer: Any, window: str, tokens: list[int], offsets: list[tuple[int, int]], first: int) -> int:
+def _agreed(
+    tokenizer: PreTrainedTokenizerBase, window: str, tokens: list[int], offsets: list[tuple[int, int]], first: int
+) -> int:
     """A token, well before the window's end, from which on the next window will read the same tokens."""
     whole = [i for i in range(first + 1, len(tokens)) if offsets[i][0] >= offsets[i - 1][1]]  # not inside a character
     early = [i for i in whole if offsets[i][0] < len(window) - CONTEXT] or whole
@@ -146,7 +155,7 @@ def _starts_word(text: str, at: int) -> bool:
     return 0 < at < len(text) - 1 and text[at] == " " and text[at - 1].isalpha() and text[at + 1].isalpha()
 
 
-def _specials(tokenizer: Any, special: bool) -> tuple[list[int], list[int]]:
+def _specials(tokenizer: PreTrainedTokenizerBase, special: bool) -> tuple[list[int], list[int]]:
     """Special tokens (BOS, EOS) that the tokenizer adds before and after a text."""
     if not special:
         return [], []

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
@@ -62,10 +62,10 @@ class Held:
     total: int = 0
     error: str | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, object]:
         """As the protocol has it."""
         status = "failed" if self.error else "ready" if self.document is not None else "reading"
-        shown: dict[str, Any] = {
+        shown: dict[str, object] = {
             "id": self.id, "object": "document", "created_at": self.created, "title": self.title, "status": status,
             "read_tokens": self.read, "total_tokens": self.total,
         }  # fmt: skip
@@ -231,7 +231,7 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
         )
 
     @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, object]:
         server.owner(request)
         return {
             "object": "list",
@@ -260,19 +260,19 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
         return JSONResponse(held.shown(), 202)
 
     @app.get("/v1/documents")
-    async def documents(request: Request) -> dict[str, Any]:
+    async def documents(request: Request) -> dict[str, object]:
         owner = server.owner(request)
         return {"object": "list", "data": [held.shown() for held in server.documents.values() if held.owner == owner]}
 
     @app.get("/v1/documents/{name}")
-    async def document(name: str, request: Request) -> dict[str, Any]:
+    async def document(name: str, request: Request) -> dict[str, object]:
         return server.held(server.owner(request), name).shown()
 
     @app.get("/v1/documents/{name}/kept")
     async def kept(
         name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, object]:  # fmt: skip
         held = server.held(server.owner(request), name)
         if held.document is None:
             raise HTTPException(409, f"document {held.id} is {held.shown()['status']}")
@@ -281,7 +281,7 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
         )
 
     @app.delete("/v1/documents/{name}")
-    async def delete(name: str, request: Request) -> dict[str, Any]:
+    async def delete(name: str, request: Request) -> dict[str, object]:
         held = server.held(server.owner(request), name)
         del server.documents[held.id]
         return {"id": held.id, "object": "document", "deleted": True}
@@ -430,7 +430,7 @@ class Stream:
             ended, tokens = text.finish_reason, list(text.tokens)
             if ended == "error":
                 raise text.error or RuntimeError("the request failed")
-            said = self.engine.tokenizer.decode(tokens, skip_special_tokens=True)
+            said = str(self.engine.tokenizer.decode(tokens, skip_special_tokens=True))
             found = [at for stop in self.stops if (at := said.find(stop)) >= 0]
             if found:
                 said, ended = said[: min(found)], "stop"
@@ -447,13 +447,13 @@ class Stream:
                 return
 
 
-async def events(answers: Sequence[Stream], body: Generation, kind: str, head: dict[str, Any]) -> AsyncIterator[str]:
+async def events(answers: Sequence[Stream], body: Generation, kind: str, head: dict[str, object]) -> AsyncIterator[str]:
     """Server-sent events of a streamed answer; choices one after another. A client that goes away ends them all."""
     name = "chat.completion.chunk" if kind == "chat.completion" else kind
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     extra = {"usage": None} if wants_usage else {}
 
-    def event(value: dict[str, Any]) -> str:
+    def event(value: dict[str, object]) -> str:
         return f"data: {json.dumps({**head, 'object': name, **value}, ensure_ascii=False)}\n\n"
 
     try:
@@ -473,7 +473,7 @@ async def events(answers: Sequence[Stream], body: Generation, kind: str, head: d
             answer.leave()
 
 
-def choice(kind: str, index: int, text: str, reason: str) -> dict[str, Any]:
+def choice(kind: str, index: int, text: str, reason: str) -> dict[str, object]:
     """One choice of a whole answer."""
     said = {"message": {"role": "assistant", "content": text}} if kind == "chat.completion" else {"text": text}
     return {"index": index, **said, "finish_reason": reason, "logprobs": None}
@@ -481,7 +481,7 @@ def choice(kind: str, index: int, text: str, reason: str) -> dict[str, Any]:
 
 def delta(
     kind: str, index: int, text: str, reason: str | None, *, first: bool = False, last: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """One choice of an event."""
     if kind != "chat.completion":
         return {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
@@ -489,7 +489,7 @@ def delta(
     return {"index": index, "delta": {"role": "assistant", **said} if first else said, "finish_reason": reason}
 
 
-def usage(answers: Sequence[Stream]) -> dict[str, Any]:
+def usage(answers: Sequence[Stream]) -> dict[str, object]:
     """Tokens of a request; ``locret`` has the cache's own figures."""
     jobs = [answer.job for answer in answers]
     new = sum(len(job.text.tokens) for job in jobs if job.text is not None)

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
@@ -96,7 +97,8 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, settings: RunSettings, policy: Policy, heads: RetainingHeads | None, *,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
+        heads: RetainingHeads | None, *,
         sessions: int = 8, queue: int = 64, piece: int = 512,
     ) -> None:  # fmt: skip
         for name, value in (("sessions", sessions), ("queue", queue)):
@@ -136,7 +138,7 @@ class Engine:
             self._inbox.append(("cancel", job))
             self._changed.notify()
 
-    def read(self, model: Any, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
+    def read(self, model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
         """A ``documents.Reader``: read tokens into a cache, among the other requests. Blocks until it is done.
 
         Raises:

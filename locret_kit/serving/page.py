@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -45,7 +44,7 @@ def _always(response: Response) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-def kept_page(document: Document, start: int, limit: int) -> dict[str, Any]:
+def kept_page(document: Document, start: int, limit: int) -> dict[str, object]:
     """Up to ``limit`` tokens of a document from ``start`` on, and what is kept of them.
 
     ``shares`` are of the key/value heads that hold a token, None where it is read with each question; ``overview`` has the
