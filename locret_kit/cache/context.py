@@ -94,6 +94,7 @@ class Context:
             ValueError: heads or a policy of another backbone.
             UnsupportedArchitecture: the policy or the positions need an adapter that is missing.
         """
+        # Of a model with several parts, the language model alone.
         config = text_config(model)
         spec = spec_of(config)
         adapted = has_adapter(config)
@@ -113,6 +114,7 @@ class Context:
             span = s.prompt_length or 0
         else:
             # One head of a ragged layer may hold the slots of all of them.
+            # Bounded rows: their number alone bounds the positions.
             rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + s.chunk
             # LongRoPE and dynamic NTK choose frequencies by the largest position that there will be.
             span = placed.largest(rows, s.prompt_length)

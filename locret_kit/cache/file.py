@@ -74,6 +74,7 @@ def read(path: Path) -> tuple[Record, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    # A flipped bit in a key would load and answer wrongly; the digest covers record and tensors alike.
     said = record.pop("digest", None)
     if said != digest(record, tensors):
         raise ValueError(f"{path} is damaged: its content does not have the digest that it states")
@@ -121,6 +122,7 @@ def digest(record: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
     import torch
 
     made = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+    # Names, dtypes and shapes too: the same bytes under another name are another file.
     for name in sorted(tensors):
         tensor = tensors[name]
         made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -43,5 +43,6 @@ def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: 
 
 def check_queries(old: Sequence[int], new: Sequence[int], seen: int) -> None:
     """Raise CannotFork where a prompt of another length keeps another number of its newest queries, per layer."""
+    # A prompt that keeps more queries would have kept some that are gone.
     if seen and old != new:
         raise CannotFork(f"{max(old)} queries are kept here, and {max(new)} in a prompt of that length")

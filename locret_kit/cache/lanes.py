@@ -68,10 +68,12 @@ class Lanes(Cache):
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]``: each text's own; zeros at padding."""
+        # Columns of padding stay zero: no text reads them.
         out = torch.zeros_like(q_BQTD, memory_format=torch.contiguous_format)
         if v_BHTD.shape[-1] != q_BQTD.shape[-1]:
             out = q_BQTD.new_zeros(*q_BQTD.shape[:3], v_BHTD.shape[-1])
         for lane, row, new in self._texts():
+            # [B, heads, T, D] -> the text's own [1, heads, t, D]
             q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
             lane.bounded[layer].update(k, v)
             out[row : row + 1, :, new] = lane.attend(layer, q, k, v, scaling)
@@ -111,6 +113,7 @@ class Packed(Lanes):
 
     def __init__(self, lanes: Sequence[BoundedCache], counts: Sequence[int]) -> None:
         super().__init__()
+        # Texts end to end in one row: counts (3, 1, 2) are the spans 0-3, 3-4, 4-6.
         ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         self.lanes = list(lanes)
         self.spans = [(0, end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -162,12 +165,14 @@ class BatchCache(Lanes):
         name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
         given, mask = kwargs[name], kwargs.get("attention_mask")
         B, T = given.shape[:2]
+        # The mask covers all columns so far; its last T are those of this forward.
         fresh = torch.ones(B, T, dtype=torch.bool, device=given.device)
         if mask is not None:
             if mask.dim() != 2:
                 raise ValueError(f"attention_mask={list(mask.shape)} must have two axes, [batch, tokens]")
             fresh = mask[:, -T:].bool()
         if not self.lanes:
+            # The prompt: every row is a text of its own from here on.
             kwargs = {**kwargs, name: _to_the_right(given, fresh)}
             counts = fresh.sum(1).tolist()
             settings, policy, heads, more = self._arguments
@@ -192,6 +197,7 @@ class BatchCache(Lanes):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row ``i`` becomes a copy of row ``beam_idx[i]``."""
+        # A row that several beams go on from is copied for all of them but the first.
         taken: set[int] = set()
         lanes = []
         for row in beam_idx.tolist():
@@ -202,6 +208,7 @@ class BatchCache(Lanes):
 
 def _to_the_right(x_BT: Tensor, fresh_BT: Tensor) -> Tensor:
     """Rows ``[B, T, ...]`` with their padding, wherever it is, before their tokens."""
+    # False sorts before True, and a stable sort keeps the tokens' order.
     order_BT = fresh_BT.long().argsort(dim=1, stable=True)
     index = order_BT if x_BT.dim() == 2 else order_BT[..., None].expand_as(x_BT)
     return x_BT.gather(1, index)

@@ -14,6 +14,7 @@ def pins_of(ranges: Iterable[tuple[int, int]]) -> Pins:
     """Half-open ranges of positions in order, those that touch united, empty ones left out."""
     made: list[tuple[int, int]] = []
     for start, end in sorted((start, end) for start, end in ranges if start < end):
+        # Ranges are sorted by start, so one that touches the last is united with it.
         if made and start <= made[-1][1]:
             made[-1] = made[-1][0], max(end, made[-1][1])
         else:
@@ -44,6 +45,7 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
     most, why = smallest - beside - 1, f"its {beside} stabilizers or tail tokens and one slot more need room too"
     if reread is not None and (size := reread.size(smallest, s.tail)) <= most:
         most, why = size - 1, f"{size} tokens are read again, one of them by choice"
+    # What is still to come counts in full; of what was read, the slots that are left.
     seen = layers[0].get_seq_length() if layers else 0
     held = [_held(rows, pins) for rows in layers if rows.window is None and rows.is_initialized]
     if (asked := count(without(pins, 0, seen)) + max(held, default=0)) > most:
@@ -57,6 +59,7 @@ def _held(rows: BoundedLayer, pins: Pins) -> int:
     pinned_BHS = pinned_slots(pins, rows.slots("positions"), rows.valid())
     if pinned_BHS is None or not pinned_BHS.numel():
         return 0
+    # Equal heads: the fullest one decides. Ragged heads share their layer's slots: their mean, rounded up.
     held_BH = pinned_BHS.sum(-1)
     return -int(-held_BH.sum(-1).max() // rows.H) if rows.ragged else int(held_BH.max())
 

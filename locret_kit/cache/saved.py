@@ -149,6 +149,7 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
         raise ValueError(
             f"policy={cache.policy.name!r} has a part that is not registered, so no file can name it"
         ) from error
+    # Counts go into the record, rows into the body: "layers.0.keys" and so on.
     tensors: dict[str, Tensor] = {}
     layers = []
     for number, rows in enumerate(cache.bounded):
@@ -191,6 +192,7 @@ def rotations(ctx: Context) -> list[dict[str, object]] | None:
     backbone rotates."""
     if ctx.ropes is None:
         return None
+    # Layers that share a rotation share the object: Gemma-3 has two of them.
     layers: dict[int, list[int]] = {}
     for layer, rope in enumerate(ctx.ropes):
         layers.setdefault(id(rope), []).append(layer)
@@ -239,6 +241,7 @@ def restore(
         cache = BoundedCache(
             saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
         )  # nothing is allocated yet
+        # The same model under another name or revision is the same: those two are for people.
         model_here = identity_of(model)
         here: dict[str, object] = {
             "model": model_here | {name: saved.model.get(name) for name in NAMES},
@@ -247,11 +250,13 @@ def restore(
             "pool": _pool(cache.policy),
         }
         _refuse({name: getattr(saved, name) for name in here}, here)
+        # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
         cache.bind(model)
         _refuse({"ropes": saved.ropes}, {"ropes": rotations(cache.context)})
         _refuse(
             {"settings": saved.settings}, {"settings": asdict(cache.settings) | {"backend": saved.settings["backend"]}}
         )
+        # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
         stored, wanted = DTYPES[saved.dtype], model.dtype
         if stored != wanted and not (force and torch.promote_types(stored, wanted) == wanted):
             wider = torch.promote_types(stored, wanted) == wanted
@@ -289,6 +294,7 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
         raise ValueError("layers have seen different numbers of tokens")
     with blaming("counters", ValueError):
         check(counters := made(CacheCounters, saved.counters, "counter", whole=True))
+    # Tensors by layer: "layers.3.keys" is held[3]["keys"]. A number of many digits is no layer.
     held: list[dict[str, Tensor]] = [{} for _ in saved.layers]
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name)
@@ -296,6 +302,7 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
             held[int(layer[1])][layer[2]] = tensor
         elif name not in (REREAD, HIDDEN):
             raise ValueError(f"{shown(name)}: no such tensor")
+    # First pass: every layer is checked against shapes that take no memory ([B, H, 0, D] on no device).
     meta = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=dtype, device="meta")
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         with blaming(f"layers.{number}", ValueError):
@@ -311,6 +318,7 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
         _check_tensor(HIDDEN, hidden, (dtype,), (B, 1, text_config(ctx.model).hidden_size))
     elif hidden is not None:
         raise ValueError(f"{HIDDEN}: no such tensor")
+    # Second pass: all is known to fit together, so buffers are made and filled.
     k_BH0D = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=ctx.model.dtype, device=ctx.model.device)
     with blaming(
         f"budget={saved.settings['budget']}, chunk={saved.settings['chunk']} do not fit into memory", RuntimeError
@@ -318,6 +326,7 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
         torch.empty(_room(cache.bounded, saved.layers), dtype=torch.uint8, device=ctx.model.device)
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         mine = held[number]
+        # Rows in the model's dtype; scores are float32 whatever the dtype is.
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
         rows.restore(counts, wide, k_BH0D, k_BH0D)
     vars(cache.counters).update(vars(counters))
@@ -351,6 +360,7 @@ def _check_ascending(name: str, x: Tensor, low: int, end: int, first: Tensor | N
     where another head begins."""
     if x.numel() and not (low <= x.min() and x.max() < end):
         raise ValueError(f"{name} must be from {low} to {end - 1}")
+    # Ragged rows lie head after head: where the next head begins, positions start again.
     falls = x[..., 1:] <= x[..., :-1]
     if first is not None:
         falls[first[(first > 0) & (first < len(x))] - 1] = False
@@ -360,6 +370,7 @@ def _check_ascending(name: str, x: Tensor, low: int, end: int, first: Tensor | N
 
 def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everything: bool) -> None:
     """Raise ValueError for counts that no such layer has."""
+    # The layer is empty yet, so its own counts are the names that there must be.
     known = rows.export()[0]
     for name in known:
         value = counts.get(name)
@@ -388,6 +399,7 @@ def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
         stored = held.get("lengths")
         if stored is None or stored.dtype != torch.int64 or tuple(stored.shape) != (rows.B * rows.H,):
             raise ValueError(f"lengths: must be {rows.B * rows.H} numbers of int64")
+        # Heads may differ, their sum per text may not: [B * H] -> [B].
         total_B = stored.view(rows.B, rows.H).sum(-1)
         if not ((stored >= 0) & (stored <= counts["seen"])).all() or (total_B != rows.H * counts["rows"]).any():
             raise ValueError(
@@ -397,6 +409,7 @@ def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
     layout = rows.layout(counts, lengths, ctx.spec.n_heads) if counts["seen"] else {}
     for name, (dtype, shape) in layout.items():
         _check_tensor(name, held.get(name), (dtype,), shape)
+    # A score names the axes of its state by letters; one that is not known here takes the size that it has first.
     sizes = {"B": rows.B, "H": rows.H, "Q": ctx.spec.n_heads, "D": rows.key_size}
     kinds = rows.dtype, torch.promote_types(rows.dtype, torch.float32), torch.float32
     memory = ctx.policy.score.memory(int(counts["seen"])) if rows.window is None else {}

@@ -313,6 +313,7 @@ class BoundedLayer(CacheLayerMixin):
         counts = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
         if not self.is_initialized:
             return counts, {}
+        # Every tensor of the score's state and every buffer, or the layer would go on otherwise.
         rows = self._all_rows()
         tensors = {name: getattr(self, name)[rows] for name in self.columns()}
         if self.statistics:
@@ -348,6 +349,7 @@ class BoundedLayer(CacheLayerMixin):
             setattr(self, name, value)
         if not tensors:
             return
+        # Under full attention a text may be longer than the room that was planned.
         self.capacity = max(self.capacity, self.rows)
         self.lazy_initialization(k_BH0D, v_BH0D)
         self._fill(tensors)
