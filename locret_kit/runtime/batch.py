@@ -19,6 +19,9 @@ from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
 from .session import Chooser, Sampling, stop_ids
 
+TURNS = 4
+"""Every so many forwards, the prompt that has waited longest comes first; in the others, the one with the shortest rest."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -54,6 +57,13 @@ class Text:
     ended_s: float | None = None
     _choose: Chooser | None = None
     _next: int | None = None
+    _passed: int = 0
+    """Forwards since its prompt last had a piece in one."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no cache yet."""
+        return self.cache is None and self.finish_reason is None
 
     @property
     def reading(self) -> bool:
@@ -85,6 +95,7 @@ class Batch:
         self.model, self.stop, self.most, self.piece = model, stop, most, piece
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
+        self._forwards = 0
 
     def add(self, request: Request) -> Text:
         """A text that is answered from one of the next steps on.
@@ -107,6 +118,12 @@ class Batch:
             self.running = [one for one in self.running if one is not text]
             self.waiting = deque(one for one in self.waiting if one is not text)
 
+    def fail(self, error: Exception, texts: Sequence[Text] | None = None) -> None:
+        """End texts with an error; by default all that run."""
+        for text in list(self.running) if texts is None else texts:
+            text.end("error", error)
+        self.running = [text for text in self.running if text.finish_reason is None]
+
     @property
     def busy(self) -> bool:
         """Whether a text waits or runs."""
@@ -115,7 +132,7 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> list[Text]:
         """One forward: the next token of every text that is decoded, and pieces of the prompts of others, the shortest rest
-        first. Gives the texts that have a new token or have ended.
+        first and at times the one that waited longest (``TURNS``). Gives the texts that have a new token or have ended.
 
         An error of one text's settings ends that text alone; an error of the forward ends those that took part.
         """
@@ -128,9 +145,7 @@ class Batch:
             with attached(self.model):
                 logits_BV = self._forward(caches, [ids for _, ids in pieces])
         except Exception as error:
-            for text, _ in pieces:
-                text.end("error", error)
-            self.running = [text for text in self.running if text.finish_reason is None]
+            self.fail(error, [text for text, _ in pieces])
             return changed + [text for text, _ in pieces]
         for (text, _), logits_V in zip(pieces, logits_BV, strict=True):
             cache = text.cache
@@ -143,7 +158,10 @@ class Batch:
                     text.end("read")
                     changed.append(text)
                     continue
-            self._take(text, text._choose(logits_V.float()))
+            try:
+                self._take(text, text._choose(logits_V.float()))
+            except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
+                text.end("error", error)
             changed.append(text)
         self.running = [text for text in self.running if text.finish_reason is None]
         return changed
@@ -162,11 +180,11 @@ class Batch:
                     raise ValueError(
                         f"the cache has seen {text.prompt_read} tokens already, the prompt has {len(request.ids)}"
                     )
+                text._choose = Chooser(request.sampling, request.seed, self.model.device, request.ids)
             except Exception as error:
                 text.end("error", error)
                 failed.append(text)
                 continue
-            text._choose = Chooser(request.sampling, request.seed, self.model.device, request.ids)
             self.running.append(text)
         return failed
 
@@ -178,6 +196,14 @@ class Batch:
                 pieces.append((text, [text._next]))
         reading = [text for text in self.running if text.reading and text.cache is not None]
         reading.sort(key=lambda text: len(text.request.ids) - text.cache.get_seq_length())  # type: ignore[union-attr]
+        self._forwards += 1
+        if (
+            reading and self._forwards % TURNS == 0
+        ):  # so that short prompts, however many, do not keep a long one waiting
+            longest = max(reading, key=lambda text: text._passed)
+            reading.sort(key=lambda text: text is not longest)
+        for text in reading:
+            text._passed += 1
         room = self.piece
         for text in reading:
             cache, ids = text.cache, text.request.ids
@@ -188,6 +214,7 @@ class Batch:
             if end - done > room and room < self.piece:
                 break
             pieces.append((text, [ids[at] for at in cache.prompt_positions(done, end)]))
+            text._passed = 0
             room -= end - done
         return pieces
 

@@ -12,24 +12,28 @@ import json
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
+from urllib.parse import quote
 
-import torch
 from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..documents.document import Document
+from ..cache.bounded import BoundedCache
+from ..documents.document import Document, Progress
 from ..naming import first_line
 from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from .bodies import ChatBody, Generation, TextBody
-from .convert import convert
-from .engine import Busy, Engine, Job
+from .convert import Unwanted, convert
+from .engine import Busy, Engine, Job, Stopping
 from .metrics import metrics_of
 from .page import add_page, kept_page
 
@@ -47,6 +51,9 @@ class Limits:
     upload_bytes: int = 64 << 20
     documents: int = 8
     """Documents in memory, of all owners."""
+    body_seconds: float = 60.0
+    """From the first byte of a JSON body to its last."""
+    upload_seconds: float = 600.0
 
 
 @dataclass
@@ -61,6 +68,8 @@ class Held:
     read: int = 0
     total: int = 0
     error: str | None = None
+    deleted: bool = False
+    """While it is still being read, its memory counts."""
 
     def shown(self) -> dict[str, object]:
         """As the protocol has it."""
@@ -89,6 +98,12 @@ class Server:
     limits: Limits = field(default_factory=Limits)
     documents: dict[str, Held] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    readers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
+    )
+    """Threads that wait for documents, apart from those that answers need."""
+    converting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One file at a time, so that the memory of a conversion is that of one."""
 
     def ready(self) -> Engine:
         """The engine. Raises HTTPException 503 while it is loading."""
@@ -100,38 +115,49 @@ class Server:
         """Who asks, as a hash of the key. Raises HTTPException 401."""
         if not self.keys:
             return ""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        known = [hmac.compare_digest(given, key.encode()) for key in self.keys]  # every key: equal time
-        if not any(known):
+        given = request.headers.get("authorization", "").encode("latin-1").removeprefix(b"Bearer ")
+        digest = hashlib.sha256(given).digest()
+        known = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.keys]
+        if not any(known):  # every key was compared, by its hash: equal time, whatever its length
             raise HTTPException(401, "the API key is missing or wrong")
-        return hashlib.sha256(given).hexdigest()[:16]
+        return digest.hex()
 
     def held(self, owner: str, name: str) -> Held:
         """An owner's document. Raises HTTPException 404, for another owner's too."""
         found = self.documents.get(name)
-        if found is None or found.owner != owner:
+        if found is None or found.owner != owner or found.deleted:
             raise HTTPException(404, f"document {name[:64]!r} is not there")
         return found
 
 
-class BoundedBodies:
-    """Refuse bodies beyond a size, with or without a Content-Length, before they are held."""
+class Guard:
+    """Refuse, before a body is held: a request without a key, and bodies beyond a size, with or without a Content-Length, or
+    slower than a time.
+    """
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self.app, self.limits = app, limits
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self.app, self.server, self.limits = app, server, server.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        upload = scope["path"].startswith("/v1/documents")
-        most, had, answered = self.limits.upload_bytes if upload else self.limits.body_bytes, 0, False
+        limits, upload = self.limits, scope["path"].startswith("/v1/documents")
+        most = limits.upload_bytes if upload else limits.body_bytes
+        seconds = limits.upload_seconds if upload else limits.body_seconds
+        had, whole, answered = 0, False, False
+        end = time.monotonic() + seconds
 
         async def bounded() -> Message:
-            nonlocal had
-            message = await receive()
-            had += len(message.get("body", b""))
+            nonlocal had, whole
+            if whole:  # what comes now is that the client goes
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
+            except TimeoutError:
+                raise Refused(408, f"the body took more than {seconds:g} s") from None
+            had, whole = had + len(message.get("body", b"")), not message.get("more_body", False)
             if had > most:
-                raise TooLarge(most)
+                raise Refused(413, f"the body must be at most {most} bytes")
             return message
 
         async def noting(message: Message) -> None:
@@ -140,20 +166,21 @@ class BoundedBodies:
             await send(message)
 
         try:
+            if scope["path"].startswith(("/v1/", "/metrics")):
+                self.server.owner(Request(scope))
             length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
             if length > most:
-                raise TooLarge(most)
+                raise Refused(413, f"the body must be at most {most} bytes")
             await self.app(scope, bounded, noting)
-        except TooLarge as error:
+        except HTTPException as error:
             if not answered:
-                await problem(413, error.detail)(scope, receive, send)
+                await problem(error.status_code, str(error.detail), headers={"connection": "close"})(
+                    scope, receive, send
+                )
 
 
-class TooLarge(HTTPException):
-    """A body beyond its bound."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(413, f"the body must be at most {most} bytes")
+class Refused(HTTPException):
+    """A body that is not read to its end."""
 
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
@@ -175,11 +202,14 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
         yield
         if loading is not None:
             loading.cancel()
+        for held in server.documents.values():
+            held.deleted = True  # those that are being read end
         if server.engine is not None:
             await asyncio.to_thread(server.engine.stop)
+        server.readers.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="locret-serve", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BoundedBodies, limits=server.limits)
+    app.add_middleware(Guard, server=server)
 
     @app.middleware("http")
     async def identify(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -190,7 +220,7 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
             "%s %s %s %d %.2fs",
             name,
             request.method,
-            request.url.path,
+            quote(request.url.path),  # no line ends
             response.status_code,
             time.perf_counter() - began,
         )
@@ -217,6 +247,14 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
     @app.exception_handler(Busy)
     async def busy(request: Request, error: Busy) -> JSONResponse:
         return problem(429, str(error), headers={"retry-after": str(error.retry_after)})
+
+    @app.exception_handler(Stopping)
+    async def stopping(request: Request, error: Stopping) -> JSONResponse:
+        return problem(503, str(error))
+
+    @app.exception_handler(Failed)
+    async def failed(request: Request, error: Failed) -> JSONResponse:
+        return problem(500, str(error))
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -249,12 +287,12 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
     @app.post("/v1/documents")
     async def upload(file: UploadFile, request: Request) -> Response:
         owner, engine = server.owner(request), server.ready()
-        if len(server.documents) >= server.limits.documents:
-            return problem(429, f"{len(server.documents)} documents are held already: delete one first")
         data = await file.read()
+        if len(server.documents) >= server.limits.documents:  # after the last await: two uploads cannot both pass
+            return problem(429, f"{len(server.documents)} documents are held already: delete one first")
         held = Held(f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time()))
         server.documents[held.id] = held
-        task = asyncio.create_task(read_document(engine, held, data))
+        task = asyncio.create_task(read_document(server, engine, held, data))
         server.tasks.add(task)
         task.add_done_callback(server.tasks.discard)
         return JSONResponse(held.shown(), 202)
@@ -262,7 +300,10 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
     @app.get("/v1/documents")
     async def documents(request: Request) -> dict[str, object]:
         owner = server.owner(request)
-        return {"object": "list", "data": [held.shown() for held in server.documents.values() if held.owner == owner]}
+        return {
+            "object": "list",
+            "data": [held.shown() for held in server.documents.values() if held.owner == owner and not held.deleted],
+        }
 
     @app.get("/v1/documents/{name}")
     async def document(name: str, request: Request) -> dict[str, object]:
@@ -283,32 +324,48 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, object]:
         held = server.held(server.owner(request), name)
-        del server.documents[held.id]
+        held.deleted = True
+        if held.document is not None or held.error is not None:
+            del server.documents[held.id]
+        server.ready().forget(held.id)
         return {"id": held.id, "object": "document", "deleted": True}
 
     add_page(app)
     return app
 
 
-async def read_document(engine: Engine, held: Held, data: bytes) -> None:
-    """Convert an upload and read it, among other requests."""
+async def read_document(server: Server, engine: Engine, held: Held, data: bytes) -> None:
+    """Convert an upload and read it, among other requests; a document that is deleted meanwhile ends here."""
 
     def progress(done: int, total: int) -> None:
+        if held.deleted:
+            raise Unwanted
         held.read, held.total = done, total
 
-    def work() -> Document:
-        text = convert(data, held.title)
+    def reader(model: Any, ids: array[int], cache: BoundedCache, told: Progress | None) -> None:
+        if len(ids) > server.limits.prompt_tokens:
+            raise ValueError(f"it has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken")
+        engine.read(model, ids, cache, told)
+
+    def read(text: str) -> Document:
         heads = engine.heads if engine.policy.needs_heads else None
         return Document.read(
             engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=held.title,
-            progress=progress, reader=engine.read,
+            progress=progress, reader=reader,
         )  # fmt: skip
 
+    loop = asyncio.get_running_loop()
     try:
-        held.document = await asyncio.to_thread(work)
+        async with server.converting:
+            text = await loop.run_in_executor(
+                server.readers, partial(convert, data, held.title, unwanted=lambda: held.deleted)
+            )
+        held.document = await loop.run_in_executor(server.readers, read, text)
     except Exception as error:
         held.error = first_line(error)
         LOG.info("document %s failed: %s", held.id, type(error).__name__)
+    if held.deleted:
+        server.documents.pop(held.id, None)
 
 
 # ---- completions -------------------------------------------------------------------------------------------------------
@@ -340,21 +397,26 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         Stream(
             engine,
             body,
-            Job(owner, ids, document, most, body.sampling, (seed + i) % 2**32, lambda: None, settings, policy),
+            Job(
+                owner,
+                ids,
+                document,
+                most,
+                body.sampling,
+                (seed + i) % 2**32,
+                lambda: None,
+                settings,
+                policy,
+                about=body.document_id or "",
+            ),
         )
         for i in range(body.n)
     ]
-    try:
-        for answer in answers:
-            answer.submit()
-    except BaseException:
-        for answer in answers:
-            answer.leave()
-        raise
+    engine.submit(*(answer.job for answer in answers))
     head = {"id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time())}
     head |= {"model": server.name}
     if body.stream:
-        return StreamingResponse(events(answers, body, kind, head), media_type="text/event-stream")
+        return Streamed(answers, events(answers, body, kind, head))
     try:
         texts = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
         if texts is None:
@@ -388,6 +450,25 @@ async def unless_gone(request: Request, work: asyncio.Future[list[str]]) -> list
     return work.result()
 
 
+class Failed(Exception):
+    """A request that the engine could not finish."""
+
+
+class Streamed(StreamingResponse):
+    """Events of answers, which end with it, also where the client goes before the first."""
+
+    def __init__(self, answers: Sequence[Stream], events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self.answers:
+                answer.leave()
+
+
 class Stream:
     """One answer on its way to the client: final text, cut at the first stop text."""
 
@@ -400,10 +481,6 @@ class Stream:
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""
         self._loop.call_soon_threadsafe(self._news.set)
-
-    def submit(self) -> None:
-        """Queue the request. Raises Busy."""
-        self.engine.submit(self.job)
 
     def leave(self) -> None:
         """Cancel what is still running."""
@@ -418,7 +495,7 @@ class Stream:
         """Pieces of final text.
 
         Raises:
-            ValueError, RuntimeError: the request failed.
+            ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
         """
         shown, held = 0, max((len(stop) for stop in self.stops), default=1) - 1
         while True:
@@ -428,8 +505,10 @@ class Stream:
             if text is None:
                 continue
             ended, tokens = text.finish_reason, list(text.tokens)
-            if ended == "error":
-                raise text.error or RuntimeError("the request failed")
+            if ended == "cancelled":
+                raise Stopping("the server is stopping")
+            if text.error is not None:
+                raise text.error if isinstance(text.error, ValueError) else Failed(first_line(text.error))
             said = str(self.engine.tokenizer.decode(tokens, skip_special_tokens=True))
             found = [at for stop in self.stops if (at := said.find(stop)) >= 0]
             if found:
@@ -448,7 +527,7 @@ class Stream:
 
 
 async def events(answers: Sequence[Stream], body: Generation, kind: str, head: dict[str, object]) -> AsyncIterator[str]:
-    """Server-sent events of a streamed answer; choices one after another. A client that goes away ends them all."""
+    """Server-sent events of a streamed answer; choices one after another."""
     name = "chat.completion.chunk" if kind == "chat.completion" else kind
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     extra = {"usage": None} if wants_usage else {}
@@ -466,11 +545,8 @@ async def events(answers: Sequence[Stream], body: Generation, kind: str, head: d
         if wants_usage:
             yield event({"choices": [], "usage": usage(answers)})
         yield "data: [DONE]\n\n"
-    except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
+    except (ValueError, Failed, Stopping) as error:
         yield f"data: {bytes(problem(500, first_line(error)).body).decode()}\n\n"
-    finally:
-        for answer in answers:
-            answer.leave()
 
 
 def choice(kind: str, index: int, text: str, reason: str) -> dict[str, object]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 from ..naming import first_line
 
@@ -14,29 +16,53 @@ SECONDS = 300
 """Processor time of a conversion, at most."""
 BYTES = 4 << 30
 """Address space of a conversion, at most."""
+TEXT = 64 << 20
+"""Bytes of the text, at most."""
 
 
-def convert(data: bytes, name: str, *, seconds: int = SECONDS, memory: int = BYTES) -> str:
+class Unwanted(Exception):
+    """Nobody wants the text any more."""
+
+
+def convert(
+    data: bytes, name: str, *, seconds: int = SECONDS, memory: int = BYTES, text: int = TEXT,
+    unwanted: Callable[[], bool] = lambda: False,
+) -> str:  # fmt: skip
     """The text of a file's bytes.
+
+    Args:
+        seconds, memory, text: limits; the clock's is twice the processor's. unwanted: asked twice a second.
 
     Raises:
         ValueError: a format that is not known, a damaged file, one without text, or a limit that was reached.
+        Unwanted: ``unwanted`` said so; the process has ended.
     """
-    command = [sys.executable, "-m", __name__, name, str(seconds), str(memory)]
-    try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=2 * seconds)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{name}: its conversion took more than {2 * seconds} s") from None
-    if done.returncode == 1:
-        raise ValueError(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1])
-    if done.returncode:
+    command = [sys.executable, "-m", __name__, name.replace("\0", ""), *map(str, (seconds, memory, text))]
+    pipe, end = subprocess.PIPE, time.monotonic() + 2 * seconds
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        given: bytes | None = data
+        while True:
+            try:
+                said, errors = child.communicate(given, timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                given = None
+            if time.monotonic() > end or unwanted():
+                child.kill()
+                child.communicate()
+                if unwanted():
+                    raise Unwanted
+                raise ValueError(f"{name}: its conversion took more than {2 * seconds} s")
+    if child.returncode == 1:
+        raise ValueError(errors.decode("utf-8", "replace").strip().splitlines()[-1])
+    if child.returncode:
         raise ValueError(f"{name}: its conversion took more than {seconds} s or {memory >> 20} MiB")
-    return done.stdout.decode("utf-8")
+    return said.decode("utf-8")
 
 
 def main() -> int:
     """Convert stdin; 1 after an error said in one line."""
-    name, seconds, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name, (seconds, memory, most) = sys.argv[1], map(int, sys.argv[2:])
     try:
         import resource
 
@@ -53,7 +79,11 @@ def main() -> int:
     except (ValueError, OSError, ImportError) as error:
         print(first_line(error), file=sys.stderr)
         return 1
-    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+    said = text.encode("utf-8", "replace")
+    if len(said) > most:
+        print(f"{name}: its text has {len(said)} bytes, at most {most} are taken", file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(said)
     return 0
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from .engine import Engine
 
@@ -10,6 +14,7 @@ GAUGES = {
     "locret_requests_running": "Requests that have a cache",
     "locret_requests_waiting": "Requests that wait for a cache",
     "locret_sessions": "Caches at once, at most",
+    "locret_sessions_in_use": "Caches that exist now, those that wait for a next turn included",
     "locret_sessions_idle": "Caches that wait for a next turn",
     "locret_documents": "Documents in memory",
 }
@@ -26,12 +31,25 @@ COUNTERS = {
 }
 
 
+class Collected(Collector):
+    """What Prometheus collects."""
+
+    def __init__(self, engine: Engine, documents: int) -> None:
+        self.engine, self.documents = engine, documents
+
+    def collect(self) -> Iterator[Metric]:
+        """All figures now."""
+        engine, figures = self.engine, self.engine.figures
+        now = [engine.running, engine.waiting, engine.sessions, engine.caches, engine.idle, self.documents]
+        for (name, says), value in zip(GAUGES.items(), now, strict=True):
+            yield GaugeMetricFamily(name, says, value)
+        for name, says in COUNTERS.items():
+            yield CounterMetricFamily(f"locret_{name}", says, getattr(figures, name))
+        yield from (*figures.first_token_s.collect(), *figures.token_s.collect())
+
+
 def metrics_of(engine: Engine, documents: int) -> str:
-    """All figures now."""
+    """All figures now, as text."""
     registry = CollectorRegistry()
-    now = [engine.running, engine.waiting, engine.sessions, engine.idle, documents]
-    for (name, says), value in zip(GAUGES.items(), now, strict=True):
-        Gauge(name, says, registry=registry).set(value)
-    for name, says in COUNTERS.items():
-        Counter(f"locret_{name}", says, registry=registry).inc(getattr(engine.figures, name))
+    registry.register(Collected(engine, documents))
     return generate_latest(registry).decode()

@@ -1,0 +1,244 @@
+"""The server against clients that leave, bodies that are wrong, and an engine that fails. Nothing may leak."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from test_documents import parts, text_of
+from test_serving import KEYS, LIMITS, SETTINGS, bearer, expected, user
+
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import Sampling
+from locret_kit.serving.app import Limits, Server, make_app
+from locret_kit.serving.convert import Unwanted, convert
+from locret_kit.serving.engine import Busy, Engine, Job
+
+
+class Watched(Engine):
+    """An engine that notes, after every step and by its own thread, how many caches there were."""
+
+    def _report(self):
+        self.seen = max(getattr(self, "seen", 0), self.caches)
+        super()._report()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model, tokenizer, heads = parts("llama")
+    made = Watched(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, queue=6, piece=64)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    return Server(engine, "tiny", KEYS, (), Limits(**{**vars(LIMITS), "body_seconds": 1.0}))
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    engine = server.engine
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        runner = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
+        thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
+        thread.start()
+        while not runner.started:
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.engine = None  # the engine has a fixture of its own
+        runner.should_exit = True
+        thread.join(10)
+        server.engine = engine
+
+
+def quiet(engine: Engine) -> None:
+    """Wait until nothing runs."""
+    for _ in range(400):
+        if not engine.running and not engine.waiting:
+            break
+        time.sleep(0.05)
+    assert engine.running == engine.waiting == 0
+    assert engine.caches == engine.idle <= engine.sessions and engine.seen <= engine.sessions
+
+
+def works(url: str) -> None:
+    messages = user("Who came in?")
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+    assert answer.json()["choices"][0]["message"]["content"] == expected(messages)
+
+
+def test_a_hundred_clients_that_leave(url, engine):
+    def leave(number: int) -> None:
+        body = {"messages": user(text_of(150)), "max_tokens": 64, "stream": number % 2 == 0, "n": 1 + number % 3}
+        try:
+            timeout = httpx.Timeout(5, read=0.01 * (number % 20) + 0.001)
+            with httpx.stream(
+                "POST", f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=timeout
+            ) as one:
+                if one.status_code == 200:
+                    next(one.iter_lines())
+        except httpx.HTTPError:
+            pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(leave, range(100)))
+    quiet(engine)
+    works(url)
+
+
+WRONG = [
+    b"", b"null", b"1", b"\xff\xfe", b"[" * 100_000, b'{"messages":', b"{}" * 3, b'{"messages": {}}',
+    b'{"messages": [[]]}', b'{"messages": "x"}', b'{"messages": [{"role": "user"}]}',
+    b'{"messages": [{"role": "user", "content": null}]}', b'{"messages": [{"role": "user", "content": [1]}]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
+]  # fmt: skip
+FIELDS = {
+    "n": (0, 17, "x", 1.5, 7), "max_tokens": (0, -1, 10**30, "x"), "temperature": (-1, 101, 1e-9, "x"),
+    "top_p": (0, 2, "x"), "top_k": (-1,), "seed": (-1, 2**32), "stop": (1, [1]), "stream": ("x", 2), "logprobs": ("x",),
+    "repetition_penalty": (0, -1), "budget": (0, 97), "policy": ("full", "h2o\n", 1), "stream_options": (1,),
+    "document_id": (1,), "top_logprobs": (21,),
+}  # fmt: skip
+
+
+def test_malformed_bodies(url):
+    bodies = [*WRONG, json.dumps({"messages": user("\ud800")}).encode()]
+    bodies += [
+        json.dumps({"messages": user("x"), name: value}).encode() for name, values in FIELDS.items() for value in values
+    ]
+    assert len(bodies) >= 50
+    with httpx.Client(headers=bearer() | {"content-type": "application/json"}, timeout=60) as client:
+        for body in bodies:
+            answer = client.post(f"{url}/v1/chat/completions", content=body)
+            assert 400 <= answer.status_code < 500, (body[:80], answer.text)
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        plain = client.post(f"{url}/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"})
+        assert plain.status_code == 400
+        many = client.get(f"{url}/health", headers={f"x-{i}": "y" * 100 for i in range(5000)})
+        assert many.status_code in (400, 431)
+    works(url)
+
+
+def test_a_slow_body_and_a_body_without_a_key(url):
+    def drip():
+        for _ in range(100):
+            yield b" "
+            time.sleep(0.1)
+
+    answer = httpx.post(f"{url}/v1/chat/completions", content=drip(), headers=bearer(), timeout=30)
+    assert answer.status_code == 408 and "took more than 1 s" in answer.json()["error"]["message"]
+    with socket.create_connection(httpx.URL(url).netloc.decode().split(":")) as line:  # refused before a byte of it
+        line.sendall(b"POST /v1/documents HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n\r\n")
+        assert line.recv(4096).startswith(b"HTTP/1.1 401")
+
+
+def test_answers_that_do_not_all_fit_are_refused_together(engine):
+    model, tokenizer, heads = parts("llama")
+    small = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, queue=3)
+    ids = array("i", range(2, 60))
+    with small._changed:  # the engine's thread takes nothing meanwhile
+        small.submit(*(Job("", ids, None, 2, Sampling(), 0, lambda: None) for _ in range(2)))
+        with pytest.raises(Busy):
+            small.submit(*(Job("", ids, None, 2, Sampling(), 0, lambda: None) for _ in range(2)))
+        assert small.waiting == 2
+    with pytest.raises(ValueError, match="4 answers must be at most 3"):
+        small.submit(*(Job("", ids, None, 2, Sampling(), 0, lambda: None) for _ in range(4)))
+    small.stop()
+    assert small.figures.requests == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyError("x")])
+def test_a_forward_that_fails_ends_its_requests_alone(url, engine, monkeypatch, error):
+    def forward(caches, pieces):
+        raise error
+
+    monkeypatch.setattr(engine._batch, "_forward", forward)
+    body = {"messages": user("x"), "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+    assert answer.status_code == 500 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    monkeypatch.undo()
+    quiet(engine)
+    works(url)
+
+
+def test_logits_that_are_not_finite_and_a_step_that_raises(url, engine, monkeypatch):
+    body = {"messages": user("x"), "max_tokens": 4, "temperature": 1}
+    monkeypatch.setattr(engine._batch, "_forward", lambda caches, pieces: torch.full((len(pieces), 97), torch.nan))
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).status_code == 500
+    monkeypatch.undo()
+
+    def pieces():
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(engine._batch, "_pieces", pieces)
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).status_code == 500
+    monkeypatch.undo()
+    quiet(engine)
+    works(url)
+
+
+def upload(url: str, text: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text.encode())}, headers=bearer(), timeout=60)
+
+
+def test_documents_deleted_while_they_are_read_or_asked(url, engine, server):
+    for wait in (0.0, 0.3, 1.0):
+        name = upload(url, text_of(1500)).json()["id"]
+        time.sleep(wait)
+        assert httpx.delete(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 200
+        assert httpx.get(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 404
+    for _ in range(400):
+        if not server.documents:
+            break
+        time.sleep(0.05)
+    assert not server.documents and not server.tasks
+    quiet(engine)
+    engine.forget("")
+    works(url)
+
+
+def test_uploads_at_once_never_pass_the_limit(url, server):
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: upload(url, text_of(100)), range(6)))
+    assert sorted(answer.status_code for answer in answers) == [202] * 3 + [429] * 3
+    for answer in answers:
+        if answer.status_code == 202:
+            httpx.delete(f"{url}/v1/documents/{answer.json()['id']}", headers=bearer())
+
+
+def test_a_conversion_ends_at_its_limits():
+    with pytest.raises(ValueError, match="at most 10 are taken"):
+        convert(b"x" * 11, "a.txt", text=10)
+    began = time.monotonic()
+    with pytest.raises(Unwanted):
+        convert(b"x" * 50_000_000, "a.html", unwanted=lambda: time.monotonic() > began + 0.1)
+
+
+def test_logs_hold_neither_prompts_nor_keys(url, caplog):
+    with caplog.at_level(logging.INFO):
+        body = {"messages": user("a secret word"), "max_tokens": 2}
+        httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+        httpx.get(f"{url}/v1/a%0Ab", headers=bearer("wrong-key"))
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "/v1/chat/completions 200" in said and "secret" not in said
+    assert not any(key in said for key in (*KEYS, "wrong-key"))
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
+def test_figures_have_histograms(url):
+    works(url)
+    figures = httpx.get(f"{url}/metrics", headers=bearer()).text
+    assert 'locret_first_token_seconds_bucket{le="+Inf"}' in figures and "locret_token_seconds_sum" in figures
+    assert "locret_sessions_in_use" in figures
