@@ -15,13 +15,15 @@ import pytest
 import torch
 import uvicorn
 from test_documents import parts, text_of
-from test_serving import KEYS, LIMITS, SETTINGS, bearer, expected, user
+from test_serving import KEYS, SETTINGS, bearer, expected, user
 
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling
 from locret_kit.serving.app import Limits, Server, make_app
 from locret_kit.serving.convert import Unwanted, convert
 from locret_kit.serving.engine import Busy, Engine, Job
+
+LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
 
 
 class Watched(Engine):
@@ -42,7 +44,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def server(engine):
-    return Server(engine, "tiny", KEYS, (), Limits(**{**vars(LIMITS), "body_seconds": 1.0}))
+    return Server(engine, "tiny", KEYS, (), LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def works(url: str) -> None:
 
 def test_a_hundred_clients_that_leave(url, engine):
     def leave(number: int) -> None:
-        body = {"messages": user(text_of(150)), "max_tokens": 64, "stream": number % 2 == 0, "n": 1 + number % 3}
+        body = {"messages": user(text_of(60)), "max_tokens": 64, "stream": number % 2 == 0, "n": 1 + number % 3}
         try:
             timeout = httpx.Timeout(5, read=0.01 * (number % 20) + 0.001)
             with httpx.stream(
@@ -123,17 +125,20 @@ def test_malformed_bodies(url):
         for body in bodies:
             answer = client.post(f"{url}/v1/chat/completions", content=body)
             assert 400 <= answer.status_code < 500, (body[:80], answer.text)
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            assert set(answer.json().get("error", ())) == {"message", "type", "param", "code"}, (body[:80], answer.text)
         plain = client.post(f"{url}/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"})
         assert plain.status_code == 400
-        many = client.get(f"{url}/health", headers={f"x-{i}": "y" * 100 for i in range(5000)})
-        assert many.status_code in (400, 431)
+        try:
+            many = client.get(f"{url}/health", headers={f"x-{i}": "y" * 100 for i in range(5000)})
+            assert many.status_code in (400, 431)
+        except httpx.NetworkError:  # it closed the line before all of them were sent
+            pass
     works(url)
 
 
 def test_a_slow_body_and_a_body_without_a_key(url):
     def drip():
-        for _ in range(100):
+        for _ in range(15):
             yield b" "
             time.sleep(0.1)
 
@@ -175,7 +180,8 @@ def test_a_forward_that_fails_ends_its_requests_alone(url, engine, monkeypatch, 
 
 def test_logits_that_are_not_finite_and_a_step_that_raises(url, engine, monkeypatch):
     body = {"messages": user("x"), "max_tokens": 4, "temperature": 1}
-    monkeypatch.setattr(engine._batch, "_forward", lambda caches, pieces: torch.full((len(pieces), 97), torch.nan))
+    forward = engine._batch._forward
+    monkeypatch.setattr(engine._batch, "_forward", lambda *given: forward(*given) * torch.nan)
     assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).status_code == 500
     monkeypatch.undo()
 

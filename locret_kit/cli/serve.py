@@ -28,6 +28,14 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
     return keys
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError, naming both."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"host={host} port={port} cannot be listened on: {error.strerror}") from error
+
+
 def run(args: ServeOptions) -> int:
     """Listen, load, serve. Raises ValueError or OSError with a one-line message."""
     import uvicorn
@@ -62,10 +70,9 @@ def run(args: ServeOptions) -> int:
         print(f"ready: {name}, {args.sessions} sessions", file=sys.stderr, flush=True)
 
     failed: list[Exception] = []
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((args.host, args.port))
-        print(f"http://{args.host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+    with listen(args.host, args.port) as listener:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         config = uvicorn.Config(
             make_app(server, start), log_level="warning", access_log=False, timeout_graceful_shutdown=10

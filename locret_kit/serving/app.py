@@ -24,6 +24,7 @@ from urllib.parse import quote
 from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..cache.bounded import BoundedCache
@@ -232,8 +233,8 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
         where = ".".join(str(part) for part in first["loc"][1:]) or None
         return problem(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where)
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
         return problem(error.status_code, str(error.detail))
 
     @app.exception_handler(404)

@@ -16,6 +16,14 @@ REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_forma
 """Fields that change the answer and that this server does not have."""
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which JSON can hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: character {error.start} is half of a surrogate pair") from None
+
+
 class TextPart(BaseModel):
     """A part of a message's content."""
 
@@ -106,6 +114,8 @@ class ChatBody(Generation):
             ValueError: the chat template refuses the conversation.
         """
         roles = {"developer": "system"}
+        for message in self.messages:
+            check_text("messages", message.text)
         messages = [{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages]
         if document is not None:
             before, after = render_messages(tokenizer, messages, about=True)
@@ -139,4 +149,5 @@ class TextBody(Generation):
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if len(prompts) != 1:
             raise ValueError(f"prompt must be one text, not {len(prompts)}: send several requests")
+        check_text("prompt", prompts[0])
         return IdStream(tokenizer, special=True).finish(prompts[0])

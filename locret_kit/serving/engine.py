@@ -30,7 +30,7 @@ from ..settings import RunSettings
 LOG = logging.getLogger("locret_kit.serving")
 
 
-class Stopping(Exception):
+class Stopping(RuntimeError):
     """The engine takes nothing more, and what ran is cancelled."""
 
 
