@@ -26,6 +26,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedModel
 
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
@@ -343,7 +344,7 @@ async def read_document(server: Server, engine: Engine, held: Held, data: bytes)
             raise Unwanted
         held.read, held.total = done, total
 
-    def reader(model: Any, ids: array[int], cache: BoundedCache, told: Progress | None) -> None:
+    def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, told: Progress | None) -> None:
         if len(ids) > server.limits.prompt_tokens:
             raise ValueError(f"it has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken")
         engine.read(model, ids, cache, told)

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from prometheus_client import Histogram
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
