@@ -147,7 +147,8 @@ def turns(args: argparse.Namespace) -> None:
     with attach(model):
         for pinned in (True, False):
             chat = Chat(model, tokenizer, settings=args.budget, heads=heads, max_new_tokens=8)
-            list(chat.say("Remember these facts.\n" + "".join(statement for statement, _, _ in told)))
+            short = [statement.split(" Remember")[0] for statement, _, _ in told]
+            list(chat.say("Remember these facts.\n" + "\n".join(short)))
             if pinned:
                 chat.pin()
             answered = {}
@@ -185,8 +186,10 @@ def turns(args: argparse.Namespace) -> None:
 
 def asked(chat: Chat, question: str, key: str) -> bool:
     """Whether the answer holds the key; the conversation stays as it was."""
+    most, chat.max_new_tokens = chat.max_new_tokens, 24
     text = "".join(chat.say(question))
     chat.undo()
+    chat.max_new_tokens = most
     return key in text
 
 

@@ -5,8 +5,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 python scripts/fetch_backbone.py
-if ! command -v tmux >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then # for the chat's terminal
-    { apt-get -qq update && apt-get -qq install --yes tmux; } >&2 || echo "tmux is missing: the chat's tests will fail" >&2
+missing=()
+command -v tmux >/dev/null || missing+=(tmux) # the chat's terminal
+command -v chromium >/dev/null || missing+=(chromium) # the pages' browser
+if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get -qq update && apt-get -qq install --yes "${missing[@]}"; } >&2 || echo "${missing[*]}: not installed" >&2
 fi
 ruff check .
 ruff format --check .

@@ -326,7 +326,7 @@ def test_ctrl_c_leaves_nothing_and_the_old_file_whole(use, book, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    for where in ("locret_kit.documents.document.prefill", "safetensors.torch.save_file"):
+    for where in ("locret_kit.documents.document.prefill", "safetensors.torch.save"):
         with monkeypatch.context() as patch:
             patch.setattr(where, interrupted)
             status, _, err = use("read", "long.txt", "-o", str(book), "--overwrite", "--ckpt", "heads", *RUN)

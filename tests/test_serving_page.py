@@ -56,10 +56,11 @@ def tab(url, tmp_path_factory):
 
 def ask(tab, question: str) -> str:
     """The figures under the answer to a question."""
+    before = tab.evaluate("document.querySelectorAll('.turn').length")
     tab.click("#question")
     tab.type(question)
     tab.press("Enter")
-    tab.wait("document.querySelector('#stop').hidden === false || document.querySelector('.turn:last-child .figures')")
+    tab.wait(f"document.querySelectorAll('.turn').length > {before}")
     return tab.wait(
         f"document.querySelector('#stop').hidden && ({LAST}?.textContent ?? document.querySelector('#status').textContent)"
     )

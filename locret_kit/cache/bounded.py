@@ -224,7 +224,7 @@ class BoundedCache(Cache):
 
     def _set_pins(self, pins: Pins) -> None:
         if self._context is not None:
-            check_room(self._context, pins, self.bounded)
+            check_room(self._context, pins, () if self.needs_reread else self.bounded)
             at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
             self._context = replace(self._context, pins=at)
         self.pins = pins

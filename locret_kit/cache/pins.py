@@ -35,9 +35,13 @@ def count(pins: Pins) -> int:
 def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) -> None:
     """Raise ValueError where some layer could not hold the pinned tokens, its stabilizers or the prompt's tail, and one slot
     that the policy chooses. Evictions leave ``budget`` slots, stabilizers among them; the one before the tail leaves
-    ``budget - tail``, without. Passages that are read again must hold the pinned ones. Of what was read, the tokens count
-    that ``layers`` still hold."""
-    budgets, s, reread = [budget for budget in ctx.budgets if budget], ctx.schedule, ctx.policy.reread
+    ``budget - tail``, without. Of what was read, the tokens count that ``layers`` still hold. Before a second reading all
+    count, and its passages must hold them: no layers are passed then."""
+    budgets, s, reread = (
+        [budget for budget in ctx.budgets if budget],
+        ctx.schedule,
+        None if layers else ctx.policy.reread,
+    )
     if ctx.policy.keeps_everything or not budgets or not pins:
         return
     smallest = min(budgets)
