@@ -14,4 +14,4 @@ fi
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -q --numprocesses=auto --maxprocesses=4 --dist=loadfile "$@"
+exec python -m pytest -q --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"

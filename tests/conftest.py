@@ -15,6 +15,11 @@ settings.register_profile("locret", deadline=None, derandomize=True)  # the same
 settings.load_profile("locret")
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first, so that no process waits for them at the end: those that run the demo backbone."""
+    items.sort(key=lambda item: item.get_closest_marker("backbone") is None)
+
+
 @pytest.fixture
 def poisoned():
     """Memory that nobody has written yet is NaN (integers: the largest), so that reading it shows."""
