@@ -230,6 +230,21 @@ def test_reset_keeps_the_buffers_where_their_size_stays():
     assert cache.schedule.prompt_length == 60 and cache.get_seq_length() == 60
 
 
+def test_a_length_that_is_refused_leaves_the_cache_as_it_was():
+    """Pins for which a share of the prompt has no room are found late, after the settings are made."""
+    model, ids = tiny_model("llama"), tokens(60)
+    cache = BoundedCache(0.5, "h2o", chunk=8, stabilizers=2, local_len=4, prompt_length=40, protect="first")
+    cache.pin(0, 12)
+    with attach(model), torch.no_grad():
+        prefill(model, ids[0, :40].tolist(), cache)
+        before, held = dict(vars(cache)), [rows.keys.clone() for rows in cache.bounded]
+        with pytest.raises(ValueError, match="pins=4 tokens must be at most 2"):
+            cache.reset(prompt_length=14)
+        assert vars(cache) == before and cache.pins == ((0, 12),)
+        assert all(torch.equal(rows.keys, keys) for rows, keys in zip(cache.bounded, held, strict=True))
+        model(input_ids=ids[:, 40:41], past_key_values=cache)
+
+
 def test_a_prompt_of_another_length_is_refused():
     model, ids = tiny_model("llama"), tokens(40)[0].tolist()
     for length in (30, 50):

@@ -10,6 +10,7 @@ import pytest
 
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
+from locret_kit.config.chat import CHAT
 from locret_kit.config.documents import ASK, INFO, KEPT, READ
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.config.infer import INFER
@@ -25,7 +26,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
     page: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, PLAN, PUBLISH, SERVE)}
+SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, CHAT, PLAN, PUBLISH, SERVE)}
 KIT = (*SIMPLE, "locret-eval", "locret-train")
 
 

@@ -326,18 +326,26 @@ class BoundedCache(Cache):
             ValueError: a length with which the settings cannot be met; the cache is then as it was.
         """
         if prompt_length not in (None, self.schedule.prompt_length):
-            self._resolve(self._asked, prompt_length)
-            if self._context is not None:
-                # A new context, and the old buffers where their size stays.
-                old, model, self._context, self.unfinished = self.bounded, self._context.model, None, False
-                self.layers = []
-                self.bind(model)
-                pairs = zip(old, self.bounded, strict=True)
-                self.layers = [was if was.capacity == now.capacity else now for was, now in pairs]
+            before = dict(vars(self))
+            try:
+                self._resize(prompt_length)
+            except ValueError:
+                vars(self).update(before)
+                raise
         super().reset()
         self.counters.clear()
         self.last_hidden, self.reread_positions, self.unfinished = None, [], False
         self._set_pins(self._first_pins())
+
+    def _resize(self, prompt_length: int) -> None:
+        """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
+        self._resolve(self._asked, prompt_length)
+        if self._context is not None:
+            old, model, self._context, self.unfinished = self.bounded, self._context.model, None, False
+            self.layers = []
+            self.bind(model)
+            pairs = zip(old, self.bounded, strict=True)
+            self.layers = [was if was.capacity == now.capacity else now for was, now in pairs]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
