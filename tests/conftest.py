@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal: a shell's background job ignores it
 settings.register_profile("locret", deadline=None, derandomize=True)  # the same examples on every machine, however slow
 settings.load_profile("locret")
 

@@ -270,11 +270,7 @@ def test_a_checkpoint_of_other_settings_is_one_line(backbone, run, tmp_path, cap
 
 def test_a_signal_while_the_backbone_loads_is_said_in_one_line(backbone, tmp_path, monkeypatch, capsys):
     def load(*args, **more):
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(fit, "load_backbone", load)
     assert main(arguments(backbone, tmp_path)) == 130
