@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.rope import rotate, rotate_lean
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.geometry.positions import Positions
 from locret_kit.runtime.session import prefill
@@ -61,3 +62,15 @@ def test_a_wrong_name_says_what_there_is(text):
 def test_clipped_alone_is_half_the_window():
     assert Positions.parse("clipped", 8192) == Positions(4096)
     assert Positions.parse("clipped(17)", 8192) == Positions(17)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape, table", [((1, 3, 7, 16), (7, 16)), ((2, 3, 5, 16), (5, 8)), ((2, 6, 1, 16), (2, 6, 1, 16))]
+)
+def test_the_lean_rotation_has_the_same_bits(shape, table, dtype):
+    torch.manual_seed(0)
+    x, angle = torch.randn(shape).to(dtype), 9 * torch.rand(table)
+    cos, sin = (part.to(dtype) for part in (angle.cos(), angle.sin()))
+    before = x.clone()
+    assert torch.equal(rotate_lean(x, cos, sin), rotate(x, cos, sin)) and torch.equal(x, before)

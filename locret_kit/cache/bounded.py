@@ -153,9 +153,15 @@ class BoundedCache(Cache):
 
     # ---- the handler ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
+        return self.attend_scored(layer, q_BQTD, k_BHTD, v_BHTD, scaling, None)
+
+    @torch.no_grad()
+    def attend_scored(
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, score_BHT: Tensor | None
+    ) -> Tensor:
+        """``attend``, where the new tokens' entry scores may be known already."""
         rows, ctx = self.bounded[layer], self.context
         rows.scaling = scaling
         if self.fixed is not None:  # evictions and counts are then the static decoder's
@@ -169,7 +175,7 @@ class BoundedCache(Cache):
                 )
         # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True
-        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD)
+        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, score_BHT)
         self.unfinished = layer + 1 < len(self.layers) or self.policy.needs_logits
         return out
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 
-from ..backbones.rope import Rope, rotate
+from ..backbones.rope import Rope, rotate, rotate_lean
 from ..policies.base import Entry, Merge, PrefillMask, Slots
 from .attention import attend_rows, attend_rows_lse
 from .context import Context
@@ -37,14 +37,24 @@ class Fixed:
     """Rows that it sees, its own included."""
 
 
-def read_tokens(ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Attention output ``[B, Q, T, D]`` of a forward's new tokens, which become rows; evicts at every boundary."""
+def read_tokens(
+    ctx: Context,
+    layer: int,
+    rows: BoundedLayer,
+    q_BQTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    score_BHT: Tensor | None = None,
+) -> Tensor:
+    """Attention output ``[B, Q, T, D]`` of a forward's new tokens, which become rows; evicts at every boundary. Their entry
+    scores are made here where they are not known."""
     out, start, tokens = [], 0, q_BQTD.shape[2]
     while start < tokens:
         step = min(tokens - start, block_length(ctx, rows))
         new = slice(start, start + step)
         make_room(ctx, layer, rows, step)
-        out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new]))
+        score = None if score_BHT is None else score_BHT[:, :, new]
+        out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, score))
         if not ctx.policy.needs_logits:  # those evict after the forward
             evict_if_due(ctx, layer, rows)
         rows.finish_block()
@@ -63,11 +73,19 @@ def block_length(ctx: Context, rows: BoundedLayer) -> int:
 
 
 def read_block(
-    ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed | None = None
+    ctx: Context,
+    layer: int,
+    rows: BoundedLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fixed: Fixed | None = None,
+    score_BHT: Tensor | None = None,
 ) -> Tensor:
     """Attend over the rows and one block of new tokens, which become rows: ``[B, Q, T, D]``."""
     seen = rows.seen if fixed is None else fixed.seen
-    score_BHT = _entry_scores(ctx, layer, rows, seen, q, k, v)
+    if score_BHT is None:
+        score_BHT = _entry_scores(ctx, layer, rows, seen, q, k, v)
     rows.remember(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
         turned, (cos, sin) = function("rotate_rows", ctx.backend), ctx.tables.between(rope, seen, q.shape[2], q)
@@ -143,7 +161,9 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
             at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
             cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
             newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
-        turned = function("rotate_rows", ctx.backend)
+        # A decoded token reads all rows for one query: on a CPU most of its time is this rotation.
+        lean = T == 1 and q.device.type == "cpu"
+        turned = rotate_lean if lean else function("rotate_rows", ctx.backend)
         keys, q = turned(keys, cos, sin), turned(q, *newest)
     # Statistics need the log-sum-exp of every query; without them plain attention is faster.
     if not len(part.stats):

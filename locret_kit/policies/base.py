@@ -169,6 +169,8 @@ class Score(Part, Protocol):
     """Reads queries or keys before RoPE."""
     needs_logits: ClassVar[bool] = False
     """Reads the backbone's probability of each token."""
+    per_token: ClassVar[bool] = False
+    """A new token's score follows from its q, k and v and the retaining head alone: several texts are scored in one call."""
     statistics: ClassVar[frozenset[str]] = frozenset()
     """Running statistics to keep for ``Slots.stats``: of ``sum``, ``square``, ``above``, ``count``."""
 

@@ -136,7 +136,8 @@ class BoundedLayer(CacheLayerMixin):
     def _begin(self, new: slice | Tensor) -> None:
         """Zero the statistics of new rows. Writing a Python scalar through a device index copies it host-to-device and
         synchronises, so device scalars are written."""
-        self.stats[..., new] = self.stats.new_zeros(())
+        if self.statistics:
+            self.stats[..., new] = self.stats.new_zeros(())
         if self.merges:
             self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
 

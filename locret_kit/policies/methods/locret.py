@@ -18,6 +18,7 @@ class Cis(Score):
     """Predicted causal importance of the layer's retaining head. Source: Locret, section 3.2."""
 
     needs_heads: ClassVar[bool] = True
+    per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
         if entry.head is None:
