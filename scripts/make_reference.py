@@ -24,7 +24,7 @@ from locret_kit.config.publish import PUBLISH
 from locret_kit.config.reader import OURS, REQUIRED, Command, Each, docstrings, groups_of
 from locret_kit.config.serve import SERVE
 from locret_kit.settings import PUBLISHED, RunSettings
-from locret_kit.validation import allowed, annotations_of, metadata_of
+from locret_kit.validation import allowed, annotations_of, choices, metadata_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -147,9 +147,16 @@ def type_of(annotation: object) -> str:
 
 def fields_table(schema: type, header: str = "field") -> str:
     """The fields of a dataclass: name, type, meaning."""
-    said = docstrings(schema)
-    rows = [(f"`{item.name}`", words(item.type), said.get(item.name, "")) for item in fields(schema)]
-    return table((header, "type", "meaning"), ((name, kind, plain(text)) for name, kind, text in rows))
+    said, rows = docstrings(schema), []
+    try:
+        known = annotations_of(schema)
+    except NameError:  # names that are imported for types alone
+        known = {}
+    for item in fields(schema):
+        bounds = item.name in known and (any(metadata_of(known[item.name])) or choices(known[item.name]))
+        kind = type_of(known[item.name]) if bounds else words(item.type)
+        rows.append((f"`{item.name}`", kind, plain(said.get(item.name, ""))))
+    return table((header, "type", "meaning"), rows)
 
 
 def attributes(made: type) -> str:
@@ -423,8 +430,8 @@ def files() -> str:
         "Files are written beside their place and renamed when they are whole. Nothing that is read is executed, but for a "
         "`.pt` or `.bin` of weights, of which `torch.load` with `weights_only=True` reads tensors and plain values.",
         "## Retaining heads",
-        f"A folder with `model.safetensors` (`layers.N.fc1.weight`, `layers.N.fc2.weight`) and `config.json`, whose `format` is "
-        f"`{FORMAT}`; or one `.pt` file of both. Its other fields:",
+        f"A folder with `model.safetensors` (`model.layers.N.self_attn.fc1.weight` and `fc2`) and `config.json`, whose `format` "
+        f"is `{FORMAT}`; or one `.pt` file of both. Its other fields:",
         fields_table(HeadsConfig),
         "## LoCoCo's pool",
         f"A folder with `model.safetensors` and `config.json`, whose `format` is `{lococo.FORMAT}`. Its other fields:",

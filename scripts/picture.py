@@ -43,7 +43,7 @@ def wilson(right: float, n: int, z: float = 1.96) -> tuple[float, float]:
     share, spread = right / n, z * z / n
     centre = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
 
 
 def chosen(rows: Iterable[Row], policy: str, haystack: str, length: int, slots: int) -> list[Row]:
@@ -97,17 +97,17 @@ def draw_scores(axis: Axes, rows: Sequence[Row]) -> None:
     axis.axvline(8192, color="#999999", linewidth=0.8)
     axis.text(8192 * 1.06, 0.02, "the model's window", fontsize=8, color="#555555")
     axis.set_title("Pass keys answered (share, 95% interval)")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=7)
 
 
 def main() -> int:
     """Write the picture."""
     rows = list(read_rows(HEADS / "results.jsonl"))
     with rc_context(RC):
-        figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+        figure = Figure(figsize=(8.4, 4.0), layout="constrained")
         left, right = figure.subplots(1, 2)
         draw_memory(left, rows, json.loads((HEADS / "config.json").read_text(encoding="utf-8")))
         draw_scores(right, rows)
+        figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         write_beside(TARGET, lambda beside: figure.savefig(beside, format="png", dpi=130))
     print(TARGET.relative_to(ROOT))
     return 0

@@ -21,9 +21,11 @@ from transformers import AutoConfig
 from locret_kit.backbones.families import spec_of
 from locret_kit.evals.tasks import ALONE, OVER_REAL_TEXT, OVER_TEXT, SAYS
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.policies import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+PLUGIN = ROOT / "examples" / "value_attention.py"
 REFERENCE = load_script("scripts/make_reference.py")
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
 LONG = {
@@ -60,6 +62,17 @@ def place(tmp_path_factory) -> Path:
     for name in ("long.txt", "book.txt"):
         (folder / name).write_text(TEXT * 8)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """Forget after a test what a plugin registers."""
+    registry.policies()
+    for name in ("_policies", "_owners"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
+    yield
+    sys.modules.pop(str(PLUGIN), None)
 
 
 def blocks(page: str, kind: str) -> list[str]:
@@ -125,7 +138,7 @@ def test_the_blocks_of_a_page_run(page, place, monkeypatch, capsys):
         if not line.startswith(tuple(LONG)):
             run(line, monkeypatch, capsys)
             ran += 1
-    for block in blocks(page, "python"):
+    for block in set(blocks(page, "python")) - {PLUGIN.read_text(encoding="utf-8")}:
         with redirect_stdout(io.StringIO()):
             exec(compile(block, page, "exec"), {"__name__": "pasted"})
     assert ran
@@ -141,7 +154,7 @@ def test_every_other_command_is_listed_with_a_reason():
 
 def test_the_policy_of_the_tutorial_is_the_example():
     (block,) = blocks("tutorials/policy", "python")
-    assert block == (ROOT / "examples" / "value_attention.py").read_text(encoding="utf-8")
+    assert block == PLUGIN.read_text(encoding="utf-8")
 
 
 def test_the_examples_run(place, monkeypatch, capsys):
