@@ -1,0 +1,219 @@
+"""``locret-serve`` as users start it: processes of their own, at real ports, and requests as clients send them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from tiny_tokenizer import TEXT, save_tiny_backbone
+
+from locret_kit import BoundedCache
+from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.load import load_backbone
+from locret_kit.cli.serve import main
+from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.runtime.session import generate
+from locret_kit.samples.chat import render_messages
+from locret_kit.settings import RunSettings
+
+SETTINGS = RunSettings(budget=48, chunk=16, local_len=5, stabilizers=4)
+OPTIONS = ["--dtype", "float32", "--budget", "48", "--chunk", "16", "--local-len", "5", "--stabilizers", "4"]
+KEY = "key-of-anna"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{TEXT} Who came in?"}]
+LONG = 120
+"""Tokens of an answer that is still being written when the server is told to stop."""
+
+
+class Command:
+    """The command in a process of its own."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.log = folder / "stderr.txt"
+        with self.log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "locret_kit.cli.serve", "--port", "0", *OPTIONS, *words],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
+            )  # fmt: skip
+
+    def ready(self) -> str:
+        """Its address, when it has said that the model is loaded."""
+        while "ready: " not in (said := self.log.read_text()):
+            assert self.process.poll() is None, said
+            time.sleep(0.05)
+        return said.splitlines()[0]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Heads and the backbone that they name."""
+    folder = tmp_path_factory.mktemp("serve")
+    save_tiny_backbone(folder / "backbone", initializer_range=0.3)
+    model, _ = load_backbone(str(folder / "backbone"), dtype="float32", device="cpu")
+    torch.manual_seed(1)
+    config = HeadsConfig.for_backbone(spec_of(model.config), str(folder / "backbone"), 16)
+    RetainingHeads(config).save_pretrained(str(folder / "heads"))
+    (folder / "keys.txt").write_text(f"{KEY}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def commands(files, tmp_path_factory) -> Iterator[tuple[Command, Command]]:
+    """One with heads and a key, one without either."""
+    with_heads = ("--ckpt", str(files / "heads"), "--api-key-file", str(files / "keys.txt"))
+    folders = [tmp_path_factory.mktemp(name) for name in ("keyed", "open")]
+    made = Command(folders[0], *with_heads), Command(folders[1], "--model", str(files / "backbone"))
+    yield made
+    for command in made:
+        command.process.kill()
+        command.process.wait()
+
+
+@pytest.fixture(scope="module")
+def keyed(commands) -> str:
+    return commands[0].ready()
+
+
+@pytest.fixture(scope="module")
+def unlocked(commands) -> str:
+    return commands[1].ready()
+
+
+def alone(files: Path, messages: list[dict], new: int, *, heads: bool = True) -> str:
+    """The answer of a run of its own."""
+    model, tokenizer = load_backbone(str(files / "backbone"), dtype="float32", device="cpu")
+    ids = tokenizer(render_messages(tokenizer, messages)[1], add_special_tokens=False).input_ids
+    loaded = RetainingHeads.from_pretrained(str(files / "heads")) if heads else None
+    cache = BoundedCache(SETTINGS, "locret" if heads else "streaming", loaded, prompt_length=len(ids))
+    return generate(model, tokenizer, ids, cache, max_new_tokens=new)[0]
+
+
+def test_curl(keyed, files):
+    """The bytes that curl sends for the example of docs/serving.md."""
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 16, "temperature": 0}).encode()
+    host, port = keyed.removeprefix("http://").split(":")
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nUser-Agent: curl/8.5.0\r\nAccept: */*\r\n"
+        f"Authorization: Bearer {KEY}\r\ncontent-type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=60) as line:
+        line.sendall(head.encode() + body)
+        answer = b"".join(iter(lambda: line.recv(65536), b""))
+    status, _, rest = answer.partition(b"\r\n")
+    assert status == b"HTTP/1.1 200 OK"
+    found = json.loads(rest.partition(b"\r\n\r\n")[2])
+    assert found["choices"][0]["message"]["content"] == alone(files, MESSAGES, 16) != ""
+    assert found["usage"]["locret"]["evictions"] > 0
+
+
+def test_openais_client(keyed, files):
+    with openai.OpenAI(base_url=f"{keyed}/v1", api_key=KEY, max_retries=0) as client:
+        [model] = client.models.list().data
+        assert model.id == "heads"
+        ask = dict(model=model.id, messages=MESSAGES, temperature=0, max_completion_tokens=16)
+        with client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}) as events:
+            seen = list(events)
+        text = "".join(event.choices[0].delta.content or "" for event in seen if event.choices)
+        assert text == client.chat.completions.create(**ask).choices[0].message.content == alone(files, MESSAGES, 16)
+        assert seen[-1].usage.completion_tokens == 16
+        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+            client.chat.completions.create(**ask, tools=[{"type": "function", "function": {"name": "f"}}])
+    with openai.OpenAI(base_url=f"{keyed}/v1", api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_open_webui(unlocked, files):
+    """The requests of a chat there: models, the answer, the chat's title, and the next turn."""
+    headers = {
+        "content-type": "application/json", "authorization": "Bearer sk-none", "http-referer": "https://openwebui.com/",
+        "x-title": "Open WebUI", "x-openwebui-user-name": "Anna", "x-openwebui-chat-id": "c1",
+    }  # fmt: skip
+    [model] = httpx.get(f"{unlocked}/v1/models", headers=headers).json()["data"]
+    assert model["id"] == "backbone" and model["object"] == "model"
+    body = {
+        "model": model["id"], "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True},
+        "temperature": 0, "top_p": 1, "max_tokens": 12, "frequency_penalty": 0, "user": "u1", "tools": [], "chat_id": "c1",
+        "session_id": "s1", "id": "m1", "params": {}, "features": {"web_search": False}, "variables": {"{{USER_NAME}}": "A"},
+        "background_tasks": {"title_generation": True}, "model_item": {**model, "name": "backbone", "urlIdx": 0},
+    }  # fmt: skip
+    with httpx.stream("POST", f"{unlocked}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+    assert said == alone(files, MESSAGES, 12, heads=False) and events[-1]["usage"]["completion_tokens"] == 12
+    assert [choice["finish_reason"] for event in events for choice in event["choices"]][-1] == "length"
+    title = {"model": model["id"], "messages": MESSAGES[1:], "stream": False, "max_completion_tokens": 20}
+    found = httpx.post(f"{unlocked}/v1/chat/completions", json=title, headers=headers, timeout=60).json()
+    assert found["choices"][0]["message"]["role"] == "assistant" and found["usage"]["completion_tokens"] > 0
+    body["messages"] = [*MESSAGES, {"role": "assistant", "content": said}, {"role": "user", "content": "And when?"}]
+    body["stream"] = False
+    turn = httpx.post(f"{unlocked}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
+    assert turn["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, unlocked, number):
+    command, url = (commands[0], keyed) if number is signal.SIGINT else (commands[1], unlocked)
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": LONG, "stream": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+        lines = answer.iter_lines()
+        seen = [next(lines) for _ in range(5)]
+        command.process.send_signal(number)
+        seen += lines
+    events = [json.loads(line.removeprefix("data: ")) for line in seen if line and line != "data: [DONE]"]
+    said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+    assert said == alone(files, MESSAGES, LONG, heads=number is signal.SIGINT)
+    assert seen[-2:] == ["data: [DONE]", ""] and events[-1]["choices"][0]["finish_reason"] == "length"
+    out, _ = command.process.communicate(timeout=60)
+    said = command.log.read_text()
+    assert out == b"" and "Traceback" not in said
+    # As other programs: Ctrl-C is status 130 and says so, SIGTERM ends the process as it does any.
+    if number is signal.SIGINT:
+        assert command.process.returncode == 130 and said.endswith("\nlocret-serve: stopped\n")
+    else:
+        assert command.process.returncode == -signal.SIGTERM
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_errors_are_one_line(files, tmp_path, capsys):
+    heads = ["--ckpt", str(files / "heads")]
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ([*heads, "--port", str(port)], 1, f"host=127.0.0.1 port={port} cannot be listened on: Address already in use"),
+            (["--model", str(tmp_path / "none"), "--port", "0"], 1, "none"),
+            ([], 1, "give --ckpt (heads, which name their backbone) or --model"),
+            (["--model", str(files / "backbone"), "--policy", "locret"], 1, "needs retaining heads: give --ckpt"),
+            ([*heads, "--budget", "0.5"], 1, "budget=0.5: a session's slots must be known before the start"),
+            ([*heads, "--api-key-file", str(tmp_path / "empty.txt")], 1, "holds no key"),
+            ([*heads, "--api-key-file", str(tmp_path / "no.txt")], 1, "cannot be read"),
+            ([*heads, "--policies", "h3o"], 1, "h2o"),
+            ([*heads, "--sessions", "0"], 1, "sessions=0"),
+            ([*heads, "--sesions", "2"], 2, "Did you mean 'sessions'?"),
+        ]  # fmt: skip
+        for words, status, says in cases:
+            assert main(words) == status, words
+            out, err = capsys.readouterr()
+            [line] = [line for line in err.splitlines() if not line.startswith("http://")]
+            assert not out and line.startswith("locret-serve: ") and says in line
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from locret_kit.cli.serve import main; sys.exit(main(['--help']) or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("usage: locret-serve ") and "--sessions" in done.stdout
