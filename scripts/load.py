@@ -146,6 +146,11 @@ class Server:
                 found += process.memory_info().rss
         return found
 
+    def cpu_seconds(self) -> float:
+        """Of the process so far."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
     def stop(self) -> None:
         self._running.terminate()
         try:
@@ -238,16 +243,22 @@ async def drive(args: argparse.Namespace, server: Server, found: list[Ask], mode
             await asyncio.sleep(found[number].at)
             await one(number)
 
-        watching, began = asyncio.create_task(watch()), time.perf_counter()
+        watching, began, before = asyncio.create_task(watch()), time.perf_counter(), server.cpu_seconds()
         numbers = iter(range(len(found)))
         work = [opened(number) for number in numbers] if args.rate else [closed(numbers) for _ in range(args.clients)]
         try:
             await asyncio.wait_for(asyncio.gather(*work), args.most_seconds)
         except TimeoutError:
             print(f"cut off after {args.most_seconds} s", file=sys.stderr)
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, server.cpu_seconds() - before
         watching.cancel()
-    return {"seconds": seconds, "memory": memory, "outcomes": [asdict(outcome) for outcome in outcomes]}
+    return {"seconds": seconds, "cpu": cpu, "memory": memory, "outcomes": [asdict(outcome) for outcome in outcomes]}
+
+
+def machine() -> str:
+    """Cores, and the threads that each server's OpenMP takes."""
+    cores = os.cpu_count()
+    return f"{cores} CPU cores ({platform.machine()}), {os.environ.get('OMP_NUM_THREADS', cores)} threads"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -278,7 +289,7 @@ def run(args: argparse.Namespace) -> None:
     made |= {
         "server": args.server, "mix": args.mix, "loop": loop, "rate": args.rate, "requests": args.requests,
         "command": shlex.join(["python", "scripts/load.py", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(), "machine": f"{os.cpu_count()} CPU cores ({platform.machine()})",
+        "versions": versions(), "machine": machine(),
         "load": round(os.getloadavg()[1], 1), "ready": ready, "sessions": args.sessions,
         "planned": planned(args, heads, ready, backbone) if args.server == "locret" else None,
     }  # fmt: skip
@@ -340,8 +351,10 @@ def figures(made: dict[str, Any]) -> dict[str, str]:
         "failed or cut off": str(len(outcomes) - len(done) - refused),
         "the same as that request alone": f"{sum(checked)} of {len(checked)}" if checked else "not checked",
         "seconds": f"{seconds:.0f}",
-        "prompt tokens per second": f"{read / seconds:.0f}",
-        "new tokens per second": f"{new / seconds:.1f}",
+        "CPU seconds of the server": f"{made['cpu']:.0f}",
+        "prompt tokens, new tokens": f"{read}, {new}",
+        "new tokens per second": f"{new / seconds:.2f}",
+        "new tokens per CPU second": f"{new / made['cpu']:.2f}",
         "seconds to the first token, p50 / p95 / p99": percentiles([one["times"][0] for one in done if one["times"]]),
         "seconds between tokens, p50 / p95 / p99": percentiles(gaps),
         "resident memory when ready": mib(made["ready"]),

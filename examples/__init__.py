@@ -1,1 +1,0 @@
-"""Examples that ship: ``--plugin locret_examples.value_attention``."""
