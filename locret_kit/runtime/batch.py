@@ -18,6 +18,7 @@ from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
 from .session import Chooser, Sampling, stop_ids
+from .turns import Turns
 
 TURNS = 4
 """Every so many forwards, the prompt that has waited longest comes first; in the others, the one with the shortest rest."""
@@ -34,6 +35,22 @@ class Request:
     """0 only reads the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
+    aside: bool = field(default=False, kw_only=True)
+    """Read between the prompts of others, see ``turns``."""
+    top_logprobs: int | None = field(default=None, kw_only=True)
+    """Of each token of the answer: its log-probability, and those of so many of the likeliest; None for neither."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural logarithms of probabilities, by the model's own distribution: before temperature and penalties.
+
+    Attributes:
+        token: of the token that was chosen. top: the likeliest ids, best first, and theirs.
+    """
+
+    token: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass
@@ -43,10 +60,12 @@ class Text:
     Attributes:
         tokens: the answer's ids so far. finish_reason: "stop", "length", "read" (nothing more was asked), "error",
             "cancelled", or None before the end.
+        logprobs: of each token, where they are asked for.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
     cache: BoundedCache | None = None
@@ -70,6 +89,26 @@ class Text:
         """Whether its prompt is still being read."""
         return self._next is None
 
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt to read."""
+        seen = self.cache.get_seq_length() if self.cache is not None else 0
+        return 0 if self.finish_reason is not None else max(0, len(self.request.ids) - seen)
+
+    @property
+    def step(self) -> int:
+        """Tokens of the next piece of the prompt."""
+        cache = self.cache
+        assert cache is not None
+        done = cache.get_seq_length()
+        step = cache.schedule.until_boundary(done) if cache.needs_logits else cache.schedule.piece(done)
+        return min(step, self.left)
+
+    @property
+    def aside(self) -> bool:
+        """As the request has it."""
+        return self.request.aside
+
     def end(self, reason: str, error: Exception | None = None) -> None:
         """Let it leave; its cache is free."""
         self.finish_reason, self.error, self.cache = reason, error, None
@@ -83,16 +122,19 @@ class Batch:
         model: a causal language model; attached inside each step unless it is already.
         most: texts in memory at once; the others wait in the order in which they were added.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
+        turns: the order of prompts; by default those with the shortest rest first, and at times the one that waited longest.
 
     Raises:
         ValueError: a number below 1.
     """
 
-    def __init__(self, model: PreTrainedModel, stop: frozenset[int], *, most: int = 16, piece: int = 512) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stop: frozenset[int], *, most: int = 16, piece: int = 512, turns: Turns[Text] | None = None
+    ) -> None:  # fmt: skip
         for name, value in (("most", most), ("piece", piece)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        self.model, self.stop, self.most, self.piece = model, stop, most, piece
+        self.model, self.stop, self.most, self.piece, self.turns = model, stop, most, piece, turns
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
         self._forwards = 0
@@ -111,10 +153,10 @@ class Batch:
         self.waiting.append(text)
         return text
 
-    def cancel(self, text: Text) -> None:
+    def cancel(self, text: Text, reason: str = "cancelled") -> None:
         """Let a text leave, whatever it is doing; one that has ended stays as it is."""
         if text.finish_reason is None:
-            text.end("cancelled")
+            text.end(reason)
             self.running = [one for one in self.running if one is not text]
             self.waiting = deque(one for one in self.waiting if one is not text)
 
@@ -159,7 +201,7 @@ class Batch:
                     changed.append(text)
                     continue
             try:
-                self._take(text, text._choose(logits_V.float()))
+                self._take(text, logits_V.float())
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
                 text.end("error", error)
             changed.append(text)
@@ -195,28 +237,30 @@ class Batch:
             if text._next is not None:
                 pieces.append((text, [text._next]))
         reading = [text for text in self.running if text.reading and text.cache is not None]
-        reading.sort(key=lambda text: len(text.request.ids) - text.cache.get_seq_length())  # type: ignore[union-attr]
+        for text in self._order(reading) if self.turns is None else self.turns.pick(reading):
+            cache, ids = text.cache, text.request.ids
+            assert cache is not None
+            done = cache.get_seq_length()
+            pieces.append((text, [ids[at] for at in cache.prompt_positions(done, done + text.step)]))
+        return pieces
+
+    def _order(self, reading: list[Text]) -> Iterator[Text]:
+        """The prompts that have a piece in the next forward."""
+        reading.sort(key=lambda text: text.left)
         self._forwards += 1
-        if (
-            reading and self._forwards % TURNS == 0
-        ):  # so that short prompts, however many, do not keep a long one waiting
+        # So that short prompts, however many, do not keep a long one waiting.
+        if reading and self._forwards % TURNS == 0:
             longest = max(reading, key=lambda text: text._passed)
             reading.sort(key=lambda text: text is not longest)
         for text in reading:
             text._passed += 1
         room = self.piece
         for text in reading:
-            cache, ids = text.cache, text.request.ids
-            assert cache is not None
-            done = cache.get_seq_length()
-            step = cache.schedule.until_boundary(done) if cache.needs_logits else cache.schedule.piece(done)
-            end = min(done + step, len(ids))
-            if end - done > room and room < self.piece:
+            if text.step > room and room < self.piece:
                 break
-            pieces.append((text, [ids[at] for at in cache.prompt_positions(done, end)]))
             text._passed = 0
-            room -= end - done
-        return pieces
+            room -= text.step
+            yield text
 
     def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> torch.Tensor:
         """Logits ``[texts, V]`` after each text's last new token."""
@@ -225,13 +269,20 @@ class Batch:
         last = torch.tensor(packed.last, device=self.model.device)
         return self.model(input_ids=ids, past_key_values=packed, use_cache=True, logits_to_keep=last).logits[0]
 
-    def _take(self, text: Text, token: int) -> None:
+    def _take(self, text: Text, logits_V: torch.Tensor) -> None:
         """A text's next token."""
+        assert text._choose is not None
+        token, wanted = text._choose(logits_V), text.request.top_logprobs
         if text.first_token_s is None:
             text.first_token_s = time.perf_counter() - text.began
         if token in self.stop:
             text.end("stop")
             return
+        if wanted is not None:
+            logprobs_V = logits_V.log_softmax(-1)
+            top = logprobs_V.topk(min(wanted, len(logprobs_V)))
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            text.logprobs.append(Logprob(float(logprobs_V[token]), tuple(pairs)))
         text.tokens.append(token)
         text._next = token
         if len(text.tokens) == text.request.max_new_tokens:
