@@ -22,7 +22,7 @@ from ..backbones.intercept import active_handler
 from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..policies.methods.sirllm import token_entropy
-from ..settings import FIRST, RunSettings, read_protect
+from ..settings import FIRST, INT32_MAX, RunSettings, read_protect
 from .context import CacheCounters, Context, Pins
 from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
@@ -309,6 +309,16 @@ class BoundedCache(Cache):
         vars(self.counters).update(vars(other.counters))
         self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
         return self
+
+    def take_back(self, tokens: int) -> bool:
+        """Forget the newest ``tokens`` tokens after the prompt, as though they had never been read. False, and nothing has
+        changed, where that cannot be: they were scored by attention or evicted something, or heads differ in length."""
+        can = not self.needs_logits and self.get_seq_length() - tokens >= (self.schedule.prompt_length or INT32_MAX)
+        if not can or not all(rows.can_take_back(tokens) for rows in self.bounded):
+            return False
+        for rows in self.bounded:
+            rows.take_back(tokens)
+        return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache:
         """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""

@@ -153,6 +153,18 @@ class BoundedLayer(CacheLayerMixin):
         self.seen += T
         self.since_eviction += T
 
+    def can_take_back(self, tokens: int) -> bool:
+        """Whether the newest tokens can be forgotten as though they had never come: they have changed nothing but their own
+        rows, and an older one has come since the last eviction."""
+        own = type(self) is BoundedLayer and not (self.statistics or self.recent or self.state or self.merges)
+        return own and self.rows > tokens < self.since_eviction and (self.window is None or self.rows == self.seen)
+
+    def take_back(self, tokens: int) -> None:
+        """Forget the newest tokens; ``can_take_back`` has said that it can be."""
+        self.rows -= tokens
+        self.seen -= tokens
+        self.since_eviction -= tokens
+
     def remember(self, q_BQTD: Tensor) -> None:
         """Keep the newest ``recent`` queries at hand."""
         if not self.recent:
