@@ -164,9 +164,38 @@ def test_the_command_prints_a_plan(capsys):
     assert "the budget holds the whole context: nothing is evicted" in out and "largest budget" not in out
 
 
+def test_a_server_is_planned(capsys):
+    words = ["--model", "phi3-mini", "--gpu-memory", "24GiB", "--budget", "2048", "--chunk", "512", "--documents", "1"]
+    each = p.cache_bytes(backbone("phi3-mini").spec, setting_of(131072, 2048, 512))
+    assert cli.main([*words, "--sessions", "2"]) == 0
+    assert f"2 sessions, 1 documents and 2 equal beginnings: 5 caches of {each / 2**30:.2f} GiB, {5 * each} bytes" in (
+        capsys.readouterr().out
+    )
+    assert cli.main([*words, "--sessions", "100"]) == 1
+    most = int(capsys.readouterr().err.split("sessions=")[1].split()[0])
+    assert 2 <= most < 100
+    assert cli.main([*words, "--sessions", str(most)]) == 0
+    assert cli.main([*words, "--sessions", str(most + 1)]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            [
+                "--model",
+                "phi3-mini",
+                "--gpu-memory",
+                "24GiB",
+                "--policy",
+                "full",
+                "--context",
+                "512",
+                "--sessions",
+                "2",
+            ],
+            "policy='full' evicts nothing",
+        ),
         (["--model", "phi3min", "--gpu-memory", "24GiB"], "is no recipe and no folder. Did you mean 'phi3-mini'?"),
         (["--model", "tiny", "--gpu-memory", "24GiB"], "names no backbone"),
         (["--model", "phi3-mini", "--gpu-memory", "24"], "gpu_memory=24 is 24 bytes; with a unit: gpu_memory=24GiB?"),

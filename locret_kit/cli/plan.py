@@ -67,6 +67,7 @@ def run(args: PlanOptions) -> int:
     from ..backbones.weight_bits import suffix
     from ..planning import fit
     from ..planning import plan as p
+    from ..planning.serving import Caches, decoding_bytes
     from ..planning.sizes import parse_bytes, show
     from ..policies.grammar import parse_policy
 
@@ -106,6 +107,19 @@ def run(args: PlanOptions) -> int:
         policy=policy, weight_bits=bits,
     )  # fmt: skip
     plan = fit.require_fit(backbone, setting, cap)
+    if (sessions := args.sessions) is not None:
+        caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
+        peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
+        print(
+            "\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), f"server: {caches}; peak {show(peak)}"])
+        )
+        if peak > cap:
+            most = fit.largest(
+                lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
+                sessions,
+            )
+            raise fit.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; sessions={most} fits")
+        return 0
     full = p.full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [
         f"policy {args.policy}, context {args.context}, {setting}",

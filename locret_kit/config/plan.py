@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
 
 from ..settings import RunSettings, Slots
 from .machine import Bytes, Plugin
@@ -14,6 +16,7 @@ USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=
 What a run needs, before it is run: no GPU, no weights, no Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
+  locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16
   locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4"""
 
 
@@ -39,6 +42,12 @@ class PlanOptions(RunSettings, Plugin):
     """Width of the retaining heads, for policies that need them. Default: the recipe's, or 1024."""
     weight_bits: Literal[8, 4] | None = None
     """Bits of the layers' weights. Default: as ``dtype``."""
+    sessions: Annotated[int, Ge(1)] | None = None
+    """Plan ``locret-serve`` with so many sessions instead."""
+    documents: Annotated[int, Ge(0)] = 8
+    """Documents that the server holds."""
+    beginnings: Annotated[int, Ge(0)] = 2
+    """Equal beginnings of prompts that the server holds."""
     train: int | None = None
     """Plan a training step of samples of so many tokens instead."""
     batch: int | None = None

@@ -1,0 +1,67 @@
+"""Memory of a server's caches: how many there are at most, and the bytes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..backbones.families import BackboneSpec
+from ..policies.base import Policy
+from .plan import ITEM_BYTES, Backbone, Setting, cache_bytes
+from .sizes import show
+
+
+def refuse_unbounded(*policies: Policy) -> None:
+    """Raise ValueError for a policy that evicts nothing."""
+    for policy in policies:
+        if policy.keeps_everything:
+            raise ValueError(f"policy={policy.name!r} evicts nothing, so no number bounds a server's memory with it")
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The caches of a server.
+
+    Attributes:
+        each: bytes of one, that of the policy that needs most.
+    """
+
+    each: int
+    sessions: int
+    documents: int
+    beginnings: int
+
+    @classmethod
+    def of(
+        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int, beginnings: int
+    ) -> Caches:  # fmt: skip
+        """The caches of a server with such settings.
+
+        Raises:
+            ValueError: a policy that evicts nothing, so that no number bounds its memory.
+        """
+        refuse_unbounded(*policies)
+        each = max(cache_bytes(spec, replace(setting, policy=policy)) for policy in policies)
+        return cls(each, sessions, documents, beginnings)
+
+    @property
+    def count(self) -> int:
+        return self.sessions + self.documents + self.beginnings
+
+    @property
+    def bytes(self) -> int:
+        """Of all caches."""
+        return self.count * self.each
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sessions} sessions, {self.documents} documents and {self.beginnings} equal beginnings: "
+            f"{self.count} caches of {show(self.each)}, {self.bytes} bytes"
+        )
+
+
+def decoding_bytes(backbone: Backbone, setting: Setting, sessions: int) -> int:
+    """Bytes that so many answers, decoded together, need beside those of a chunk: the hidden states of a token and its logits,
+    in the model's dtype and in float32 with their probabilities."""
+    item = ITEM_BYTES[setting.dtype]
+    return sessions * (3 * backbone.hidden * item + backbone.vocab * (item + 4 + 4))
