@@ -1,10 +1,12 @@
-"""The server over a tiny backbone, at a real port."""
+"""The server over a tiny backbone, at a real port. As a program: with sessions in the folder that it is given."""
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +14,11 @@ import uvicorn
 from test_documents import parts
 
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import Sampling
 from locret_kit.serving.app import Limits, Server, make_app
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine import Engine, Job
+from locret_kit.serving.in_time import HeadersInTime
+from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings
 
 SETTINGS = RunSettings(budget=96, chunk=32, stabilizers=4, local_len=5)
@@ -30,13 +35,33 @@ def running_engine() -> Iterator[Engine]:
     made.stop()
 
 
+def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> Job:
+    """A request that has ended, for four tokens."""
+    ended = threading.Event()
+    job = Job(
+        owner,
+        ids,
+        given.pop("document", None),
+        given.pop("tokens", 4),
+        given.pop("sampling", Sampling()),
+        0,
+        lambda: None,
+        **given,
+    )
+    job.on_change = lambda: ended.set() if job.text.finish_reason is not None else None
+    engine.submit(job)
+    assert ended.wait(60)
+    assert job.text.error is None, job.text.error
+    return job
+
+
 @contextmanager
-def serving(engine: Engine | None) -> Iterator[str]:
+def serving(engine: Engine | None, limits: Limits = LIMITS, **given: object) -> Iterator[str]:
     """The address of a server, which is still loading without an engine; an engine goes on when it ends."""
-    server = Server(engine, "tiny", KEYS, ("h2o",), LIMITS)
+    server = Server(engine, "tiny", KEYS, ("h2o",), limits, **given)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        runner = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
+        runner = uvicorn.Server(uvicorn.Config(make_app(server), http=HeadersInTime, log_level="error"))
         thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
         thread.start()
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -46,3 +71,12 @@ def serving(engine: Engine | None) -> Iterator[str]:
         server.engine = None
         runner.should_exit = True
         thread.join(10)
+
+
+if __name__ == "__main__":
+    store = Store(sys.argv[1], 1 << 30)
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, piece=64, store=store)
+    with serving(engine, salt=store.salt) as address:
+        print(address, flush=True)
+        time.sleep(600)

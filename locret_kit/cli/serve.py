@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ..config.reader import read
@@ -40,25 +41,48 @@ def run(args: ServeOptions) -> int:
     """Listen, load, serve. Raises ValueError or OSError with a one-line message."""
     import uvicorn
 
+    from ..backbones.families import spec_of, text_config
+    from ..planning.plan import Setting
+    from ..planning.serving import Caches, refuse_unbounded
+    from ..planning.sizes import parse_bytes
     from ..policies.grammar import parse_policy
     from ..serving.app import Limits, Server, make_app
     from ..serving.engine import Engine
+    from ..serving.in_time import HeadersInTime
+    from ..serving.store import Store
 
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
     keys = keys_of(args)
-    for name in args.policies:
-        parse_policy(name)
+    policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+    refuse_unbounded(chosen.policy, *policies)
     check_run(args, chosen.config)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
     limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
+    store = None
+    if args.session_dir is not None:
+        store = Store(args.session_dir, parse_bytes(args.session_disk, "session_disk"))
     server = Server(None, name, keys, tuple(args.policies), limits)
+    if store is not None:
+        server.salt = store.salt
 
     def load() -> Engine:
         model, tokenizer = chosen.load(args)
         settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
-        return Engine(model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue)
+        engine = Engine(
+            model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
+            store=store, policies=policies, beginnings=args.beginnings, shares=args.share_beginnings,
+        )  # fmt: skip
+        spec, dtype = spec_of(text_config(model)), str(model.dtype).removeprefix("torch.")
+        caches = Caches.of(
+            spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.fits.policies, args.sessions,
+            args.documents, args.beginnings,
+        )  # fmt: skip
+        server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * caches.each))
+        server.restore(engine)
+        said.append(str(caches))
+        return engine
 
     async def start() -> None:
         try:
@@ -67,15 +91,20 @@ def run(args: ServeOptions) -> int:
             failed.append(error)
             uvicorn_server.should_exit = True
             return
-        print(f"ready: {name}, {args.sessions} sessions", file=sys.stderr, flush=True)
+        print(f"ready: {name}, {said[0]}", file=sys.stderr, flush=True)
 
+    said: list[str] = []
     failed: list[Exception] = []
     with listen(args.host, args.port) as listener:
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         config = uvicorn.Config(
-            make_app(server, start), log_level="warning", access_log=False, timeout_graceful_shutdown=10
+            make_app(server, start),
+            http=HeadersInTime,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=10,
         )
         uvicorn_server = uvicorn.Server(config)
         uvicorn_server.run([listener])

@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 
 from ..settings import RunSettings
-from .machine import Machine
+from .machine import Bytes, Machine
 from .reader import Command, Each
 
 USAGE = """usage: locret-serve [--key value | key=value ...]
@@ -33,6 +33,15 @@ class Service:
     """Requests that may wait; more get status 429."""
     documents: Annotated[int, Ge(0)] = 8
     """Documents in memory at once."""
+    beginnings: Annotated[int, Ge(0)] = 2
+    """Equal beginnings of prompts (system prompts) that are read once, in memory at once; 0 reads each prompt alone."""
+    share_beginnings: bool = False
+    """Share them among all API keys. Then the time of an answer tells whether another key's prompt began alike."""
+    session_dir: str | None = None
+    """Folder where every conversation is saved after each turn, and every document, so that they outlive the server and
+    leave memory for others. Default: none, they are in memory alone."""
+    session_disk: Bytes = "10GiB"
+    """Size of that folder, at most: files that were used least recently are removed."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 131072
     """Tokens of a prompt, at most."""
     max_answer_tokens: Annotated[int, Ge(1)] = 4096

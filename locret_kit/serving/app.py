@@ -11,14 +11,17 @@ import hmac
 import json
 import logging
 import secrets
+import shutil
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated, BinaryIO
 from urllib.parse import quote
 
 from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
@@ -38,6 +41,7 @@ from .convert import Unwanted, convert
 from .engine import Busy, Engine, Job, Stopping
 from .metrics import metrics_of
 from .page import add_page, kept_page
+from .store import owner_of
 
 LOG = logging.getLogger("locret_kit.serving")
 
@@ -106,6 +110,13 @@ class Server:
     """Threads that wait for documents, apart from those that answers need."""
     converting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One file at a time, so that the memory of a conversion is that of one."""
+    salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Of the owners' names."""
+
+    @cached_property
+    def owners(self) -> dict[bytes, str]:
+        """The owner's name of each key, by the key's hash; without keys all callers are one owner."""
+        return {hashlib.sha256(key.encode()).digest(): owner_of(key, self.salt) for key in self.keys or ("",)}
 
     def ready(self) -> Engine:
         """The engine. Raises HTTPException 503 while it is loading."""
@@ -114,15 +125,15 @@ class Server:
         return self.engine
 
     def owner(self, request: Request) -> str:
-        """Who asks, as a hash of the key. Raises HTTPException 401."""
+        """Who asks, as a salted hash of the key. Raises HTTPException 401."""
         if not self.keys:
-            return ""
+            return next(iter(self.owners.values()))
         given = request.headers.get("authorization", "").encode("latin-1").removeprefix(b"Bearer ")
         digest = hashlib.sha256(given).digest()
-        known = [hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.keys]
-        if not any(known):  # every key was compared, by its hash: equal time, whatever its length
+        known = [owner for key, owner in self.owners.items() if hmac.compare_digest(digest, key)]
+        if not known:  # every key was compared, by its hash: equal time, whatever its length
             raise HTTPException(401, "the API key is missing or wrong")
-        return digest.hex()
+        return known[0]
 
     def held(self, owner: str, name: str) -> Held:
         """An owner's document. Raises HTTPException 404, for another owner's too."""
@@ -131,6 +142,23 @@ class Server:
             raise HTTPException(404, f"document {name[:64]!r} is not there")
         return found
 
+    def restore(self, engine: Engine) -> None:
+        """Load the documents that an earlier server saved, as many as there may be, those first that were used last."""
+        left = 0
+        for name, owner, created, path in engine.store.documents({*self.owners.values()}) if engine.store else ():
+            if len(self.documents) >= self.limits.documents:
+                left += 1
+                continue
+            try:
+                document = engine.load_document(path)
+            except (ValueError, OSError) as error:
+                LOG.warning("a document's file is not usable and removed: %s", first_line(error))
+                engine.forget(name)
+                continue
+            self.documents[name] = Held(name, owner, document.title or "document", created, document)
+        if left:
+            LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
+
 
 class Guard:
     """Refuse, before a body is held: a request without a key, and bodies beyond a size, with or without a Content-Length, or
@@ -138,12 +166,12 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
-        self.app, self.server, self.limits = app, server, server.limits
+        self.app, self.server = app, server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        limits, upload = self.limits, scope["path"].startswith("/v1/documents")
+        limits, upload = self.server.limits, scope["path"].startswith("/v1/documents")
         most = limits.upload_bytes if upload else limits.body_bytes
         seconds = limits.upload_seconds if upload else limits.body_seconds
         had, whole, answered = 0, False, False
@@ -289,9 +317,12 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
     @app.post("/v1/documents")
     async def upload(file: UploadFile, request: Request) -> Response:
         owner, engine = server.owner(request), server.ready()
-        data = await file.read()
+        saved = (file.filename or "").lower().endswith(SAVED)
+        data: bytes | Path = await asyncio.to_thread(aside, file.file) if saved else await file.read()
         if len(server.documents) >= server.limits.documents:  # after the last await: two uploads cannot both pass
-            return problem(429, f"{len(server.documents)} documents are held already: delete one first")
+            discard(data)
+            said = f"{len(server.documents)} documents are held already: delete one first"
+            return problem(429, said, headers={"retry-after": "60"})
         held = Held(f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time()))
         server.documents[held.id] = held
         task = asyncio.create_task(read_document(server, engine, held, data))
@@ -336,8 +367,26 @@ def make_app(server: Server, start: Callable[[], Awaitable[None]] | None = None)
     return app
 
 
-async def read_document(server: Server, engine: Engine, held: Held, data: bytes) -> None:
-    """Convert an upload and read it, among other requests; a document that is deleted meanwhile ends here."""
+SAVED = (".locret", ".safetensors")
+"""Ends of the names of saved caches."""
+
+
+def aside(file: BinaryIO) -> Path:
+    """A temporary copy of an upload, for its owner alone."""
+    with NamedTemporaryFile(prefix="locret-", suffix=SAVED[0], delete=False) as copy:
+        shutil.copyfileobj(file, copy)
+    return Path(copy.name)
+
+
+def discard(data: bytes | Path) -> None:
+    """Remove a temporary copy."""
+    if isinstance(data, Path):
+        data.unlink(missing_ok=True)
+
+
+async def read_document(server: Server, engine: Engine, held: Held, data: bytes | Path) -> None:
+    """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
+    deleted meanwhile ends here."""
 
     def progress(done: int, total: int) -> None:
         if held.deleted:
@@ -359,15 +408,24 @@ async def read_document(server: Server, engine: Engine, held: Held, data: bytes)
     loop = asyncio.get_running_loop()
     try:
         async with server.converting:
-            text = await loop.run_in_executor(
-                server.readers, partial(convert, data, held.title, unwanted=lambda: held.deleted)
-            )
-        held.document = await loop.run_in_executor(server.readers, read, text)
+            if isinstance(data, Path):
+                document = await loop.run_in_executor(server.readers, engine.load_document, data)
+            else:
+                text = await loop.run_in_executor(
+                    server.readers, partial(convert, data, held.title, unwanted=lambda: held.deleted)
+                )
+        held.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
     except Exception as error:
-        held.error = first_line(error)
+        held.error = first_line(error).replace(str(data), held.title) if isinstance(data, Path) else first_line(error)
         LOG.info("document %s failed: %s", held.id, type(error).__name__)
+    else:
+        if not held.deleted:
+            engine.save_document(held.id, held.owner, held.document)
+    finally:
+        discard(data)
     if held.deleted:
         server.documents.pop(held.id, None)
+        engine.forget(held.id)
 
 
 # ---- completions -------------------------------------------------------------------------------------------------------
@@ -382,11 +440,14 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         if held.document is None:
             return problem(409, f"document {held.id} is {held.shown()['status']}", "document_id")
         document = held.document
+        if body.repetition_penalty != 1.0 and not document.has_text:
+            return problem(400, "repetition_penalty needs the document's text, which is not in its file")
+        if engine.store is not None:
+            engine.store.used(held.id)
     most = getattr(body, "max_completion_tokens", None) or body.max_tokens or min(512, server.limits.answer_tokens)
     if most > server.limits.answer_tokens:
         return problem(400, f"max_tokens={most} must be at most {server.limits.answer_tokens}", "max_tokens")
-    if isinstance(body, ChatBody) and body.logprobs:
-        return problem(400, "logprobs is not supported", "logprobs")
+    top_logprobs = body.wanted_logprobs
     policy = allowed_policy(server, body)
     settings = engine.session_settings(body.budget)
     ids = await asyncio.to_thread(body.ids, engine.tokenizer, document)
@@ -394,6 +455,9 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         return problem(
             400, f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken", "messages"
         )
+    beginning = 0
+    if document is None and engine.beginnings:
+        beginning = await asyncio.to_thread(body.beginning, engine.tokenizer, ids)
     seed = secrets.randbelow(2**32) if body.seed is None else body.seed
     answers = [
         Stream(
@@ -410,6 +474,8 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
                 settings,
                 policy,
                 about=body.document_id or "",
+                top_logprobs=top_logprobs,
+                beginning=beginning,
             ),
         )
         for i in range(body.n)
@@ -420,14 +486,15 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
     if body.stream:
         return Streamed(answers, events(answers, body, kind, head))
     try:
-        texts = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
-        if texts is None:
+        done = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
+        if done is None:
             return problem(499, "the client has gone")
     finally:
         for answer in answers:
             answer.leave()
     choices = [
-        choice(kind, i, text, answer.reason) for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
+        choice(kind, i, text, answer.reason, answer.logprobs(kind, 0, answer.told))
+        for i, (text, answer) in enumerate(zip(done, answers, strict=True))
     ]
     return JSONResponse({**head, "object": kind, "choices": choices, "usage": usage(answers)})
 
@@ -471,18 +538,45 @@ class Streamed(StreamingResponse):
                 answer.leave()
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Final text of an answer, and which of its tokens begin in it."""
+
+    text: str
+    start: int
+    end: int
+
+
 class Stream:
     """One answer on its way to the client: final text, cut at the first stop text."""
 
     def __init__(self, engine: Engine, body: Generation, job: Job) -> None:
         self.engine, self.job, self.stops = engine, job, body.stops
-        self.reason = "stop"
+        self.reason, self.told = "stop", 0
+        self._starts: list[int] = []  # of tokens, in characters of the text; where they are wanted
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        job.on_change = self._tell
+        self._window = 8 + 4 * max((len(stop) for stop in self.stops), default=0)  # a character has 4 tokens at most
+        job.on_change, job.ends = self._tell, self._stopped if self.stops else None
 
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""
         self._loop.call_soon_threadsafe(self._news.set)
+
+    def _stopped(self, tokens: Sequence[int]) -> int | None:
+        """How many tokens come before a stop text, where the newest of them show one; asked by the engine's thread, so that
+        nothing is written after it."""
+        newest = self._decode(tokens[-self._window :])
+        if not any(stop in newest for stop in self.stops):
+            return None
+        end = self._end(self._decode(tokens))
+        return next((at for at in range(len(tokens), 0, -1) if end is None or len(self._decode(tokens[:at])) <= end), 0)
+
+    def _end(self, said: str) -> int | None:
+        """Where the first stop text begins."""
+        return min((at for stop in self.stops if (at := said.find(stop)) >= 0), default=None)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.engine.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def leave(self) -> None:
         """Cancel what is still running."""
@@ -491,9 +585,9 @@ class Stream:
 
     async def whole(self) -> str:
         """All of the answer."""
-        return "".join([piece async for piece in self.pieces()])
+        return "".join([piece.text async for piece in self.pieces()])
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces of final text.
 
         Raises:
@@ -511,21 +605,57 @@ class Stream:
                 raise Stopping("the server is stopping")
             if text.error is not None:
                 raise text.error if isinstance(text.error, ValueError) else Failed(first_line(text.error))
-            said = str(self.engine.tokenizer.decode(tokens, skip_special_tokens=True))
-            found = [at for stop in self.stops if (at := said.find(stop)) >= 0]
-            if found:
-                said, ended = said[: min(found)], "stop"
+            said = self._decode(tokens)
+            end = self._end(said)
+            if end is not None:
+                said, ended = said[:end], "stop"
                 self.leave()
             elif ended is None:  # neither half a character, nor what may begin a stop text
                 if said.endswith("\ufffd"):
                     continue
                 said = said[: max(shown, len(said) - held)]
-            if len(said) > shown:
-                yield said[shown:]
-                shown = len(said)
+            start, self.told = self.told, self._count(tokens, None if ended and end is None else len(said))
+            if len(said) > shown or self.told > start:
+                yield Piece(said[shown:], start, self.told)
+                shown = max(shown, len(said))
             if ended is not None:
                 self.reason = "length" if ended == "length" else "stop"
                 return
+
+    def _count(self, tokens: list[int], end: int | None) -> int:
+        """How many tokens begin before a character; 0 where nobody wants to know."""
+        if self.job.top_logprobs is None:
+            return 0
+        for at in range(len(self._starts), len(tokens)):
+            self._starts.append(len(self._decode(tokens[:at]).rstrip("\ufffd")))
+        return len(tokens) if end is None else max(self.told, sum(start < end for start in self._starts))
+
+    def logprobs(self, kind: str, start: int, end: int) -> dict[str, object] | None:
+        """Log-probabilities of some tokens, as the protocol has them."""
+        text, most = self.job.text, self.job.top_logprobs
+        if text is None or most is None:
+            return None
+        spell = lru_cache(lambda token: str(self.engine.tokenizer.decode([token])))
+        pairs = list(zip(text.tokens[start:end], text.logprobs[start:end], strict=True))
+        if kind == "chat.completion":
+
+            def entry(token: int, value: float) -> dict[str, object]:
+                return {"token": spell(token), "logprob": value, "bytes": list(spell(token).encode())}
+
+            return {
+                "content": [
+                    entry(token, one.token) | {"top_logprobs": [entry(*pair) for pair in one.top]}
+                    for token, one in pairs
+                ]
+            }
+        return {
+            "tokens": [spell(token) for token, _ in pairs],
+            "token_logprobs": [one.token for _, one in pairs],
+            "top_logprobs": [
+                {spell(id): value for id, value in one.top} | {spell(token): one.token} for token, one in pairs
+            ],
+            "text_offset": self._starts[start:end],
+        }
 
 
 async def events(answers: Sequence[Stream], body: Generation, kind: str, head: dict[str, object]) -> AsyncIterator[str]:
@@ -542,7 +672,8 @@ async def events(answers: Sequence[Stream], body: Generation, kind: str, head: d
             if kind == "chat.completion":
                 yield event({"choices": [delta(kind, i, "", None, first=True)], **extra})
             async for piece in answer.pieces():
-                yield event({"choices": [delta(kind, i, piece, None)], **extra})
+                values = answer.logprobs(kind, piece.start, piece.end)
+                yield event({"choices": [delta(kind, i, piece.text, None, values)], **extra})
             yield event({"choices": [delta(kind, i, "", answer.reason, last=True)], **extra})
         if wants_usage:
             yield event({"choices": [], "usage": usage(answers)})
@@ -551,20 +682,25 @@ async def events(answers: Sequence[Stream], body: Generation, kind: str, head: d
         yield f"data: {bytes(problem(500, first_line(error)).body).decode()}\n\n"
 
 
-def choice(kind: str, index: int, text: str, reason: str) -> dict[str, object]:
+Logprobs = dict[str, object] | None
+
+
+def choice(kind: str, index: int, text: str, reason: str, logprobs: Logprobs) -> dict[str, object]:
     """One choice of a whole answer."""
     said = {"message": {"role": "assistant", "content": text}} if kind == "chat.completion" else {"text": text}
-    return {"index": index, **said, "finish_reason": reason, "logprobs": None}
+    return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
 
 
 def delta(
-    kind: str, index: int, text: str, reason: str | None, *, first: bool = False, last: bool = False
-) -> dict[str, object]:
+    kind: str, index: int, text: str, reason: str | None, logprobs: Logprobs = None, *,
+    first: bool = False, last: bool = False,
+) -> dict[str, object]:  # fmt: skip
     """One choice of an event."""
+    end: dict[str, object] = {"finish_reason": reason, "logprobs": logprobs}
     if kind != "chat.completion":
-        return {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
+        return {"index": index, "text": text, **end}
     said: dict[str, str] = {} if last else {"content": text}
-    return {"index": index, "delta": {"role": "assistant", **said} if first else said, "finish_reason": reason}
+    return {"index": index, "delta": {"role": "assistant", **said} if first else said, **end}
 
 
 def usage(answers: Sequence[Stream]) -> dict[str, object]:

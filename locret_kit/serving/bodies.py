@@ -14,6 +14,8 @@ from ..samples.chat import has_template, render_messages
 
 REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities", "logit_bias")
 """Fields that change the answer and that this server does not have."""
+ROLES = {"developer": "system"}
+"""What templates call roles."""
 
 
 def check_text(name: str, text: str) -> None:
@@ -89,6 +91,11 @@ class Generation(BaseModel):
         return [text for text in given if text]
 
     @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens each token comes with; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
     def sampling(self) -> Sampling:
         """OpenAI's default temperature is 1.
 
@@ -97,6 +104,10 @@ class Generation(BaseModel):
         """
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(temperature, self.top_k, 1.0 if self.top_p is None else self.top_p, self.repetition_penalty)
+
+    def beginning(self, tokenizer: Any, ids: array[int]) -> int:
+        """Tokens with which other prompts may begin too; 0 for none."""
+        return 0
 
 
 class ChatBody(Generation):
@@ -107,16 +118,21 @@ class ChatBody(Generation):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def ids(self, tokenizer: Any, document: Document | None) -> array[int]:
         """Token ids of the prompt.
 
         Raises:
             ValueError: the chat template refuses the conversation.
         """
-        roles = {"developer": "system"}
         for message in self.messages:
             check_text("messages", message.text)
-        messages = [{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages]
+        messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
         if document is not None:
             before, after = render_messages(tokenizer, messages, about=True)
             if before != document.before:
@@ -127,6 +143,18 @@ class ChatBody(Generation):
         stream = IdStream(tokenizer, special=not has_template(tokenizer))
         return stream.finish(render_messages(tokenizer, messages)[1])
 
+    def beginning(self, tokenizer: Any, ids: array[int]) -> int:
+        """All that comes before the first user message, where that is not only the template's own."""
+        messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
+        first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
+        if not first or not has_template(tokenizer):
+            return 0
+        before, _ = render_messages(tokenizer, messages, about=True)
+        alone = IdStream(tokenizer).finish(before)
+        return next(
+            (at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
+        )
+
 
 class TextBody(Generation):
     """``POST /v1/completions``."""
@@ -134,6 +162,11 @@ class TextBody(Generation):
     prompt: str | list[str]
     echo: bool = False
     suffix: str | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
     def ids(self, tokenizer: Any, document: Document | None) -> array[int]:
         """Token ids of the prompt.

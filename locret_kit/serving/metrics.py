@@ -17,6 +17,9 @@ GAUGES = {
     "locret_sessions_in_use": "Caches that exist now, those that wait for a next turn included",
     "locret_sessions_idle": "Caches that wait for a next turn",
     "locret_documents": "Documents in memory",
+    "locret_beginnings": "Equal beginnings of prompts in memory",
+    "locret_session_disk_bytes": "Bytes of the files of sessions and documents",
+    "locret_session_disk_failing": "1 where the last file could not be written, 0 where it was",
 }
 COUNTERS = {
     "requests": "Requests that ended",
@@ -41,11 +44,18 @@ class Collected(Collector):
         """All figures now."""
         engine, figures = self.engine, self.engine.figures
         now = [engine.running, engine.waiting, engine.sessions, engine.caches, engine.idle, self.documents]
+        now.append(engine.begun)
+        store = engine.store
+        now += [0, 0] if store is None else [store.bytes, int(store.failing is not None)]
         for (name, says), value in zip(GAUGES.items(), now, strict=True):
             yield GaugeMetricFamily(name, says, value)
         for name, says in COUNTERS.items():
             yield CounterMetricFamily(f"locret_{name}", says, getattr(figures, name))
-        yield from (*figures.first_token_s.collect(), *figures.token_s.collect())
+        written, failures = (0, 0) if store is None else (store.written, store.failures)
+        says = "Files of sessions and documents that"
+        yield CounterMetricFamily("locret_saved_files", f"{says} were written", written)
+        yield CounterMetricFamily("locret_save_failures", f"{says} could not be written", failures)
+        yield from (*figures.queue_s.collect(), *figures.first_token_s.collect(), *figures.token_s.collect())
 
 
 def metrics_of(engine: Engine, documents: int) -> str:

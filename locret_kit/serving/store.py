@@ -1,0 +1,269 @@
+"""Sessions and documents on disk, so that they leave memory for others and outlive the process.
+
+A folder for its owner alone (mode 0700). In it a folder per owner of sessions, named by a salted hash of the API key, with a
+file per session and document in the format of saved caches, written beside and renamed. A session's file holds no token
+ids: a hash says whether a prompt begins with what it has read. Files beyond a size are removed, the least used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import time
+from calendar import timegm
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from transformers import PreTrainedModel
+
+from ..cache.bounded import BoundedCache
+from ..cache.file import read, read_record, write
+from ..cache.saved import APART, CREATED, Saved, export, restore
+from ..documents.document import Document
+from ..files import locked, write_beside
+from ..heads import RetainingHeads
+from ..naming import first_line
+from ..policies.base import Policy
+from .past import Past
+
+LOG = logging.getLogger("locret_kit.serving")
+SUFFIX, SALT = ".locret", "salt"
+SESSION = re.compile(r"session_[0-9a-f]{32}")
+DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")
+OWNER = re.compile(r"[0-9a-f]{32}")
+MARGIN = 1 << 13
+"""Bytes of a file beside its tensors, about; a layer's part of its header has an eighth at most."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file in the folder. ``past``: what a session has read; None for a document. ``fits``: this server may load it."""
+
+    path: Path
+    bytes: int
+    past: Past | None = None
+    fits: bool = True
+
+
+class Store:
+    """The folder. One server at a time has it.
+
+    Args:
+        most: bytes of all files, at most.
+
+    Raises:
+        OSError: it cannot be written, or another server has it.
+    """
+
+    def __init__(self, folder: str | Path, most: int) -> None:
+        self.folder, self.most = Path(folder), most
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.chmod(0o700)
+        except OSError as error:
+            raise OSError(f"session_dir={str(folder)!r} cannot be used: {error.strerror}") from error
+        self._open = ExitStack()
+        self._open.enter_context(locked(self.folder / ".lock", f"session_dir={str(folder)!r}: another server has it"))
+        (self.folder / ".lock").chmod(0o600)
+        self._lock = Lock()
+        self._files: OrderedDict[str, File] = OrderedDict()
+        self._mine: dict[str, dict[str, Past]] = {}
+        self.failing: str | None = None
+        """Why the last file could not be written; None where it was."""
+        self.written = self.failures = 0
+        salt = self.folder / SALT
+        if not salt.exists():
+            write_beside(salt, lambda path: path.write_bytes(secrets.token_bytes(32)))
+            salt.chmod(0o600)
+        self.salt = salt.read_bytes()
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        self._open.close()
+
+    # ---- what is there ---------------------------------------------------------------------------------------------
+
+    def scan(self, check: Callable[[Saved, str], None]) -> None:
+        """Find what an earlier server left. Damaged files are removed; those that ``check(record, about)`` refuses stay and
+        count, since a server with other settings may want them. Both are said in one line each.
+        """
+        damaged, other = [], []
+        found = []
+        for path in self.folder.glob(f"*/*{SUFFIX}"):
+            name, owner = path.stem, path.parent.name
+            if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
+                continue
+            past, fits = None, True
+            try:
+                record = read_record(path)
+                record.pop("digest", None)
+                saved = Saved.of(record, path)
+                about = saved.document or {}
+                if SESSION.fullmatch(name):
+                    past = _past(name, owner, about)
+            except ValueError as error:
+                damaged.append(first_line(error))
+                path.unlink(missing_ok=True)
+                continue
+            try:
+                check(saved, past.about if past is not None else name)
+            except ValueError as error:
+                other.append(f"{path}: {first_line(error)}")
+                past, fits = None, False
+            stat = path.stat()
+            found.append((stat.st_mtime_ns, name, File(path, stat.st_size, past, fits)))
+        for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
+            left.unlink(missing_ok=True)
+        for lines, words in ((damaged, "removed"), (other, "left as they are")):
+            if lines:
+                LOG.warning("%d files of sessions are not usable and %s; the first: %s", len(lines), words, lines[0])
+        with self._lock:
+            for _, name, file in sorted(found, key=lambda item: item[:2]):
+                self._add(name, file)
+
+    def sessions(self, owner: str) -> list[Past]:
+        """What an owner's sessions have read."""
+        with self._lock:
+            return list(self._mine.get(owner, {}).values())
+
+    def documents(self, owners: set[str]) -> Iterator[tuple[str, str, int, Path]]:
+        """Name, owner, second of creation and path of every document of these owners, the one used last first."""
+        with self._lock:
+            files = list(reversed(self._files.items()))
+        for name, file in files:
+            owner = file.path.parent.name
+            if DOCUMENT.fullmatch(name) and file.fits and owner in owners:
+                created = str(read_record(file.path)["created"])
+                yield name, owner, timegm(time.strptime(created, CREATED)), file.path
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(file.bytes for file in self._files.values())
+
+    def _add(self, name: str, file: File) -> None:
+        self._files.pop(name, None)
+        self._files[name] = file
+        if file.past is not None:
+            self._mine.setdefault(file.past.owner, {})[name] = file.past
+
+    def remove(self, name: str) -> None:
+        """Remove a session or a document."""
+        with self._lock:
+            file = self._files.pop(name, None)
+            if file is not None:
+                self._mine.get(file.path.parent.name, {}).pop(name, None)
+                file.path.unlink(missing_ok=True)
+
+    def forget(self, document: str) -> None:
+        """Remove a document and all sessions about it."""
+        with self._lock:
+            about = [name for mine in self._mine.values() for name, past in mine.items() if past.about == document]
+        for name in (document, *about):
+            self.remove(name)
+
+    def used(self, name: str) -> None:
+        """Note that a file is used: it is removed after those that were not."""
+        with self._lock:
+            if name in self._files:
+                self._files.move_to_end(name)
+                os.utime(self._files[name].path)
+
+    # ---- writing and reading ---------------------------------------------------------------------------------------
+
+    def save(self, past: Past, cache: BoundedCache) -> None:
+        """Write a session's file. What a disk can do to it is said, and counted, and no error."""
+        about = {"about": past.about, "tokens": past.tokens, "sha256": past.sha256}
+
+        def to(path: Path) -> None:
+            record, tensors = export(cache)
+            write(path, {**record, "document": about}, tensors)
+
+        held = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
+        self._write(past.name, past.owner, held, to, past)
+
+    def save_document(self, name: str, owner: str, document: Document) -> None:
+        """Write a document's file, as ``save``."""
+        self._write(name, owner, document.cache.nbytes + 4 * document.tokens, document.save, None)
+
+    def _write(self, name: str, owner: str, size: int, to: Callable[[Path], None], past: Past | None) -> None:
+        path = self.folder / owner / f"{name}{SUFFIX}"
+        try:
+            if size + MARGIN > self.most:
+                raise OSError(f"{name} has {size} bytes, the folder may have {self.most}")
+            self._make_room(size + MARGIN, name)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            to(path)
+            path.chmod(0o600)
+            held = path.stat().st_size
+        except (OSError, ValueError) as error:
+            self.failures += 1
+            if self.failing is None:
+                LOG.warning("sessions are not saved: %s", first_line(error))
+            self.failing = first_line(error)
+            return
+        if self.failing is not None:
+            LOG.warning("sessions are saved again")
+        self.failing = None
+        self.written += 1
+        with self._lock:
+            self._add(name, File(path, held, past))
+        self._make_room(0, "")  # where the file was larger than it seemed
+
+    def _make_room(self, size: int, name: str) -> None:
+        """Remove the files that were used least recently, so that ``size`` bytes more are within the bound."""
+        with self._lock:
+            held = sum(file.bytes for other, file in self._files.items() if other != name)
+            gone = []
+            for other, file in self._files.items():
+                if held + size <= self.most:
+                    break
+                if other != name:
+                    gone.append(other)
+                    held -= file.bytes
+        for other in gone:
+            self.remove(other)
+
+    def load(
+        self, past: Past, model: PreTrainedModel, heads: RetainingHeads | None, policy: Policy
+    ) -> BoundedCache | None:
+        """A session's cache; None for a file that is gone or damaged, which is said and removed."""
+        path = self.folder / past.owner / f"{past.name}{SUFFIX}"
+        try:
+            record, tensors = read(path)
+            saved = Saved.of(record, path)
+            if _past(past.name, past.owner, saved.document or {}) != past:
+                raise ValueError(f"{path}: it has read something else than it had")
+            own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
+            mine = policy if saved.policy == policy.name else None
+            cache = restore(saved, own, model, heads, mine, where=str(path))
+            if cache.get_seq_length() != past.tokens:
+                raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {past.tokens}")
+        except (OSError, ValueError) as error:
+            LOG.warning("a session's file is not usable and removed: %s", first_line(error))
+            self.remove(past.name)
+            return None
+        self.used(past.name)
+        return cache
+
+
+def _past(name: str, owner: str, about: dict[str, object]) -> Past:
+    """What a session's file says that it has read. Raises ValueError."""
+    document, tokens, digest = (about.get(field) for field in ("about", "tokens", "sha256"))
+    right = isinstance(document, str) and type(tokens) is int and isinstance(digest, str) and len(about) == 3
+    if not right:
+        raise ValueError(f"{name}{SUFFIX} is no session")
+    return Past(name, owner, str(document), int(str(tokens)), str(digest))
+
+
+def owner_of(key: str, salt: bytes) -> str:
+    """The name of a key's owner: a salted hash that is slow to guess."""
+    return hashlib.scrypt(key.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=16).hex()

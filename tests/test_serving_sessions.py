@@ -1,0 +1,232 @@
+"""Sessions on disk. The oracle is a server that was never short of memory and never ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from served import KEYS, LIMITS, SETTINGS, ask, serving
+from test_documents import parts, text_of
+
+from locret_kit.documents.document import Document
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving.app import Held, Server
+from locret_kit.serving.engine import Engine
+from locret_kit.serving.store import Store, owner_of
+from locret_kit.settings import RunSettings
+
+ANNA, BERT = (owner_of(key, b"salt") for key in KEYS)
+
+
+@contextmanager
+def engine_with(folder: Path | None, sessions: int = 8, most: int = 1 << 30, settings: RunSettings = SETTINGS):
+    model, tokenizer, heads = parts("llama")
+    store = Store(folder, most) if folder is not None else None
+    engine = Engine(
+        model, tokenizer, settings, parse_policy("locret"), heads, sessions=sessions, queue=20, piece=64, store=store
+    )
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def prompt(length: int, seed: int) -> array[int]:
+    return array("i", torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def talk(engine: Engine, conversations: int = 3, turns: int = 2, owner: str = ANNA) -> list:
+    """Conversations that take turns: the answers' tokens, and how many tokens were not read again."""
+    texts = [prompt(60 + 90 * number, number) for number in range(conversations)]
+    said = []
+    for turn in range(turns):
+        for number in range(conversations):
+            job = ask(engine, owner, texts[number])
+            said.append((job.text.tokens, job.cached_tokens))
+            texts[number] += array("i", job.text.tokens) + prompt(30, 100 * turn + number)
+    return said
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    with engine_with(None) as engine:
+        return talk(engine)
+
+
+def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
+    with engine_with(tmp_path / "s", sessions=1) as engine:
+        assert talk(engine) == undisturbed
+        assert engine.caches == engine.idle == 1
+        assert all(cached for _, cached in undisturbed[3:])
+    with engine_with(tmp_path / "s") as engine:  # another process would find them too
+        texts = [prompt(60, 0)]
+        first = ask(engine, ANNA, texts[0])  # the conversation went on, so its file does not help
+        assert (first.text.tokens, first.cached_tokens) == undisturbed[0]
+    files = [path for path in (tmp_path / "s").rglob("*.locret")]
+    assert len(files) == 4 and (tmp_path / "s").stat().st_mode & 0o777 == 0o700
+    for path in (*files, tmp_path / "s" / "salt"):
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not [key for key in KEYS for path in files if key.encode() in path.read_bytes() or key in str(path)]
+
+
+def next_turn(said: list, number: int) -> array[int]:
+    """The second prompt of a conversation."""
+    return prompt(60 + 90 * number, number) + array("i", said[number][0]) + prompt(30, number)
+
+
+def test_nobody_goes_on_from_the_session_of_another(tmp_path, undisturbed):
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+        assert len(engine.store.sessions(ANNA)) >= 1 and engine.store.sessions(BERT) == []
+        assert [ask(engine, owner, next_turn(said, 0)).cached_tokens for owner in (BERT, ANNA)] == [
+            0,
+            undisturbed[3][1],
+        ]
+    assert {path.parent.name for path in tmp_path.rglob("session_*")} == {ANNA, BERT}
+
+
+def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed):
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+    one, two = sorted(tmp_path.rglob("*.locret"))
+    data = bytearray(one.read_bytes())
+    data[-100] ^= 1
+    one.write_bytes(data)
+    (one.parent / f"session_{'0' * 32}.locret").write_bytes(b"nothing")
+    (one.parent / ".session.x.host-1.partial").write_bytes(b"nothing")
+    smaller = RunSettings(**{**vars(SETTINGS), "budget": 64})
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path, settings=smaller) as engine:
+        assert engine.store.sessions(ANNA) == [] and engine.store.bytes == len(data) + two.stat().st_size
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and lines[0].startswith("1 files of sessions are not usable and removed")
+    assert lines[1].startswith("2 files") and "budget=96 must be at most 64" in lines[1]
+    assert {*tmp_path.rglob("*.locret")} == {one, two} and not list(tmp_path.rglob("*.partial"))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
+        again = [ask(engine, ANNA, next_turn(said, number)) for number in range(2)]
+        right = [(job.text.tokens, job.cached_tokens) == undisturbed[3 + n] for n, job in enumerate(again)]
+        assert sorted(right) == [False, True] and again[right.index(False)].cached_tokens == 0
+        assert not one.exists()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "is damaged: its content does not have the digest" in line
+
+
+def test_the_folder_has_a_bound(tmp_path):
+    with engine_with(tmp_path / "all", sessions=1) as engine:
+        talk(engine, 3, 1)
+        engine._saver.submit(int).result()
+        whole = engine.store.bytes
+    most = whole - 1
+    with engine_with(tmp_path / "few", sessions=1, most=most) as engine:
+        talk(engine, 3, 1)
+        engine._saver.submit(int).result()
+        held = engine.store.sessions(ANNA)
+        assert [past.tokens for past in held] == [153, 243]  # the one used least is gone
+        assert engine.store.bytes == sum(path.stat().st_size for path in tmp_path.glob("few/*/*.locret")) <= most
+
+
+def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undisturbed):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path, sessions=2) as engine:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            said = talk(engine, turns=1)
+            engine._saver.submit(int).result()
+            failing, failures = engine.store.failing, engine.store.failures
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert said == undisturbed[:3] and failing is not None and failures == 3
+        with serving(engine) as url:
+            figures = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}).text
+            assert "locret_session_disk_failing 1.0" in figures and "locret_save_failures_total 3.0" in figures
+        ask(engine, ANNA, prompt(50, 3))
+        engine._saver.submit(int).result()
+        assert engine.store.failing is None and len(engine.store.sessions(ANNA)) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "cannot write" in lines[0] and lines[1] == "sessions are saved again"
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_documents_come_back_for_their_owner(tmp_path):
+    model, tokenizer, heads = parts("llama")
+    name = "doc_" + "1" * 32
+    with engine_with(tmp_path) as engine:
+        server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
+        owner = server.owners[next(iter(server.owners))]
+        document = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads, title="book")
+        server.documents[name] = Held(name, owner, "book", 1, document)
+        engine.save_document(name, owner, document)
+        ids = document.prompt("Who came in?")
+        first = ask(engine, owner, ids, document=document, about=name)
+    with engine_with(tmp_path) as engine:
+        server = Server(engine, "tiny", KEYS, salt=engine.store.salt, limits=LIMITS)
+        server.restore(engine)
+        held = server.documents[name]
+        assert held.owner == owner and held.shown()["status"] == "ready" and held.title == "book"
+        again = ask(engine, owner, ids, document=held.document, about=name)
+        assert again.text.tokens == first.text.tokens and again.cached_tokens == first.cached_tokens > 100
+        more = ids + array("i", again.text.tokens) + prompt(20, 1)
+        assert ask(engine, owner, more, document=held.document, about=name).cached_tokens > len(ids)
+        engine.forget(name)
+    assert not list(tmp_path.rglob("*.locret"))
+    with engine_with(tmp_path) as engine, pytest.raises(OSError, match="another server has it"):
+        Store(tmp_path, 1 << 30)
+
+
+def test_a_server_that_is_killed_loses_one_turn_at_most(tmp_path):
+    """Greedy, in float64: the answer is that of a server that was not killed."""
+    code = Path(__file__).with_name("served.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(code.parent)])}
+    child = subprocess.Popen([sys.executable, code, tmp_path], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        url = child.stdout.readline().strip()
+        first = talk_over_http(url, 2, [], saved=0)
+        late = talk_over_http(url, 1, [], seed=5, saved=2)
+        late += talk_over_http(url, 1, late, seed=5)  # nobody waits for its file
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    with engine_with(tmp_path) as engine, serving(engine, salt=engine.store.salt) as url:
+        again = talk_over_http(url, 1, first)
+        assert talk_over_http(url, 1, late, seed=5)[-1][1] >= late[1][1] > 0
+    with engine_with(None) as engine, serving(engine) as url:
+        whole = talk_over_http(url, 3, [])
+    assert [*first, *again] == whole and whole[2][1] > whole[1][1] > 0
+
+
+def bearer() -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[0]}"}
+
+
+def talk_over_http(url: str, turns: int, before: list, seed: int = 0, saved: int | None = None) -> list:
+    """Turns of a conversation, each a text and how many tokens were not read again; after ``saved`` files each is saved."""
+    messages = []
+    for turn, (said, _) in enumerate(before):
+        messages += [{"role": "user", "content": text_of(25, seed + turn)}, {"role": "assistant", "content": said}]
+    made = []
+    for turn in range(len(before), len(before) + turns):
+        messages.append({"role": "user", "content": text_of(25, seed + turn)})
+        body = {"messages": messages, "temperature": 0, "max_tokens": 1}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).json()
+        said = answer["choices"][0]["message"]["content"]
+        made.append((said, answer["usage"]["prompt_tokens_details"]["cached_tokens"]))
+        messages.append({"role": "assistant", "content": said})
+        for _ in range(400 if saved is not None else 0):
+            figures = httpx.get(f"{url}/metrics", headers=bearer()).text
+            if f"locret_saved_files_total {saved + len(made)}.0" in figures:
+                break
+            time.sleep(0.02)
+        else:
+            assert saved is None
+    return made
