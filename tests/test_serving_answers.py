@@ -228,7 +228,8 @@ def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_p
     ):
         Document.read(model, tokenizer, text_of(200), settings, policy, heads).save(path)
         data = path.read_bytes()
-        shown = uploaded(url, "a.locret", data[:-1] + b"\0" if "damaged" in words else data)
+        flipped = data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+        shown = uploaded(url, "a.locret", flipped if "damaged" in words else data)
         assert shown["status"] == "failed" and words in shown["error"] and shown["error"].startswith("a.locret")
         httpx.delete(f"{url}/v1/documents/{shown['id']}", headers=bearer())
 
