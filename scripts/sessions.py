@@ -3,8 +3,9 @@
     python scripts/sessions.py questions --ckpt HEADS                # a text of 128K tokens, read once, asked 20 times
     python scripts/sessions.py turns --ckpt HEADS --turns 1000       # a conversation, with and without a pin
 
-``questions`` hides 20 facts at 20 depths of the Jargon File, reads it in one process, loads the file in another and asks
-there. ``turns`` tells 20 facts in the first message and asks for them in a short conversation and after many turns.
+``questions`` hides 20 facts at 20 depths of the Jargon File, reads it in one process (``read``, unless that was done before),
+loads the file in another and asks there. ``turns`` tells 20 facts in the first message and asks for them in a short
+conversation and after many turns.
 Each rewrites its block of the page, between HTML comments.
 """
 
@@ -81,21 +82,28 @@ def hidden(tokenizer: object, tokens: int, told: Sequence[tuple[str, str, str]])
 
 
 def read(args: argparse.Namespace) -> None:
-    """The first process: read and save; figures on stdout."""
+    """The first process: read and save."""
     model, tokenizer, heads = load(args.ckpt)
     text, _ = hidden(tokenizer, args.tokens, facts(args.questions, args.seed))
     began = time.perf_counter()
     document = Document.read(model, tokenizer, text, args.budget, heads=heads, chunk=args.chunk, kv_bits=args.kv_bits)
     seconds = time.perf_counter() - began
     document.save(args.file)
-    print(json.dumps({"tokens": document.tokens, "read_s": seconds, "cache_bytes": document.cache.nbytes}))
+    figures = {"tokens": document.tokens, "read_s": seconds, "cache_bytes": document.cache.nbytes, "ground": ground()}
+    write_text(figures_of(args.file), json.dumps(figures))
+
+
+def figures_of(file: Path) -> Path:
+    """Where ``read`` writes its figures."""
+    return file.with_suffix(".json")
 
 
 def questions(args: argparse.Namespace) -> None:
     """The second process: load, ask, write the page."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in vars(args).items() if value and name != "command"]
-    done = subprocess.run([sys.executable, __file__, "read", *flags], stdout=subprocess.PIPE, text=True, check=True)
-    figures = json.loads(done.stdout.splitlines()[-1])
+    if not figures_of(args.file).exists():
+        subprocess.run([sys.executable, __file__, "read", *flags], check=True)
+    figures = json.loads(figures_of(args.file).read_text(encoding="utf-8"))
     model, tokenizer, heads = load(args.ckpt)
     told = facts(args.questions, args.seed)
     began = time.perf_counter()
@@ -121,8 +129,8 @@ def questions(args: argparse.Namespace) -> None:
     lines = [
         f"`python scripts/sessions.py questions {said}`; {ground()}.",
         "",
-        f"- Read once: {figures['tokens']} tokens in {figures['read_s']:.0f} s. Loading the file: {load_s:.2f} s, "
-        f"{load_s / figures['read_s']:.2%} of it (the model's own loading excluded).",
+        f"- Read once: {figures['tokens']} tokens in {figures['read_s']:.0f} s ({figures['ground']}).",
+        f"- Loading the file: {load_s:.2f} s, {load_s / figures['read_s']:.2%} of that (the model's own loading excluded).",
         f"- The file: {size / 2**20:.1f} MiB, {size / figures['cache_bytes']:.2f} of the cache's buffers.",
         f"- First token after {max(row[3] for row in rows):.2f} s at most, answers of at most 16 tokens after "
         f"{max(row[4] for row in rows):.2f} s at most. Right: {right} of {len(rows)}.",

@@ -242,6 +242,7 @@ def test_a_short_text_is_read_with_each_question(tmp_path):
     document.save(tmp_path / "text.locret")
     for one in (document, Document.load(tmp_path / "text.locret", model, tokenizer)):
         assert one.cache.get_seq_length() == 0 and one.tokens > 50
+        assert [one.cache.kept_positions(layer).shape[-1] for layer in range(len(one.cache.layers))] == [0, 0, 0]
         answer = one.ask(QUESTIONS[0], max_new_tokens=6)
         assert same(answer, fresh("llama", "h2o", text_of(20), QUESTIONS[0], **SETTINGS))
 
@@ -259,5 +260,8 @@ def test_errors_before_any_work():
     for question in ("", " \n"):
         with pytest.raises(ValueError, match="the question is empty"):
             document.ask(question)
+    for lone in ("\ud800", "\udfff?"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            document.ask(lone)
     with pytest.raises(ValueError, match="the document holds no text"):
         Document.read(model, tokenizer, " \n ", 48, "h2o")

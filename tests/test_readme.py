@@ -1,4 +1,4 @@
-"""Names, commands and files in the README and in docs/results are those that there are."""
+"""Names, commands and files in the README, the site and the pages for contributors are those that there are."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from locret_kit.policies import grammar, registry
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = {
-    page: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    page: page.read_text(encoding="utf-8")
+    for page in (*(ROOT / name for name in FIRST), *sorted((ROOT / "docs").rglob("*.md")))
 }
 SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, CHAT, PLAN, PUBLISH, SERVE)}
 KIT = (*SIMPLE, "locret-eval", "locret-train")
@@ -58,6 +60,11 @@ def test_every_policy_and_no_other_has_a_line():
     assert sorted(named) == sorted(registry.policies())
 
 
+def test_the_readme_lists_every_policy():
+    (folded,) = re.findall(r"<summary>Policies</summary>(.*?)</details>", TEXT, re.S)
+    assert sorted(re.findall(r"`([^`]+)`", folded)) == sorted(registry.policies())
+
+
 def test_every_choice_of_every_part_is_named():
     rows = table("| part | says | choices |")
     assert [row[0].strip("`") for row in rows] == list(registry.KINDS)
@@ -82,7 +89,7 @@ def test_commands_are_understood(words):
         recipes.load_config(given)
     elif name != "locret-eval":
         values = given_by(SIMPLE[name], given)
-        if "policy" in values:
+        if "policy" in values and "plugin" not in values:
             grammar.parse_policy(values["policy"])
 
 

@@ -405,8 +405,14 @@ class BoundedCache(Cache):
 
     def kept_positions(self, layer: int) -> Any:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
-        of lists; ``kept_positions(layer)[b][h]`` is a head's either way."""
-        return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, self.bounded[layer].kept())
+        of lists; ``kept_positions(layer)[b][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
+
+        Raises:
+            RuntimeError: no model is bound yet.
+        """
+        heads, rows = self.context.spec.n_kv_heads, self.bounded[layer]
+        kept = rows.kept() if rows.is_initialized else torch.empty(1, heads, 0, dtype=torch.int32)
+        return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
 
     @property
     def kept_rows(self) -> list[int]:

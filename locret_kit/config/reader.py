@@ -344,23 +344,30 @@ def nested(values: Mapping[str, object]) -> Values:
 def help_of(command: Command[T]) -> str:
     """Usage, examples, and every option with its type, meaning and default, in groups, as wide as the terminal."""
     width = max(60, min(shutil.get_terminal_size().columns, 120))
-    lines, group = [command.usage.strip()], ""
-    known = options_of(command.schema)
-    order = {kind: place for place, kind in enumerate(command.schema.__mro__)}
-    for name, option in sorted(known.items(), key=lambda item: order.get(item[1].owner, -1)):
-        title = inspect.cleandoc(option.owner.__doc__ or "").splitlines()[0].rstrip(".")
-        if title != group:
-            group = title
-            lines.append(f"\n{textwrap.fill(title, width)}:")
-        lines.append(_line(name, option, width))
+    lines = [command.usage.strip()]
+    for title, known in groups_of(command):
+        lines.append(f"\n{textwrap.fill(title, width)}:")
+        lines += [_line(name, option, width) for name, option in known.items()]
     lines.append("\nEvery command:")
     lines += [f"  --{name} {meaning}" for name, meaning in OURS.items()]
     lines.append("\n--key value, --key=value and key=value are the same, in any order; - and _ are alike in names.")
     return "\n".join(lines)
 
 
+def groups_of(command: Command[T]) -> list[tuple[str, dict[str, Option]]]:
+    """Titles of groups of options with their options, in the order of the help."""
+    groups: list[tuple[str, dict[str, Option]]] = []
+    order = {kind: place for place, kind in enumerate(command.schema.__mro__)}
+    for name, option in sorted(options_of(command.schema).items(), key=lambda item: order.get(item[1].owner, -1)):
+        title = inspect.cleandoc(option.owner.__doc__ or "").splitlines()[0].rstrip(".")
+        if not groups or title != groups[-1][0]:
+            groups.append((title, {}))
+        groups[-1][1][name] = option
+    return groups
+
+
 def _line(name: str, option: Option, width: int) -> str:
-    flag, meaning = name.replace("_", "-"), _docstrings(option.owner).get(option.field, "")
+    flag, meaning = name.replace("_", "-"), docstrings(option.owner).get(option.field, "")
     if bool in parts(option.annotation):
         head, default = f"--{flag}, --no-{flag}", "yes" if option.default else "no"
     else:
@@ -376,7 +383,7 @@ def _line(name: str, option: Option, width: int) -> str:
 
 
 @cache
-def _docstrings(schema: type) -> dict[str, str]:
+def docstrings(schema: type) -> dict[str, str]:
     """The string under each annotated field, of the class and of those that it extends, on one line each."""
     found: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(schema.__mro__)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ CONTEXT = 512
 """Characters by which windows overlap."""
 NEUTRAL = "x"
 """Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
+HALVES = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which no tokenizer reads."""
 
 
 def stream_ids(
@@ -101,7 +104,9 @@ def _take(
     tokenizer: PreTrainedTokenizerBase, text: str, done: int, end: int, ids: array, *, open_end: bool = False
 ) -> tuple[str, int]:
     """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix. More text
-    follows where ``open_end``, or where text is left."""
+    follows where ``open_end``, or where text is left. Raises ValueError for half of a surrogate pair."""
+    if HALVES.search(text, done, end):
+        raise ValueError("the text holds half of a surrogate pair: it was not read as UTF-8")
     encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens, offsets = encoding.input_ids, encoding.offset_mapping
     first = next((i for i, (a, b) in enumerate(offsets) if b > done), len(tokens))

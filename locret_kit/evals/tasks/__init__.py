@@ -47,6 +47,30 @@ ALONE: dict[str, Callable[[], Task]] = {
     "ruler.fwe": frequent_words_task,
 }
 """Synthetic tasks that make all of their text."""
+SAYS = {
+    "R.PassKey": "five digits, hidden in the text",
+    "R.Number": "ten digits with repetitions, hidden in the text",
+    "grid": "R.PassKey at eleven depths, 0, 0.1, ... 1, one after the other",
+    "ruler.niah_single": "a number, by its key, the one needle of the text",
+    "ruler.niah_single_uuid": "a UUID, by its key, the one needle of the text",
+    "ruler.niah_multikey": "a number, by its key, among four such needles",
+    "ruler.niah_multivalue": "the four numbers of one key",
+    "ruler.niah_multiquery": "the numbers of four keys",
+    "ruler.vt": "the variables that were assigned a value, along a chain of assignments",
+    "R.KV": "the value of a key in a JSON object of UUIDs",
+    "Math.Find": "the largest, the smallest or the median of a list of numbers, or the like",
+    "ruler.niah_multikey_line": "a number, by its key; the whole text is needles",
+    "ruler.niah_multikey_uuid": "a UUID, by its UUID; the whole text is needles",
+    "ruler.cwe": "the ten words that stand in a list most often",
+    "ruler.fwe": "the three most frequent words of a made-up text",
+    "fidelity.summary": "a summary in three sentences; scored against full attention's",
+    "fidelity.reconstruct": "the text, word for word; scored against full attention's and the text",
+    "fidelity.continue": "the text's continuation; scored against full attention's",
+    "perplexity": "the likelihood of the text's next tokens, one at a time",
+    "perplexity_prefill": "the likelihood of the prompt's second half, while it is read",
+    "reconstruction": "the tokens after a quotation of the text",
+}
+"""What a synthetic task asks for."""
 AGAINST_FULL: dict[str, Callable[[Task], Task]] = {"fidelity": fidelity_of, "agreement": agreement_of}
 """Makers of the task 'PREFIX:NAME'."""
 

@@ -1,0 +1,1 @@
+"""Examples that ship: ``--plugin locret_examples.value_attention``."""

@@ -1,0 +1,508 @@
+"""Write ``docs/reference`` from schemas, registries and docstrings: ``python scripts/make_reference.py [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+from locret_kit.config import recipes as recipe_files
+from locret_kit.config.chat import CHAT
+from locret_kit.config.documents import ASK, INFO, KEPT, READ
+from locret_kit.config.evaluate import EVAL, PAIRED, ROWS, folder_command
+from locret_kit.config.evaluate import KEPT as EVAL_KEPT
+from locret_kit.config.infer import INFER, Prompt
+from locret_kit.config.plan import PLAN
+from locret_kit.config.publish import PUBLISH
+from locret_kit.config.reader import OURS, REQUIRED, Command, Each, docstrings, groups_of
+from locret_kit.config.serve import SERVE
+from locret_kit.settings import PUBLISHED, RunSettings
+from locret_kit.validation import allowed, annotations_of, choices, metadata_of
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "reference"
+NOTE = "<!-- Made by scripts/make_reference.py from the code. Change it there. -->"
+COMMANDS: tuple[Command, ...] = (
+    INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
+)  # fmt: skip
+OF_EVAL = {
+    "paired": PAIRED,
+    "figure": ROWS,
+    "kept": EVAL_KEPT,
+    "summary": folder_command("summary"),
+    "report": folder_command("report"),
+}
+KIND_SAYS = {
+    "score": "what a slot is worth",
+    "scope": "which slots may not be evicted now; several are joined by `+`",
+    "allocation": "how layers and heads share the budget",
+    "selection": "how slots are taken by score",
+    "merge": "where evicted slots go",
+    "prefill_mask": "which slots a token of the prompt attends to, once slots have been evicted",
+    "reread": "which passages of the text are read again before the answer",
+}
+PYTHON: dict[str, Sequence[str]] = {
+    "locret_kit.Document": ("read", "append", "ask", "chat", "save", "load"),
+    "locret_kit.Chat": ("say", "undo", "retry", "pin"),
+    "locret_kit.attach": (),
+    "locret_kit.BoundedCache": ("fork", "pin", "unpin", "reset", "with_budget", "kept_positions"),
+    "locret_kit.RetainingHeads": ("from_pretrained", "save_pretrained"),
+    "locret_kit.HeadsConfig": (),
+    "locret_kit.save_cache": (),
+    "locret_kit.load_cache": (),
+    "locret_kit.publish": (),
+    "locret_kit.settings.RunSettings": (),
+    "locret_kit.backbones.load.load_backbone": (),
+    "locret_kit.runtime.session.generate": (),
+    "locret_kit.runtime.session.Answer": (),
+    "locret_kit.runtime.session.Sampling": (),
+    "locret_kit.runtime.batch.run": (),
+    "locret_kit.runtime.batch.Request": (),
+    "locret_kit.cache.lanes.BatchCache": (),
+    "locret_kit.policies.grammar.parse_policy": (),
+    "locret_kit.policies.registry.part": (),
+    "locret_kit.policies.registry.register": (),
+    "locret_kit.policies.registry.load_plugin": (),
+    "locret_kit.policies.base.Score": (
+        "recent", "memory", "score_new_tokens", "score_slots", "comparable", "log_weight",
+    ),
+    "locret_kit.policies.base.Scope": ("window", "reserved", "protects"),
+    "locret_kit.policies.base.Entry": (),
+    "locret_kit.policies.base.Slots": ("newest",),
+}  # fmt: skip
+"""Public objects, and the methods that are described with them."""
+
+
+# ---- Markdown ------------------------------------------------------------------------------------------------------
+
+
+def page(title: str, *blocks: str) -> str:
+    """A page: its title, a note where it comes from, and blocks with blank lines between."""
+    return "\n\n".join([f"# {title}", NOTE, *(text for block in blocks if (text := block.strip("\n")))]) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; cells are on one line each."""
+    lines = [" | ".join(header), " | ".join("---" for _ in header)]
+    lines += [" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def plain(text: str) -> str:
+    """A docstring's text as Markdown."""
+    return re.sub(r"(?<!\d)arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text.replace("``", "`"))
+
+
+def prose(doc: str) -> str:
+    """A docstring as Markdown: ``Args:``, ``Raises:`` and the like become lists."""
+    out: list[str] = []
+    inside = False
+    for line in inspect.cleandoc(doc).splitlines():
+        section = re.fullmatch(r"(Args|Raises|Attributes|Returns|Yields):", line)
+        item = re.match(r"    (\**[\w.]+(?:, \**\w+)*): (.*)", line)
+        if section:
+            inside = True
+            out += ["", f"{section[1]}:", ""]
+        elif inside and item:
+            out.append(f"- `{item[1]}`: {item[2]}")
+        elif inside and line.startswith("        "):
+            out.append(f"  {line.strip()}")
+        elif match := re.match(r"(Raises|Source): ?(.*)", line):
+            out += ["", f"{match[1]}: {match[2]}"]
+        else:
+            inside = inside and (not line or line.startswith(" "))
+            out.append(line.strip() if inside else line)
+    return plain("\n".join(out)).replace("\n\n\n", "\n\n").replace("::\n", ":\n")
+
+
+def shown(default: object) -> str:
+    """A default in a table."""
+    if default is REQUIRED or default is MISSING:
+        return "required"
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if default is None or default == []:
+        return ""
+    if isinstance(default, list | tuple):
+        return f"`[{','.join(map(str, default))}]`"
+    return f"`{default}`"
+
+
+def type_of(annotation: object) -> str:
+    """What a value may be, in words; without the bound of 32-bit integers."""
+    metadata = list(metadata_of(annotation))
+    if any(getattr(getattr(item, "func", None), "__name__", "") == "is_size" for item in metadata):
+        return "a size, such as 24GiB"
+    if any(isinstance(item, Each) for item in metadata):
+        return "a text; may be given several times"
+    return re.sub(r" (and at most 2147483647|and below 2147483648|\(at most 2147483647\))", "", allowed(annotation))
+
+
+def fields_table(schema: type, header: str = "field") -> str:
+    """The fields of a dataclass: name, type, meaning."""
+    said, rows = docstrings(schema), []
+    try:
+        known = annotations_of(schema)
+    except NameError:  # names that are imported for types alone
+        known = {}
+    for item in fields(schema):
+        bounds = item.name in known and (any(metadata_of(known[item.name])) or choices(known[item.name]))
+        kind = type_of(known[item.name]) if bounds else words(item.type)
+        rows.append((f"`{item.name}`", kind, plain(said.get(item.name, ""))))
+    return table((header, "type", "meaning"), rows)
+
+
+def attributes(made: type) -> str:
+    """The documented attributes of a class that is no dataclass."""
+    (tree,) = ast.parse(inspect.getsource(made)).body
+    assert isinstance(tree, ast.ClassDef)
+    rows = [
+        (f"`{ast.unparse(above.target)}`", f"`{ast.unparse(above.annotation)}`", plain(below.value.value))
+        for above, below in pairwise(tree.body)
+        if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    ]
+    return table(("attribute", "type", "meaning"), rows) if rows else ""
+
+
+def words(annotation: object) -> str:
+    """An annotation as it stands in the code."""
+    return f"`{annotation}`" if isinstance(annotation, str) else f"`{getattr(annotation, '__name__', annotation)}`"
+
+
+# ---- pages ---------------------------------------------------------------------------------------------------------
+
+
+def options(command: Command) -> Iterator[str]:
+    """The options of a command, in the groups of its help."""
+    for title, known in groups_of(command):
+        rows = []
+        for name, option in known.items():
+            flag = name if command is recipe_files.TRAIN else f"--{name.replace('_', '-')}"
+            bare = f"`{name.upper()}` or " if name in command.positional else ""
+            said = docstrings(option.owner).get(option.field, "")
+            rows.append((f"{bare}`{flag}`", type_of(option.annotation), shown(option.default), plain(said)))
+        yield f"**{title}**"
+        yield table(("option", "value", "default", "meaning"), rows)
+
+
+def commands() -> str:
+    """Every command with every option."""
+    blocks = [
+        "Every option can be written `--key value`, `--key=value` or `key=value`, in any order; `-` and `_` are alike in names. "
+        "A switch is `--key` or `--no-key`. An empty default means that the option is off, or what its meaning says.",
+        "Every command also takes:",
+        table(
+            ("option", "meaning"), ((f"`--{name}`", meaning.removeprefix("FILE  ")) for name, meaning in OURS.items())
+        ),
+    ]
+    for command in COMMANDS:
+        blocks += [f"## {command.name}", f"```text\n{command.usage.strip()}\n```", *options(command)]
+        if command is EVAL:
+            for name, one in OF_EVAL.items():
+                blocks += [f"### locret-eval {name}", f"```text\n{one.usage.strip()}\n```", *options(one)]
+            blocks += ["### Figures", figures()]
+        if command is CHAT:
+            blocks += ["### Commands of the chat", chat_commands()]
+    return page("Commands", *blocks)
+
+
+def figures() -> str:
+    """Figures that ``locret-eval figure`` draws."""
+    from locret_kit.evals.figures import FIGURES
+
+    return table(("figure", "made of", "shows"), ((f"`{name}`", one.source, one.says) for name, one in FIGURES.items()))
+
+
+def chat_commands() -> str:
+    """Commands within ``locret-chat``."""
+    from locret_kit.cli.talk import COMMANDS as inside
+
+    rows = ((f"`/{name} {takes}".strip() + "`", meaning) for name, (takes, meaning) in inside.items())
+    return table(("command", "meaning"), rows)
+
+
+def settings() -> str:
+    """Every setting of a bounded run."""
+    said, known = docstrings(RunSettings), annotations_of(RunSettings)
+    rows = [
+        (f"`{item.name}`", type_of(known[item.name]), "yes" if item.name in PUBLISHED else "", plain(said[item.name]))
+        for item in fields(RunSettings)
+    ]
+    return page(
+        "Settings",
+        "The settings of a bounded run, the same in every command (`--budget 512`), in Python (`BoundedCache(budget=512)`), in "
+        "YAML files and in evaluation rows. A setting that is not given is what the heads were published with, then the "
+        "default.",
+        table(("setting", "value", "published with heads", "meaning"), rows),
+    )
+
+
+def policies() -> str:
+    """Every named policy and every part."""
+    from locret_kit.policies.grammar import parse_policy, parts_of
+    from locret_kit.policies.registry import KINDS, parameters_of, parts_named
+    from locret_kit.policies.registry import policies as named_policies
+
+    blocks = [
+        "A policy is named (`snapkv`, `streaming(sinks=8)`), composed of parts (`score=cis scope=stabilizers+sinks(4)`), or a "
+        "named policy with some of its parts changed (`h2o merge=nearest`). Parts are separated by blanks. [Which one to "
+        "choose](../policies.md) is another page.",
+        "`a` is the attention of one query to one slot, the mean over the query heads that share the slot's key.",
+        "## Named policies",
+    ]
+    for name, named in named_policies().items():
+        policy = parse_policy(name)
+        needs = {
+            "retaining heads": policy.needs_heads,
+            "a backbone family with an adapter": policy.needs_adapter,
+            "the backbone's probability of each token": policy.needs_logits,
+            f"statistics of attention ({', '.join(sorted(policy.statistics))})": bool(policy.statistics),
+            "queries of the newest tokens": policy.recent(512) > 0,
+        }
+        parts = (
+            "keeps every slot" if policy.keeps_everything else " ".join(f"{k}={v}" for k, v in parts_of(policy).items())
+        )
+        links = dict.fromkeys(
+            f"[{kind}={name}](#{kind}{name})"
+            for kind, text in parts_of(policy).items()
+            for name in re.findall(r"(?:^|\+)([\w-]+)", re.sub(r"\([^)]*\)", "", text))
+        )
+        rows = [
+            ("parts", parts if policy.keeps_everything else f"`{parts}`"),
+            ("formulas", "" if policy.keeps_everything else ", ".join(links)),
+            ("parameters", ", ".join(f"`{key}={one.default}`" for key, one in named.parameters().items())),
+            ("source", plain(policy.source)),
+            ("needs", "; ".join(what for what, yes in needs.items() if yes)),
+            ("heads of a layer", "share its slots by need" if policy.ragged else ""),
+        ]
+        blocks += [f"### {name}", table(("", ""), (row for row in rows if row[1]))]
+    for kind in KINDS:
+        blocks += [f"## Part: {kind}", f"`{kind}=` says {KIND_SAYS[kind]}."]
+        for name, made in parts_named(kind).items():
+            said = docstrings(made)
+            rows = [
+                (
+                    f"`{key}`", "; ".join(dict.fromkeys(type_of(one) for one in parameter.annotations)),
+                    shown(parameter.default), plain(said.get(key, "")),
+                )
+                for key, parameter in parameters_of(made).items()
+            ]  # fmt: skip
+            blocks += [f"### {kind}={name}", prose(made.__doc__ or "")]
+            if rows:
+                blocks.append(table(("parameter", "value", "default", "meaning"), rows))
+    return page("Policies and their parts", *blocks)
+
+
+def recipes() -> str:
+    """Every recipe, as its file has it."""
+    blocks = [
+        "`locret-train recipe=NAME key=value ...` takes one of these, or the path of a YAML file of the same form. Keys are "
+        "those of [`locret-train`](commands.md#locret-train)."
+    ]
+    for name in recipe_files.known_recipes():
+        text = (recipe_files.recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+        blocks += [f"## {name}", f"```yaml\n{text.strip()}\n```"]
+    return page("Recipes", *blocks)
+
+
+def tasks() -> str:
+    """Every task."""
+    from locret_kit.evals.tasks import ALIASES, ALONE, GROUPS, OVER_REAL_TEXT, OVER_TEXT, SAYS
+    from locret_kit.evals.tasks.documents import BENCHMARKS, entries
+
+    blocks = [
+        f"`locret-eval tasks=[NAME,...]`. Groups: {', '.join(f'`{name}`' for name in GROUPS)}. `fidelity:NAME` scores a task by "
+        "the distance of its answers from full attention's, `agreement:NAME` by the share of full attention's own tokens that "
+        "would have been chosen too. Short names: "
+        + ", ".join(f"`{short}` is `{name}`" for short, name in ALIASES.items())
+        + ".",
+    ]
+    for title, names in (
+        ("Synthetic, over repeated sentences or real text (`haystacks=`)", OVER_TEXT),
+        ("Synthetic, with a text of their own", ALONE),
+        ("Over real text (`haystacks=`)", OVER_REAL_TEXT),
+    ):
+        blocks += [f"## {title}", table(("task", "asks for"), ((f"`{name}`", SAYS[name]) for name in names))]
+    for benchmark, start in BENCHMARKS.items():
+        rows = [
+            (
+                f"`{name}`", f"`{one.metric}`" if one.kind == "answer" else one.kind, str(one.max_new_tokens),
+                "yes" if one.chat else "no", one.truncate, f"`{one.hub.get('data_files', one.hub.get('path', ''))}`",
+            )
+            for name, one in entries().items()
+            if name.startswith(start) and (start or "." not in name)
+        ]  # fmt: skip
+        blocks += [
+            f"## Documents: {benchmark}",
+            "Records come from files in a folder of `data=`, or from the Hub.",
+            table(("task", "metric", "answer tokens", "chat template", "a document too long loses its", "Hub"), rows),
+        ]
+    return page("Tasks", *blocks)
+
+
+def found(name: str) -> object:
+    """The object of a dotted name."""
+    module, _, last = name.rpartition(".")
+    return getattr(import_module(module), last)
+
+
+class Bare(str):
+    """An annotation that is written without quotation marks."""
+
+    __repr__ = str.__str__
+
+
+def signature(made: Callable[..., object], name: str) -> str:
+    """How a function or a class is called, one argument a line where it is long."""
+    sign = inspect.signature(made)
+    parameters = [
+        one.replace(annotation=Bare(one.annotation) if isinstance(one.annotation, str) else one.annotation)
+        for one in sign.parameters.values()
+        if one.name not in ("self", "cls")
+    ]
+    back = (
+        f" -> {sign.return_annotation}" if isinstance(sign.return_annotation, str) and not inspect.isclass(made) else ""
+    )
+    marked = inspect.Signature(parameters)
+    line = f"{name}{marked}{back}"
+    if len(line) > 100:
+        inside = ",\n    ".join(split_arguments(str(marked)[1:-1]))
+        line = f"{name}(\n    {inside},\n){back}"
+    return f"```python\n{line}\n```"
+
+
+def split_arguments(text: str) -> list[str]:
+    """Arguments at commas outside of brackets."""
+    items, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += letter
+    return [item.strip() for item in items]
+
+
+def python() -> str:
+    """The Python interface."""
+    blocks = [
+        "What is listed here is meant to be called. Shapes are in the names: `B` texts, `H` key/value heads, `Q` query heads, "
+        "`S` slots of a head, `T` new tokens, `D` channels. [What is stable](../stability.md) says which of it may change.",
+    ]
+    for name, methods in PYTHON.items():
+        made, last = found(name), name.rpartition(".")[2]
+        home = name.rpartition(".")[0]
+        blocks += [f"## {last}", f"`from {home} import {last}`"]
+        if is_dataclass(made) and isinstance(made, type):
+            blocks += [prose(made.__doc__ or ""), fields_table(made)]
+        elif inspect.isclass(made) and getattr(made, "_is_protocol", False):
+            blocks += [prose(made.__doc__ or ""), attributes(made)]
+        else:
+            assert callable(made)
+            blocks += [signature(made, last), prose(made.__doc__ or "")]
+        for method in methods:
+            one = getattr(made, method)
+            blocks += [f"### {last}.{method}", signature(one, f"{last}.{method}"), prose(one.__doc__ or "")]
+    return page("Python", *blocks)
+
+
+def files() -> str:
+    """Files that the kit writes and reads."""
+    from locret_kit.cache import file as cache_file
+    from locret_kit.cache.saved import Saved
+    from locret_kit.checkpoint import FORMAT
+    from locret_kit.documents.document import TextRecord
+    from locret_kit.evals.engine import rows
+    from locret_kit.heads import HeadsConfig
+    from locret_kit.policies.methods import lococo
+    from locret_kit.runtime.report import Report
+    from locret_kit.samples.records import SCHEMAS
+
+    return page(
+        "File formats",
+        "Files are written beside their place and renamed when they are whole. Nothing that is read is executed, but for a "
+        "`.pt` or `.bin` of weights, of which `torch.load` with `weights_only=True` reads tensors and plain values.",
+        "## Retaining heads",
+        f"A folder with `model.safetensors` (`model.layers.N.self_attn.fc1.weight` and `fc2`) and `config.json`, whose `format` "
+        f"is `{FORMAT}`; or one `.pt` file of both. Its other fields:",
+        fields_table(HeadsConfig),
+        "## LoCoCo's pool",
+        f"A folder with `model.safetensors` and `config.json`, whose `format` is `{lococo.FORMAT}`. Its other fields:",
+        fields_table(lococo.PoolConfig),
+        "## Documents and saved caches",
+        prose(cache_file.__doc__ or ""),
+        "The record of a cache:",
+        fields_table(Saved),
+        "Its field `document`, where a text was read:",
+        fields_table(TextRecord),
+        "## Prompts of a batch",
+        prose(Prompt.__doc__ or "").split("\n")[0] + " `prompt`, or `text` and `question`, or `messages`.",
+        fields_table(Prompt),
+        "## Report of `--report`",
+        prose(Report.__doc__ or ""),
+        fields_table(Report),
+        "## Evaluation rows",
+        prose(rows.__doc__ or ""),
+        fields_table(rows.Row),
+        "## Training records",
+        "JSON, JSONL or Parquet; the schema is recognised by the keys. [One record of "
+        "each](../tutorials/train.md#your-own-records).",
+        "\n".join(f"- {schema}" for schema in SCHEMAS),
+    )
+
+
+def metrics() -> str:
+    """Figures of the server's ``/metrics``."""
+    from locret_kit.serving.engine import Figures
+    from locret_kit.serving.metrics import COUNTERS, GAUGES
+
+    made = Figures()
+    times = [metric for one in (made.first_token_s, made.token_s) for metric in one.collect()]
+    rows = [(f"`{name}`", "gauge", says) for name, says in GAUGES.items()]
+    rows += [(f"`locret_{name}_total`", "counter", says) for name, says in COUNTERS.items()]
+    rows += [(f"`{one.name}`", "histogram, seconds", one.documentation) for one in times]
+    return page(
+        "Metrics of the server",
+        "`GET /metrics` of [`locret-serve`](../serving.md), in Prometheus' text format.",
+        table(("metric", "kind", "says"), rows),
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "commands.md": commands,
+    "settings.md": settings,
+    "policies.md": policies,
+    "recipes.md": recipes,
+    "tasks.md": tasks,
+    "python.md": python,
+    "files.md": files,
+    "metrics.md": metrics,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages; with ``--check``, name those that differ and exit with 1."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page differs")
+    check = parser.parse_args(argv).check
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    changed = []
+    for name, make in PAGES.items():
+        path, text = FOLDER / name, make()
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            changed.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    print("\n".join(changed) or "nothing to change")
+    return int(check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

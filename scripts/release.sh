@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Build the distributions and try them out: what is in them, a fresh environment, the first command. Uploads nothing.
+# Usage: scripts/release.sh --dry-run
+#
+# The fresh environment has the wheel alone; its dependencies are those of the active environment (a .pth file leads to them), so that
+# nothing large is fetched. FETCH=1 installs them from the index instead, as a user's pip would.
+# The first command runs with the demo model of checkpoints/ (scripts/fetch_backbone.py).
+set -euo pipefail
+
+if [ "${1:-}" != --dry-run ]; then
+    echo "usage: scripts/release.sh --dry-run (what it built is uploaded by hand: twine upload FILES)" >&2
+    exit 2
+fi
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="$(command -v python)"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+cd "$root"
+
+echo "== build" >&2
+"$python" -m venv "$work/tools"
+"$work/tools/bin/pip" install --quiet build twine
+git ls-files -z | tar --null --files-from=- -cf - | (mkdir "$work/source" && tar -xf - -C "$work/source") # what git has, no more
+"$work/tools/bin/python" -m build --outdir "$work/dist" "$work/source" >"$work/build.log" 2>&1 || { tail -30 "$work/build.log" >&2; exit 1; }
+ls -l "$work/dist" >&2
+"$work/tools/bin/twine" check --strict "$work/dist"/*
+
+echo "== contents" >&2
+"$python" scripts/check_release.py "$work/dist"
+
+echo "== install" >&2
+"$python" -m venv "$work/fresh"
+if [ -n "${FETCH:-}" ]; then
+    "$work/fresh/bin/pip" install --quiet "$work/dist"/*.whl
+else
+    "$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' >"$work/dependencies.pth"
+    cp "$work/dependencies.pth" "$("$work/fresh/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
+    "$work/fresh/bin/pip" install --quiet --no-deps --force-reinstall "$work/dist"/*.whl
+fi
+cd "$work" # not the checkout
+unset PYTHONPATH
+"$work/fresh/bin/python" -c '
+import locret_kit, locret_kernels, locret_recipes, locret_examples
+for module in (locret_kit, locret_kernels, locret_recipes, locret_examples):
+    assert "/fresh/" in module.__file__, module.__file__
+'
+for command in "$work/fresh/bin"/locret-*; do
+    "$command" --version
+    "$command" --help >/dev/null
+done
+
+echo "== the first commands" >&2
+model="$root/checkpoints/SmolLM2-135M-Instruct" heads="$root/checkpoints/smollm2-135m-locret"
+"$work/fresh/bin/python" "$root/scripts/make_long_text.py" --tokens 1024 --document-only --tokenizer "$model" >long.txt 2>expected
+key="$(sed -n 's/expected answer: \([0-9]*\).*/\1/p' expected)"
+"$work/fresh/bin/locret-infer" long.txt --ckpt "$heads" --model "$model" --budget 512 --question "What is the pass key?" --max-new-tokens 16 --quiet | tee answer
+grep -q "$key" answer || { echo "the answer is not $key" >&2; exit 1; }
+"$work/fresh/bin/locret-infer" long.txt --model "$model" --plugin locret_examples.value_attention --policy value-attention \
+    --budget 512 --max-new-tokens 2 --quiet
+"$work/fresh/bin/locret-plan" --model phi3-mini --gpu-memory 24GiB --context 131072 | tail -1
+echo "== nothing was uploaded" >&2
