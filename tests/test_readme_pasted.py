@@ -16,7 +16,10 @@ BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 SETUP = "bash scripts/setup.sh && source .venv/bin/activate"
 """Left out: `scripts/test.sh`, which runs this test, has just done it."""
-SHORTER = {"locret-train": " optim.steps=2 optim.warmup_steps=1 data.max_tokens=256 data.val_samples=1"}
+SHORTER = {
+    "locret-train": " optim.steps=2 optim.warmup_steps=1 data.max_tokens=256 data.val_samples=1",
+    "locret-ask": " --max-new-tokens 12",
+}
 """Settings added to commands that take longer than a test may."""
 QUESTION = "What is the pass key?"
 
@@ -44,7 +47,7 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(2400)  # a dozen runs of the demo backbone: minutes on two idle cores
+@pytest.mark.timeout(2400)  # a dozen commands, each with its own imports: two minutes on an idle core
 def test_every_block_runs(copy):
     assert SETUP in BLOCKS[0][1]
     bin_folder = Path(sys.executable).parent
