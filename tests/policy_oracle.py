@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -32,6 +32,8 @@ class Row:
     square: float = 0.0
     above: int = 0
     count: int = 0
+    alone: list[list[float]] | None = None
+    """Of each query head of the group by itself: attention, square, above."""
     turned: tuple[int, np.ndarray] | None = None
     """The key rotated for a place, kept while the place is the same."""
 
@@ -68,6 +70,10 @@ class Rule:
     head_keep: Callable[[OracleLayer, Scores, list[set[int]]], list[int]] | None = None
     select: Callable[[OracleLayer, Scores, list[set[int]], list[int]], list[set[int]]] | None = None
     everything: bool = False
+    aside: float = 0.0
+    """Share of the budget that another rule than the score fills: score and scopes have the rest."""
+    unit: int = 1
+    """Tokens in whole numbers of which that share is counted."""
 
 
 @lru_cache(maxsize=4096)
@@ -100,7 +106,7 @@ class OracleLayer:
         self.seen = 0
         self.fresh = 0
         self.evictions = 0
-        self.keep = self.stabilizers = 0
+        self.keep = self.part = self.stabilizers = 0
         self.gaps: list[float] = []
 
     # ---- Locret, algorithm 1 ------------------------------------------------------------------------------------
@@ -186,6 +192,7 @@ class OracleLayer:
             old = len(rows)
             for t in range(T):
                 rows.append(Row(self.seen + t, k[h, t], v[h, t], float(entered[h, t])))
+                rows[-1].alone = [[0.0, 0.0, 0] for _ in range(self.setting.G)]
             keys, values = self.keys(h), np.stack([row.v for row in rows])
             for t in range(T):
                 n = old + t + 1
@@ -198,6 +205,10 @@ class OracleLayer:
                     rows[s].square += a[s] ** 2
                     rows[s].above += a[s] > 1 / n
                     rows[s].count += 1
+                    for g in range(self.setting.G):
+                        rows[s].alone[g][0] += p[g, s]
+                        rows[s].alone[g][1] += p[g, s] ** 2
+                        rows[s].alone[g][2] += p[g, s] > 1 / n
         for t in range(T):
             self.queries.append(q[:, t])
         self.seen += T
@@ -225,11 +236,8 @@ class OracleLayer:
         self.keep, self.stabilizers = rule.layer_keep(self, keep), min(stabilizers, keep)
         if self.rows() <= self.keep * self.setting.H:
             return
-        scores = rule.score(self)
-        protected: list[set[int]] = [set() for _ in self.heads]
-        for scope in rule.protects:
-            for h, more in enumerate(scope(self)):
-                protected[h] |= more
+        self.part = self.keep - int(rule.aside * self.keep) // rule.unit * rule.unit
+        scores, protected = rule.score(self), self.protected()
         keeps = [self.keep] * len(self.heads) if rule.head_keep is None else rule.head_keep(self, scores, protected)
         select = rule.select or top_k
         chosen = select(self, scores, protected, keeps)
@@ -237,6 +245,27 @@ class OracleLayer:
         self.heads = [[rows[r] for r in sorted(stay)] for rows, stay in zip(self.heads, chosen, strict=True)]
         self.fresh = 0
         self.evictions += 1
+
+    def protected(self) -> list[set[int]]:
+        """Rows of each head that a scope protects."""
+        out: list[set[int]] = [set() for _ in self.heads]
+        for scope in self.rule.protects:
+            for h, more in enumerate(scope(self)):
+                out[h] |= more
+        return out
+
+    def query_heads(self) -> OracleLayer:
+        """The same cache, every query head with rows of its own."""
+        H, G = self.setting.H, self.setting.G
+        view = OracleLayer(self.rule, replace(self.setting, H=H * G, G=1), self.layer)
+        view.heads = [
+            [Row(row.position, row.k, row.v, row.entered, *row.alone[g], row.count) for row in rows]
+            for rows in self.heads
+            for g in range(G)
+        ]
+        view.queries, view.seen, view.gaps = self.queries, self.seen, self.gaps
+        view.keep, view.part, view.stabilizers = self.keep, self.part, self.stabilizers
+        return view
 
     def adopt(self, held: list[list[int]]) -> None:
         """Keep, of the rows before the last eviction, those of these positions: how a near tie was settled elsewhere."""
@@ -368,7 +397,7 @@ def deviating(size: float, newest_: int = 10, sinks_: int = 4) -> Callable[[Orac
     deviating, whatever theirs; the newest of them first where they alone are more than that."""
 
     def scope(layer: OracleLayer) -> list[set[int]]:
-        size_ = int(size * layer.keep)
+        size_ = int(size * layer.part)
         out = []
         for h, rows in enumerate(layer.heads):
             always = newest(lambda _: newest_)(layer)[h] | sinks(sinks_)(layer)[h]
@@ -467,35 +496,91 @@ def sampled(ratio: float, noise: Callable[[OracleLayer, int], list[float]]) -> C
     return select
 
 
-def representatives(ratio: float = 0.25, anchor: str = "mean") -> Callable[..., list[set[int]]]:
-    """KVCrush: the best, and one each of equal groups of what goes, ordered by how far its bits are from an anchor."""
+def representatives(
+    ratio: float = 0.25, anchor: str = "mean", bits: str = "kept", unit: int = 1
+) -> Callable[..., list[set[int]]]:
+    """KVCrush, section III: B_important slots by the base, B_representative by groups of what it evicts.
+
+    The vector of a token: one bit per query head of the layer, 1 where the base retains the token in that head (of
+    B_important); concatenated over the tokens of a page. The evicted ones are ordered by Hamming distance to the anchor, cut
+    into equal groups, and the first of each group stays.
+    """
 
     def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
-        H = len(keeps)
-        wanted = min(reserved(layer, h, protected, keeps, ratio) for h in range(H))
-        best = top_k(layer, scores, protected, [keep - wanted for keep in keeps])
+        H, G = len(keeps), layer.setting.G
+        wanted = [reserved(layer, h, protected, keeps, ratio) // unit for h in range(H)]
+        own = [keep - unit * pages for keep, pages in zip(keeps, wanted, strict=True)]
         row_of = [{row.position: r for r, row in enumerate(rows)} for rows in layer.heads]
-        medians = []
-        for row_scores in scores:
-            medians.append(float(np.median(row_scores)))
-            layer.note_gap(sorted(row_scores, reverse=True), len(row_scores) // 2)
-        everywhere = set.intersection(*(set(rows) for rows in row_of))
-        going = sorted(p for p in everywhere if all(row_of[h][p] not in best[h] for h in range(H)))
-        bits = {p: [scores[h][row_of[h][p]] > medians[h] for h in range(H)] for p in going}
-        reference = {
-            "zeros": [False] * H,
-            "ones": [True] * H,
-            "alternate": [h % 2 == 1 for h in range(H)],
-            "mean": [2 * sum(b[h] for b in bits.values()) > len(bits) for h in range(H)],
-        }[anchor]
-        going.sort(key=lambda p: (sum(b != r for b, r in zip(bits[p], reference, strict=True)), p))
-        groups = min(wanted, len(going))
-        stay = {going[i * len(going) // groups] for i in range(groups)}
+        if bits == "kept":
+            view = layer.query_heads()
+            kept = top_k(view, layer.rule.score(view), view.protected(), [own[q // G] for q in range(H * G)])
+            one = [{layer.heads[q // G][r].position for r in rows} for q, rows in enumerate(kept)]
+        else:
+            one = []
+            for rows, row_scores in zip(layer.heads, scores, strict=True):
+                median = float(np.median(row_scores))
+                layer.note_gap(sorted(row_scores, reverse=True), len(row_scores) // 2)
+                one.append({row.position for row, score in zip(rows, row_scores, strict=True) if score > median})
+        if unit > 1:  # the attention of a page is the sum over its tokens
+            pages = [{row.position // unit for row in rows} for rows in layer.heads]
+            total = [
+                {u: sum(s for row, s in zip(rows, x, strict=True) if row.position // unit == u) for u in pages[h]}
+                for h, (rows, x) in enumerate(zip(layer.heads, scores, strict=True))
+            ]
+            scores = [[total[h][row.position // unit] for row in rows] for h, rows in enumerate(layer.heads)]
+        best = top_k(layer, scores, protected, own)
         out = []
         for h, rows in enumerate(layer.heads):
-            kept = best[h] | {row_of[h][p] for p in stay}
-            rest = [r for r in range(len(rows)) if r not in kept]
-            out.append(kept | layer.best(scores[h], rest, keeps[h] - len(kept)))
+            going = {row.position for r, row in enumerate(rows) if r not in best[h] | protected[h]}
+            vectors = {
+                u: [u * unit + i in held for i in range(unit) for held in one] for u in {p // unit for p in going}
+            }
+            X = unit * len(one)
+            reference = {
+                "zeros": [False] * X,
+                "ones": [True] * X,
+                "alternate": [x % 2 == 1 for x in range(X)],
+                "mean": [2 * sum(v[x] for v in vectors.values()) > len(vectors) for x in range(X)],
+            }[anchor]
+            order = sorted(vectors, key=lambda u: (sum(a != b for a, b in zip(vectors[u], reference, strict=True)), u))
+            groups = min(wanted[h], len(order))
+            stay = {order[i * len(order) // groups] for i in range(groups)}
+            chosen = best[h] | {row_of[h][p] for p in going if p // unit in stay}
+            first = set(sorted(protected[h] - chosen, reverse=True)[: keeps[h] - len(chosen)])
+            rest = [r for r in range(len(rows)) if r not in chosen | protected[h]]
+            out.append(chosen | first | layer.best(scores[h], rest, keeps[h] - len(chosen | first)))
+        return out
+
+    return select
+
+
+def clusters(ratio: float = 0.25, iterations: int = 10) -> Callable[..., list[set[int]]]:
+    """KVCrush, section IV-C: k-means over the keys that the base evicts; of each cluster the key nearest to its centre."""
+
+    def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
+        wanted = [reserved(layer, h, protected, keeps, ratio) for h in range(len(keeps))]
+        best = top_k(layer, scores, protected, [k - w for k, w in zip(keeps, wanted, strict=True)])
+        out = []
+        for h, rows in enumerate(layer.heads):
+            going = [r for r in range(len(rows)) if r not in best[h] | protected[h]]
+            points, groups = layer.keys(h)[going], min(wanted[h], len(going))
+            centres = [points[i * len(going) // groups] for i in range(groups)]
+            for last in [False] * iterations + [True]:
+                members: list[list[int]] = [[] for _ in range(groups)]
+                for i, point in enumerate(points):
+                    far = sorted((float(((point - centre) ** 2).sum()), j) for j, centre in enumerate(centres))
+                    layer.note_gap([x for x, _ in reversed(far)], groups - 1)
+                    members[far[0][1]].append(i)
+                if not last:
+                    centres = [points[m].mean(0) if m else c for m, c in zip(members, centres, strict=True)]
+            chosen = set(best[h])
+            for one, centre in zip(members, centres, strict=True):
+                if one:
+                    away = sorted((float(((points[i] - centre) ** 2).sum()), i) for i in one)
+                    layer.note_gap([x for x, _ in reversed(away)], len(away) - 1)
+                    chosen.add(going[away[0][1]])
+            rest = [r for r in range(len(rows)) if r not in chosen | protected[h]]
+            out.append(chosen | layer.best(scores[h], rest, keeps[h] - len(chosen)))
         return out
 
     return select

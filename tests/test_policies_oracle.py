@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones.families import spec_of
 from locret_kit.policies.allocation import Adaptive, Pyramid
-from locret_kit.policies.base import Entry, Slots, TopK
+from locret_kit.policies.base import Entry, Slots, TopK, rank_of
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.methods.kvcrush import LEVELS, Representatives
+from locret_kit.policies.methods.kvcrush import LEVELS, KMeans, Representatives
 from locret_kit.policies.methods.nacl import Sampled
 from locret_kit.policies.methods.random import hashed
 from locret_kit.policies.registry import policies
@@ -173,7 +173,7 @@ class Pair:
 
 
 def half(layer: OracleLayer) -> int:
-    return layer.keep // 2
+    return layer.part // 2
 
 
 def proxy_count(layer: OracleLayer) -> int:
@@ -197,6 +197,14 @@ def snap(**rest) -> Rule:
     return Rule(oracle.window(6), [oracle.newest(six)], **rest)
 
 
+def crushed(
+    score, protects, ratio: float = 0.25, anchor: str = "mean", bits: str = "kept", unit: int = 1, **rest
+) -> Rule:
+    """KVCrush over a base."""
+    select = oracle.representatives(ratio, anchor, bits, unit)
+    return Rule(score, protects, select=select, aside=ratio, unit=unit, **rest)
+
+
 HALF = [oracle.newest(half)]
 LOCRET = dict(score=oracle.entered, protects=[oracle.stabilizers])
 POLICIES: dict[str, Rule] = {
@@ -214,7 +222,9 @@ POLICIES: dict[str, Rule] = {
     "pyramidkv(window=6)": snap(layer_keep=oracle.pyramid(six)),
     "ada-snapkv(window=6)": snap(head_keep=oracle.adaptive()),
     "ada-pyramid(window=6)": snap(layer_keep=oracle.pyramid(six), head_keep=oracle.adaptive()),
-    "nacl": Rule(oracle.proxies(proxy_count), [oracle.newest(proxy_count)], select=oracle.sampled(0.7, gumbel)),
+    "nacl": Rule(
+        oracle.proxies(proxy_count), [oracle.newest(proxy_count)], select=oracle.sampled(0.7, gumbel), aside=0.7
+    ),
     "sirllm": Rule(oracle.entered, [oracle.sinks(4), oracle.newest(lambda layer: layer.keep // 8)]),
     "knorm": Rule(oracle.low_norm),
     "keydiff": Rule(oracle.unlike_the_mean),
@@ -222,18 +232,26 @@ POLICIES: dict[str, Rule] = {
     "locret(sinks=3)": Rule(oracle.entered, [oracle.stabilizers, oracle.sinks(3)]),
     "ada-locret": Rule(**LOCRET, head_keep=oracle.adaptive(normalise=True)),
     "pyramid-locret": Rule(**LOCRET, layer_keep=oracle.pyramid(lambda s: s.stabilizers)),
-    "kvcrush(base=h2o)": Rule(oracle.accumulated, HALF, select=oracle.representatives()),
-    "kvcrush(base=h2o,anchor=zeros)": Rule(oracle.accumulated, HALF, select=oracle.representatives(anchor="zeros")),
-    "kvcrush(base=snapkv(window=6),anchor=ones)": snap(select=oracle.representatives(anchor="ones")),
-    "kvcrush(base=pyramidkv(window=6),anchor=alternate)": snap(
-        layer_keep=oracle.pyramid(six), select=oracle.representatives(anchor="alternate")
+    "kvcrush(base=h2o)": crushed(oracle.accumulated, HALF),
+    "kvcrush(base=h2o,anchor=zeros,bits=median)": crushed(oracle.accumulated, HALF, anchor="zeros", bits="median"),
+    "kvcrush(base=scissorhands,ratio=0.75)": crushed(oracle.quantised, HALF, 0.75),
+    "kvcrush(base=roco(newest=1,sinks=0))": crushed(oracle.mean, [oracle.deviating(0.5, 1, 0)]),
+    "kvcrush(base=h2o(window=2),level=chunk,ratio=0.5)": crushed(
+        oracle.accumulated, [oracle.newest(lambda _: 2)], 0.5, unit=8
     ),
-    "kvcrush(base=locret)": Rule(**LOCRET, select=oracle.representatives()),
-    "score=cis scope=stabilizers+sinks(4) allocation=adaptive(alpha=0.5) selection=representatives(ratio=0.3,anchor=mean)": Rule(
+    "kvcrush(base=snapkv(window=6),anchor=ones)": snap(select=oracle.representatives(anchor="ones"), aside=0.25),
+    "kvcrush(base=pyramidkv(window=6),anchor=alternate)": snap(
+        layer_keep=oracle.pyramid(six), select=oracle.representatives(anchor="alternate"), aside=0.25
+    ),
+    "kvcrush(base=locret)": crushed(oracle.entered, [oracle.stabilizers]),
+    "h2o selection=kmeans(iterations=3)": Rule(
+        oracle.accumulated, HALF, select=oracle.clusters(iterations=3), aside=0.25
+    ),
+    "score=cis scope=stabilizers+sinks(4) allocation=adaptive(alpha=0.5) selection=representatives(ratio=0.3)": crushed(
         oracle.entered,
         [oracle.stabilizers, oracle.sinks(4)],
+        0.3,
         head_keep=oracle.adaptive(normalise=True),
-        select=oracle.representatives(0.3),
     ),
     "score=mas scope=window(3)+sinks(2) allocation=pyramid(beta=4)+adaptive(alpha=1) selection=sampled(ratio=0.5)": Rule(
         oracle.mean,
@@ -241,6 +259,7 @@ POLICIES: dict[str, Rule] = {
         layer_keep=oracle.pyramid(lambda _: 3, beta=4),
         head_keep=oracle.adaptive(1.0),
         select=oracle.sampled(0.5, gumbel),
+        aside=0.5,
     ),
 }
 RUNS = {  # chunk: the rest; the last chunk is ragged
@@ -456,6 +475,8 @@ def bare_slots(scores_HS: torch.Tensor, positions_HS: torch.Tensor, keep: int, s
     return Slots(
         layer=0, layers=1, keep=keep, stabilizers=0, chunk=8, since_eviction=8, seen=1000, positions=positions_HS.int()[None],
         valid=torch.ones(1, H, S, dtype=torch.bool), entry_scores=scores_HS[None], stats={}, seed=seed,
+        verdicts=lambda valid, budgets: (rank_of(scores_HS[None], ~valid, valid) < budgets[..., None])[:, :, None],
+        keys=lambda: torch.randn(1, H, S, 3, generator=torch.Generator().manual_seed(seed)),
     )  # fmt: skip
 
 
@@ -478,13 +499,14 @@ def test_sampled_part_follows_the_softmax_of_the_scores():
     ratio=st.floats(0, 1),
     anchor=st.sampled_from(["mean", "random", "alternate", "zeros", "ones"]),
     pick=st.sampled_from(["even", "random"]),
-    level=st.sampled_from(list(LEVELS)),
+    level=st.sampled_from([*LEVELS, "kmeans"]),
+    bits=st.sampled_from(["kept", "median"]),
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=300)
-def test_representatives_of_any_kind(H, S, share, window, ratio, anchor, pick, level, seed):
-    """The budget is filled exactly and repeats, protected slots stay, at least the best ``1 - ratio`` stay, and in heads
-    that hold the same tokens the others are the same tokens."""
+def test_representatives_of_any_kind(H, S, share, window, ratio, anchor, pick, level, bits, seed):
+    """The budget is filled exactly and repeats, protected slots stay, at least the best ``1 - ratio`` stay, and of what a head
+    evicts as many as ``ratio`` says: whole units but for those that fill the rest up."""
     rng = np.random.default_rng(seed)
     keep = max(1, int(share * S))
     scores = torch.from_numpy(rng.random((H, S))).float()
@@ -492,14 +514,22 @@ def test_representatives_of_any_kind(H, S, share, window, ratio, anchor, pick, l
     slots = bare_slots(scores, positions.expand(H, S), keep, seed)
     protected = torch.arange(S).expand(1, H, S) >= S - min(window, keep)
     budgets = torch.full((1, H), keep)
-    part = Representatives(ratio, anchor, pick, level)
+    part = KMeans(ratio, pick, 2) if level == "kmeans" else Representatives(ratio, anchor, pick, level, bits)
     stay = part.select(slots.entry_scores, protected, slots.valid, budgets, slots)[0]
     assert torch.equal(stay, part.select(slots.entry_scores, protected, slots.valid, budgets, slots)[0])
     assert (stay.sum(-1) == keep).all()
     assert stay[protected[0]].all()
-    if level == "token":
-        wanted = min(int(ratio * keep), keep - int(protected[0, 0].sum()))
-        best = TopK().select(slots.entry_scores, protected, slots.valid, budgets - wanted, slots)[0]
+    unit = LEVELS.get(level, 1)
+    wanted = min(int(ratio * keep), keep - int(protected[0, 0].sum())) // unit * unit
+    best = TopK().select(slots.entry_scores, protected, slots.valid, budgets - wanted, slots)[0]
+    if unit == 1:
         assert stay[best].all()
-        going = ~best.any(0)
-        assert int(going.sum()) < wanted or (stay & going).all(0).sum() == wanted
+    if level == "token":
+        assert ((stay & ~best).sum(-1) == wanted).all()
+    if unit > 1:  # no more than two units are cut: the last of B_important, and the last of what fills the budget
+        for h in range(H):
+            of_unit = {int(p) // unit: [] for p in positions}
+            for p, kept, safe in zip(positions.tolist(), stay[h].tolist(), protected[0, h].tolist(), strict=True):
+                if not safe:
+                    of_unit[p // unit].append(kept)
+            assert sum(len(set(kept)) > 1 for kept in of_unit.values()) <= 2

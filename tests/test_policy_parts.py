@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_kit.policies.allocation import Adaptive, Pyramid
-from locret_kit.policies.base import Slots, TopK, rows_of
+from locret_kit.policies.base import Slots, TopK, rank_of, rows_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
-from locret_kit.policies.methods.kvcrush import Representatives
+from locret_kit.policies.methods.kvcrush import KMeans, Representatives
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.nacl import Sampled
 from locret_kit.policies.registry import policies
@@ -153,12 +153,15 @@ def slots_of(scores, valid, seed: int = 0) -> Slots:
         layer=1, layers=3, keep=1, stabilizers=0, chunk=8, since_eviction=8, seen=3 * S,
         positions=positions.int().expand(B, H, S),
         valid=valid, entry_scores=scores, stats={}, seed=seed, lengths=valid.sum(-1).flatten().tolist(),
+        verdicts=lambda valid, budgets: (rank_of(scores, ~valid, valid) < budgets[..., None])[:, :, None],
+        keys=lambda: torch.randn(B, H, S, 3, generator=torch.Generator().manual_seed(seed)),
     )  # fmt: skip
 
 
 SELECTIONS = [
     TopK(), Sampled(0.3), Sampled(1.0), Representatives(0.5, level="chunk"), Representatives(0.9, level="page"),
     *(Representatives(0.25, anchor, pick) for anchor in ANCHORS for pick in ("even", "random")),
+    Representatives(0.4, bits="median"), KMeans(0.5),
 ]  # fmt: skip
 
 
@@ -180,34 +183,36 @@ def test_selections_fill_every_budget(case, selection):
 @given(case=layers_of_slots(), ratio=st.sampled_from([0.25, 0.5]), anchor=st.sampled_from(ANCHORS))
 @MANY
 def test_kvcrush_split(case, ratio, anchor):
-    """Three quarters are the base's best; the rest are tokens that no head holds among its best, the same in every head."""
+    """Three quarters are the base's best; the rest stand for what the head evicts, a quarter of the budget."""
     scores, protected, valid, keep = case
     valid = torch.ones_like(valid)
     slots = slots_of(scores, valid)
     budgets = torch.full(scores.shape[:2], keep)
     stay = Representatives(ratio, anchor).select(scores, protected, valid, budgets, slots)
     for b in range(2):
-        free = (keep - protected[b].sum(-1)).clamp(min=0).min()
-        number = min(int(ratio * keep), int(free))
+        free = (keep - protected[b].sum(-1)).clamp(min=0)
+        number = free.clamp(max=int(ratio * keep))
         best = TopK().select(scores, protected, valid, budgets - number, slots)[b]
         assert not (best & ~stay[b]).any()
-        untouched = ~(best | protected[b]).any(0)
-        groups = min(number, int(untouched.sum()))
-        assert ((stay[b] & ~best).all(0) & untouched).sum() >= groups
-        assert (stay[b] & ~best).sum(-1).eq(number).all()
+        assert torch.equal((stay[b] & ~best).sum(-1), number)
 
 
 def test_representatives_by_hand():
-    """Four heads, no score protected: bits, distances to the anchor, groups and picks followed on paper."""
-    scores = torch.tensor([[[9.0, 8.0, 1.0, 4.0, 2.0, 3.0], [9.0, 8.0, 4.0, 1.0, 2.0, 3.0]]])
+    """Two heads of two query heads each: vectors, distances, groups and picks followed on paper."""
+    scores = torch.tensor([[[9.0, 8.0, 1.0, 4.0, 2.0, 3.0], [9.0, 1.0, 4.0, 8.0, 2.0, 3.0]]])
     valid = torch.ones_like(scores, dtype=torch.bool)
-    slots = slots_of(scores, valid)
-    stay = Representatives(0.5, "zeros").select(scores, ~valid, valid, torch.full((1, 2), 4), slots)
-    # Best: tokens 0 and 1. The others' bits (above the median 3): 2 -> 01, 3 -> 10, 4 -> 00, 5 -> 00.
-    # By distance to 00: 4, 5, 2, 3; two groups: (4, 5), (2, 3); the first of each.
-    assert stay[0].int().tolist() == [[1, 1, 1, 0, 1, 0]] * 2
-    ones = Representatives(0.5, "ones").select(scores, ~valid, valid, torch.full((1, 2), 4), slots)
-    assert ones[0].int().tolist() == [[1, 1, 1, 0, 1, 0]] * 2  # to 11: 2, 3, 4, 5
+    # Query heads 0 and 1 of the first head, 2 and 3 of the second: what each would keep of two slots.
+    bits = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 0, 0, 1, 0, 0], [0, 0, 1, 1, 0, 0]]).bool()
+    slots = replace(slots_of(scores, valid), verdicts=lambda valid, budgets: bits.view(1, 2, 2, 6))
+    four = torch.full((1, 2), 4)
+    stay = Representatives(0.5, "zeros").select(scores, ~valid, valid, four, slots)
+    # The first head keeps 0 and 1 itself, and evicts 2 (0101), 3 (0011), 4 and 5 (0000). By distance to 0000: 4, 5, 2, 3.
+    # The second keeps 0 and 3, and evicts 1 (1000), 2, 4, 5: in the order 4, 5, 1, 2. Two groups each, the first of each.
+    assert stay[0].int().tolist() == [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 1, 0]]
+    ones = Representatives(0.5, "ones").select(scores, ~valid, valid, four, slots)
+    assert ones[0].int().tolist() == [[1, 1, 1, 0, 1, 0], [1, 0, 1, 1, 1, 0]]  # to 1111: 2, 3, 4, 5 and 2, 1, 4, 5
+    mean = Representatives(0.5).select(scores, ~valid, valid, four, slots)
+    assert torch.equal(mean, stay)  # no bit is set in more than half of the evicted: the anchor is 0000
 
 
 def test_sampling_prefers_what_scores_high_and_differs_by_head():

@@ -69,6 +69,8 @@ class Context:
     """Slots of a head, per layer; a windowed layer has 0 and holds its window."""
     statistics: tuple[str, ...]
     """Running statistics that rows carry; the count of a slot follows from its position."""
+    group: int
+    """Query heads per key/value head whose own statistics rows carry after those of the group; 0 without."""
     backend: str
     """Of ``locret_kernels``."""
     model: Any
@@ -127,6 +129,7 @@ class Context:
             ropes=ropes_of(model, span) if adapted else None,
             budgets=budgets,
             statistics=tuple(sorted(policy.statistics - {"count"})),
+            group=spec.n_heads // spec.n_kv_heads if policy.by_query_head else 0,
             backend=backend,
             model=model,
             spec=spec,

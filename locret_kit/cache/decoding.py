@@ -61,9 +61,11 @@ def decode_rows(
     backend: str,
     statistics: Sequence[str] = (),
     turn: RowRotation | None = None,
+    group: int = 0,
 ) -> Tensor:
     """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already; slots gain its
-    ``statistics``. With ``turn`` the query comes before RoPE, as the keys are."""
+    ``statistics``, and those of each of the ``group`` query heads per key/value head unless it is 0. With ``turn`` the query
+    comes before RoPE, as the keys are."""
     q_BQD, rotation = q_BQ1D.squeeze(2), None  # one token: no axis of its own
     if turn is not None:
         newest_BH, place_N = turn.places(flat)
@@ -73,13 +75,21 @@ def decode_rows(
         rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
     decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
-    decoded = decode(q_BQD, flat.rows, spans, scaling, rotation, received=bool(statistics))
-    if statistics:
-        _accumulate_statistics(flat, decoded.received_BHS, statistics)
-    return decoded.out_BQD.unsqueeze(2)
+    if not (statistics and group):
+        decoded = decode(q_BQD, flat.rows, spans, scaling, rotation, received=bool(statistics))
+        if statistics:
+            _accumulate_statistics(flat, flat.stats_XN, decoded.received_BHS, statistics)
+        return decoded.out_BQD.unsqueeze(2)
+    # One call per query head of a group, since a call returns the mean of what its query heads gave.
+    heads = [decode(q_BQD[:, g::group], flat.rows, spans, scaling, rotation, received=True) for g in range(group)]
+    received = [one.received_BHS for one in heads]
+    mean_BHS = torch.stack(received).mean(0)
+    for stats_XN, one in zip(flat.stats_XN.unflatten(0, (1 + group, -1)), (mean_BHS, *received), strict=True):
+        _accumulate_statistics(flat, stats_XN, one, statistics)
+    return torch.stack([one.out_BQD for one in heads], dim=2).flatten(1, 2).unsqueeze(2)
 
 
-def _accumulate_statistics(flat: VarlenRows, received_BHS: Tensor, statistics: Sequence[str]) -> None:
+def _accumulate_statistics(flat: VarlenRows, stats_XN: Tensor, received_BHS: Tensor, statistics: Sequence[str]) -> None:
     """Add what one query gave to the running statistics; the same as ``column_stats`` of one query."""
     made = {
         "sum": lambda: received_BHS,
@@ -89,5 +99,5 @@ def _accumulate_statistics(flat: VarlenRows, received_BHS: Tensor, statistics: S
     rank_S = torch.arange(flat.longest, device=received_BHS.device)
     # Row [B, H, longest] of each rank; ranks past a head's end add zero to its first row.
     index_BHS = flat.starts_BH[..., None] + rank_S.where(rank_S < flat.lengths_BH[..., None], 0)  # 0 is added there
-    for stat_N, name in zip(flat.stats_XN, statistics, strict=True):
+    for stat_N, name in zip(stats_XN, statistics, strict=True):
         stat_N.index_add_(0, index_BHS.flatten(), made[name]().flatten().to(stat_N.dtype))

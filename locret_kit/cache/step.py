@@ -106,7 +106,7 @@ def read_block(
         now = None if not span else torch.full((), rows.seen, device=q.device) if fixed is None else fixed.seen + 1
         turn = RowRotation(*ctx.tables.upto(rope, max(span, flat.longest), q), span, now)
     statistics = ctx.statistics if rows.window is None else ()
-    return decode_rows(q, flat, rows.scaling, ctx.backend, statistics, turn)
+    return decode_rows(q, flat, rows.scaling, ctx.backend, statistics, turn, ctx.group)
 
 
 def _entry_scores(
@@ -171,9 +171,13 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
     out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
     # Each row's statistic [b, h, S] sums over the group and the block's queries.
     began = time.perf_counter()
-    made = function("column_stats", ctx.backend)(q, keys, rows.scaling, lse, want=frozenset(ctx.statistics))
-    for stat, name in zip(part.stats, ctx.statistics, strict=True):
-        _add_picked(stat, getattr(made, name), seen)
+    column_stats, G = function("column_stats", ctx.backend), ctx.group
+    # Of the whole group first, then of each of its query heads [b, h, T, D] by itself.
+    heads = [slice(None), *(slice(g, None, G) for g in range(G))]
+    for own, stats in zip(heads, part.stats.unflatten(0, (len(heads), -1)), strict=True):
+        made = column_stats(q[:, own], keys, rows.scaling, lse[:, own], want=frozenset(ctx.statistics))
+        for stat, name in zip(stats, ctx.statistics, strict=True):
+            _add_picked(stat, getattr(made, name), seen)
     ctx.counters.score_s += time.perf_counter() - began
     return out
 

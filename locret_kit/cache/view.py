@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+
 from torch import Tensor
 
 from ..backbones.rope import Rope, rotate
@@ -18,11 +22,14 @@ def slots_of(
     the host knows, or an integer tensor without axes that the host never reads."""
     seen = rows.seen if length is None else length
     # Of every kept statistic [B, H, S]; the count of queries that have seen a slot follows from its position.
-    stats = dict(zip(ctx.statistics, rows.slots("stats"), strict=True))
+    # The group's, then those of each of its query heads by itself.
+    kept = rows.slots("stats").unflatten(0, (1 + ctx.group, -1)) if ctx.statistics else [()] * (1 + ctx.group)
+    stats, *alone = (dict(zip(ctx.statistics, one, strict=True)) for one in kept)
     positions, valid = rows.slots("positions"), rows.valid()
     if "count" in ctx.policy.statistics:
-        stats["count"] = (seen - positions).float()
-    return Slots(
+        for one in (stats, *alone):
+            one["count"] = (seen - positions).float()
+    slots = Slots(
         layer=layer,
         layers=len(ctx.budgets),
         keep=keep,
@@ -48,6 +55,14 @@ def slots_of(
         state=rows.state,
         backend=rows.backend,
     )
+    if alone:
+        slots.group = [_of_query_head(slots, g, len(alone), own, cache(slots.keys)) for g, own in enumerate(alone)]
+    return slots
+
+
+def _of_query_head(slots: Slots, g: int, G: int, stats: Mapping[str, Tensor], keys: Callable[[], Tensor]) -> Slots:
+    """The slots as the ``g``-th of the ``G`` query heads of every group sees them."""
+    return replace(slots, stats=stats, keys=keys, queries=lambda: slots.queries()[:, g::G])
 
 
 def _keys(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:

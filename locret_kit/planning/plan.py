@@ -191,6 +191,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     windowed = sum(window - 1 + setting.schedule.chunk for window in spec.windows if window is not None)
     capacities = setting.capacities(sum(window is None for window in spec.windows))
     statistics = 0 if policy.keeps_everything else 4 * len(policy.statistics - {"count"})
+    statistics *= 1 + (spec.n_heads // H if policy.by_query_head else 0)
     recent = 0 if policy.keeps_everything else policy.recent(setting.schedule.chunk)
     queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
     if setting.run.kv_bits is None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ def recent_attention(slots: Slots, newest: int) -> Tensor:
 
 class Weight(Score):
     """Base of scores that are weights themselves, at least 0: attention received, or information in nats."""
+
+    by_query_head: ClassVar[bool] = True
 
     def log_weight(self, scores_BHS: Tensor) -> Tensor:
         return scores_BHS.clamp(min=torch.finfo(scores_BHS.dtype).tiny).log()

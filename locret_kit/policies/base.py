@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import torch
@@ -122,6 +123,12 @@ class Slots:
     """Position ``[B, H]`` (int64) by which the next token would be rotated."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls."""
+    group: Sequence[Slots] = ()
+    """The same slots as each query head of a group sees them, with statistics and queries of its own, where the selection
+    asks for them (``Selection.by_query_head``)."""
+    verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
+    keep the slot in each query head. ``Policy.choose`` sets it."""
     backend: str = "reference"
     """Of ``locret_kernels``."""
 
@@ -171,6 +178,8 @@ class Score(Part, Protocol):
     """Reads the backbone's probability of each token."""
     per_token: ClassVar[bool] = False
     """A new token's score follows from its q, k and v and the retaining head alone: several texts are scored in one call."""
+    by_query_head: ClassVar[bool] = False
+    """May be asked again with the statistics and queries of a single query head per group."""
     statistics: ClassVar[frozenset[str]] = frozenset()
     """Running statistics to keep for ``Slots.stats``: of ``sum``, ``square``, ``above``, ``count``."""
 
@@ -253,9 +262,20 @@ class Uniform(Allocation):
 class Selection(Part, Protocol):
     """Slots that stay, given scores, scope and the number for each head. Derive from it."""
 
+    @property
+    def by_query_head(self) -> bool:
+        """Whether it reads ``Slots.verdicts``, for which statistics of every query head are kept."""
+        return False
+
     def aside(self, budget: int) -> int:
-        """Number of slots, of ``budget``, that are taken by another rule than the best score."""
+        """Number of slots, of ``budget``, that are taken by another rule than the best score. Score and scopes have the rest:
+        a scope's fraction is one of the rest."""
         return 0
+
+    def shortfall(self, budget: int, left: int) -> str:
+        """Why its parameters cannot be met in ``budget`` slots, of which scopes leave ``left``; empty where they can."""
+        asked = self.aside(budget)
+        return f"asks for {asked} slots, of which the scopes leave {left}" if asked > left else ""
 
     def select(
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
@@ -386,6 +406,11 @@ class Policy:
         return self.score.statistics.union(*(scope.statistics for scope in self.scopes))
 
     @property
+    def by_query_head(self) -> bool:
+        """Whether running statistics of every query head are kept, beside those of groups."""
+        return self.selection.by_query_head and self.score.by_query_head
+
+    @property
     def ragged(self) -> bool:
         """Whether heads of one layer may hold different numbers of slots."""
         return self.allocation.ragged
@@ -402,26 +427,38 @@ class Policy:
         Warns (``PolicyWarning``) where the budget leaves no room for what the parts ask for.
         """
         self._warn_of_caps(budget, chunk, stabilizers)
-        window = max((scope.window(budget, chunk, stabilizers) for scope in self.scopes), default=0)
+        own = budget - self.selection.aside(budget)
+        window = max((scope.window(own, chunk, stabilizers) for scope in self.scopes), default=0)
         return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
 
     def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
         protected, said = 0, f"policy={self.name!r} at a budget of {budget} slots:"
+        own = budget - self.selection.aside(budget)
         for scope in self.scopes:
-            protected += (asked := scope.reserved(budget, chunk, stabilizers))
+            protected += (asked := scope.reserved(own, chunk, stabilizers))
             if asked > budget:
                 warnings.warn(f"{said} {scope} asks for {asked} slots; the score chooses none", PolicyWarning, 3)
-        aside, left = self.selection.aside(budget), max(0, budget - protected)
-        if aside > left:
-            text = f"{said} {self.selection} asks for {aside} slots, of which the scopes leave {left}"
-            warnings.warn(text, PolicyWarning, 3)
+        if shortfall := self.selection.shortfall(budget, max(0, budget - protected)):
+            warnings.warn(f"{said} {self.selection} {shortfall}", PolicyWarning, 3)
 
     def protected(self, slots: Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects."""
+        """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
+        selection leaves to score and scopes."""
         protected_BHS = torch.zeros_like(slots.valid) if slots.pinned is None else slots.pinned.clone()
+        own = replace(slots, keep=slots.keep - self.selection.aside(slots.keep))
         for scope in self.scopes:
-            protected_BHS |= scope.protects(slots)
+            protected_BHS |= scope.protects(own)
         return protected_BHS
+
+    def verdicts(self, slots: Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
+        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query
+        head. A score that reads no attention says the same of all query heads of a group."""
+        kept = []
+        for one in slots.group or (slots,):
+            scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
+            place_BHS = rank_of(scores, self.protected(one) & valid_BHS, valid_BHS)
+            kept.append((place_BHS < budgets_BH[..., None]) & valid_BHS)
+        return torch.stack(kept, dim=2)
 
     def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
@@ -432,6 +469,8 @@ class Policy:
         comparable_BHS = self.score.comparable(scores_BHS, slots) if self.ragged else scores_BHS
         budgets_BH = self.allocation.head_budgets(comparable_BHS, protected_BHS, slots.valid, slots.keep)
         valid_BHS, pinned_BHS = slots.valid, slots.pinned
+        if self.selection.by_query_head:
+            slots = replace(slots, verdicts=partial(self.verdicts, slots, scores_BHS))
         if pinned_BHS is None:
             return self.selection.select(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots)
         taken_BH, free_BHS = pinned_BHS.sum(-1), valid_BHS & ~pinned_BHS

@@ -20,7 +20,8 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
         elif policy.keeps_everything:
             rows = _store(ctx, scratch, ctx.schedule.prompt_length or 0, spare=0.0)
         else:
-            rows = _store(ctx, scratch, budget + chunk, len(ctx.statistics), policy.recent(chunk))
+            statistics = len(ctx.statistics) * (1 + ctx.group)
+            rows = _store(ctx, scratch, budget + chunk, statistics, policy.recent(chunk))
         rows.backend = ctx.backend
         layers.append(rows)
     return layers

@@ -1,11 +1,13 @@
 """KVCrush, arXiv 2503.00022: another policy's best slots, and representatives of those that it evicts."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..base import Ratio, Selection, Slots, free_share, rank_of
+from ..base import Positive, Ratio, Selection, Slots, free_share, rank_of, wide
 from ..registry import part, register
 from .random import hashed
 
@@ -13,25 +15,146 @@ LEVELS = {"token": 1, "chunk": 8, "page": 32}
 """Tokens of a unit."""
 
 
+Pick = Literal["even", "random"]
+
+
+def _places(pick: Pick, edges_HJ: Tensor, slots: Slots) -> Tensor:
+    """Place ``[H, J]`` in a head's order of the member that stays of each group, its first ('even') or a drawn one ('random').
+    Group ``j`` lies between the edges ``j`` and ``j + 1``, of which there are ``J + 1``."""
+    first_HJ = edges_HJ[:, :-1]
+    if pick == "even":
+        return first_HJ
+    draw_J = hashed(torch.arange(first_HJ.shape[1], device=edges_HJ.device), slots.seed, slots.layer, slots.seen)
+    return first_HJ + (draw_J * edges_HJ.diff(dim=-1)).long()
+
+
 @part("selection", "representatives")
 class Representatives(Selection):
-    """The best of each head, and representatives of what goes: ``ratio`` of the budget. Source: KVCrush, section III.
+    """The best of each head, and representatives of what it evicts: ``ratio`` of its budget. Source: KVCrush, section III.
 
-    A token has one bit per head: is its score above the head's median? (0 in a head that does not hold it.) The tokens that no
-    head keeps as one of its best and every head holds are ordered by the Hamming distance of their bits to an anchor (ties
-    by position) and cut into as many equal groups as there are representatives; one of each group stays, the same in every
-    head. Where there are too few such tokens, and in a head with a larger budget, the best by score fill what is left.
-    By chunks or pages, scores are summed over the unit, its bits are those of all its tokens, and units stay or go as a whole
-    but for the last one.
+    Score and scopes have the rest of the budget, B_important, to themselves: a window that is a fraction is one of that.
+    A token's vector has one bit per query head of the layer: would score and scopes keep it, of B_important slots, in that
+    query head alone? (A head that does not hold it has evicted it.) The tokens that a head evicts are ordered by the Hamming
+    distance of their vectors to an anchor (ties by position) and cut into as many equal groups as it has representatives;
+    one of each group stays. By chunks or pages, scores are summed over the unit, its vector is that of its tokens together,
+    representatives are counted in whole units, and units stay or go as a whole but for the last one of B_important.
+
+    Readings, where the paper leaves room: buckets are equal groups of the order by distance; where heads keep different
+    tokens, each head has representatives of what *it* evicts.
     """
 
     ratio: Ratio = 0.25
     anchor: Literal["mean", "random", "alternate", "zeros", "ones"] = "mean"
-    """'mean' (majority bit), 'random', 'alternate' (0101...), 'zeros' or 'ones'."""
-    pick: Literal["even", "random"] = "even"
-    """The member of a group that stays: its first ('even', evenly spaced) or a drawn one ('random')."""
+    """'mean' (majority bit of what the head evicts), 'random', 'alternate' (0101...), 'zeros' or 'ones'."""
+    pick: Pick = "even"
+    """The member of a group that stays: its first ('even', evenly spaced) or a drawn one ('random', as in the paper)."""
     level: Literal["token", "chunk", "page"] = "token"
     """'token', 'chunk' (8 tokens) or 'page' (32 tokens)."""
+    bits: Literal["kept", "median"] = "kept"
+    """'kept': as above. 'median': one bit per key/value head, whether the score is above the head's median, which is the
+    paper's example of a compression to one half and needs no statistics of query heads."""
+
+    @property
+    def by_query_head(self) -> bool:
+        return self.bits == "kept"
+
+    def aside(self, budget: int) -> int:
+        return int(budget * self.ratio) // LEVELS[self.level] * LEVELS[self.level]
+
+    def shortfall(self, budget: int, left: int) -> str:
+        if self.ratio * budget >= 1 and not self.aside(budget):
+            return f"has no room for a {self.level}: {self.ratio} of the budget is below {LEVELS[self.level]} tokens"
+        return super().shortfall(budget, left)
+
+    def select(
+        self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
+    ) -> Tensor:
+        unit = LEVELS[self.level]
+        position_BHS = slots.positions.long()
+        wanted_BH = free_share(budgets_BH, self.ratio, protected_BHS) // unit * unit
+        own_BH = budgets_BH - wanted_BH
+        bits_BHGS = self._bits(scores_BHS, valid_BHS, own_BH, slots)
+        if unit > 1:
+            scores_BHS = _sum_over_units(scores_BHS, position_BHS // unit, valid_BHS)
+        best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < own_BH[..., None]
+        free_BHS = valid_BHS & ~best_BHS & ~protected_BHS
+        chosen_BHS = best_BHS.clone()
+        for b, groups in enumerate((wanted_BH // unit).amax(-1).tolist()):
+            if groups:
+                chosen_BHS[b] |= self._representatives(
+                    position_BHS[b], bits_BHGS[b], valid_BHS[b], free_BHS[b], wanted_BH[b] // unit, groups, slots
+                )
+        return rank_of(scores_BHS, protected_BHS | chosen_BHS, valid_BHS) < budgets_BH[..., None]
+
+    def _bits(self, scores_BHS: Tensor, valid_BHS: Tensor, own_BH: Tensor, slots: Slots) -> Tensor:
+        """Bits ``[B, H, G, S]`` of every slot in the query heads of its head (``G`` is 1 where those agree)."""
+        if self.bits == "kept":
+            assert slots.verdicts is not None  # by_query_head
+            return slots.verdicts(valid_BHS, own_BH)
+        median_BH1 = scores_BHS.masked_fill(~valid_BHS, float("nan")).nanmedian(-1, keepdim=True).values
+        return ((scores_BHS > median_BH1) & valid_BHS)[:, :, None]
+
+    def _representatives(
+        self,
+        position_HS: Tensor,
+        bits_HGS: Tensor,
+        valid_HS: Tensor,
+        free_HS: Tensor,
+        wanted_H: Tensor,
+        most: int,
+        slots: Slots,
+    ) -> Tensor:
+        """Boolean ``[H, S]`` of the slots of the ``wanted`` units, at most ``most``, that represent what each head evicts."""
+        unit, (H, G, S) = LEVELS[self.level], bits_HGS.shape
+        unit_U, unit_of_M = (position_HS[valid_HS] // unit).unique(return_inverse=True)
+        unit_of_HS = torch.zeros_like(position_HS).masked_scatter(valid_HS, unit_of_M)
+        head_HS = torch.arange(H, device=position_HS.device)[:, None].expand(H, S)
+        # Bits [U, unit, H, G] of the tokens of all heads; 0 in a head that does not hold the token.
+        bits = bits_HGS.new_zeros(len(unit_U), unit, H, G)
+        bits[unit_of_M, position_HS[valid_HS] % unit, head_HS[valid_HS]] = bits_HGS.transpose(1, 2)[valid_HS]
+        bits_UX = bits.flatten(1)
+        free_HU = torch.zeros(H, len(unit_U), dtype=torch.bool, device=position_HS.device)
+        free_HU[head_HS[free_HS], unit_of_HS[free_HS]] = True
+        anchor_HX = self._anchor(bits_UX, free_HU, slots)
+        # Hamming distance: ones of the vector that the anchor lacks, and ones of the anchor that the vector lacks.
+        x_UX, a_HX = bits_UX.float(), anchor_HX.float()
+        distance_HU = x_UX.sum(-1) + a_HX.sum(-1, keepdim=True) - 2 * a_HX @ x_UX.T
+        order_HU = distance_HU.masked_fill(~free_HU, float("inf")).argsort(dim=-1, stable=True)
+        count_H1, groups_H1 = free_HU.sum(-1, keepdim=True), wanted_H[:, None]
+        groups_H1 = groups_H1.minimum(count_H1)
+        edges_HJ = torch.arange(most + 1, device=count_H1.device) * count_H1 // groups_H1.clamp(min=1)
+        place_HJ = _places(self.pick, edges_HJ, slots)
+        there_HJ = torch.arange(most, device=count_H1.device) < groups_H1
+        chosen_HU = torch.zeros_like(free_HU)
+        picked_HJ = order_HU.gather(1, place_HJ.clamp(max=len(unit_U) - 1))
+        chosen_HU[head_HS[:, :1].expand_as(picked_HJ)[there_HJ], picked_HJ[there_HJ]] = True
+        return chosen_HU.gather(1, unit_of_HS) & free_HS
+
+    def _anchor(self, bits_UX: Tensor, free_HU: Tensor, slots: Slots) -> Tensor:
+        """The anchor's bits ``[H, X]`` for each head's candidates: of a token's query heads, or of all tokens of a unit."""
+        if self.anchor == "mean":
+            return free_HU.float() @ bits_UX.float() * 2 > free_HU.sum(-1, keepdim=True)
+        at_X = torch.arange(bits_UX.shape[1], device=bits_UX.device)
+        made = {
+            "random": lambda: hashed(at_X, slots.seed, slots.layer, slots.seen, 1) < 0.5,
+            "alternate": lambda: at_X % 2 == 1,
+            "zeros": lambda: at_X < 0,
+            "ones": lambda: at_X >= 0,
+        }
+        return made[self.anchor]().expand(len(free_HU), -1)
+
+
+@part("selection", "kmeans")
+class KMeans(Selection):
+    """The best of each head, and of the keys that it evicts one of each cluster: ``ratio`` of its budget. The clusters are those
+    of k-means (squared distance, Lloyd's iteration from keys spaced evenly over the text), members in the order of their
+    distance to the centre, of equals the earlier. Score and scopes have the rest of the budget to themselves.
+    Source: KVCrush, section IV-C (what it compares its groups with; keys and start are not said there)."""
+
+    ratio: Ratio = 0.25
+    pick: Pick = "even"
+    """The member of a cluster that stays: the nearest to its centre ('even') or a drawn one ('random')."""
+    iterations: Positive = 10
 
     def aside(self, budget: int) -> int:
         return int(budget * self.ratio)
@@ -39,63 +162,31 @@ class Representatives(Selection):
     def select(
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
     ) -> Tensor:
-        unit = LEVELS[self.level]
-        position_BHS = slots.positions.long()
-        if unit > 1:
-            scores_BHS = _sum_over_units(scores_BHS, position_BHS // unit, valid_BHS)
-        wanted_B = free_share(budgets_BH.amin(1, keepdim=True), self.ratio, protected_BHS).amin(1)
-        best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < (budgets_BH - wanted_B[:, None])[..., None]
-        median_BH1 = scores_BHS.masked_fill(~valid_BHS, float("nan")).nanmedian(-1, keepdim=True).values
-        bit_BHS = (scores_BHS > median_BH1) & valid_BHS
-        chosen_BHS = best_BHS.clone()
-        for b, wanted in enumerate(wanted_B.tolist()):
-            tokens = self._representatives(
-                position_BHS[b], bit_BHS[b], valid_BHS[b], best_BHS[b] | protected_BHS[b], wanted, slots
-            )
-            chosen_BHS[b] |= torch.isin(position_BHS[b], tokens) & valid_BHS[b]
+        wanted_BH = free_share(budgets_BH, self.ratio, protected_BHS)
+        chosen_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < (budgets_BH - wanted_BH)[..., None]
+        free_BHS, keys_BHSD = valid_BHS & ~chosen_BHS & ~protected_BHS, slots.keys()
+        for b, heads in enumerate(wanted_BH.tolist()):
+            for h, wanted in enumerate(heads):
+                free_N = free_BHS[b, h].nonzero()[:, 0]
+                if wanted and len(free_N):
+                    chosen_BHS[b, h, free_N[self._members(wide(keys_BHSD[b, h, free_N]), wanted, slots)]] = True
         return rank_of(scores_BHS, protected_BHS | chosen_BHS, valid_BHS) < budgets_BH[..., None]
 
-    def _representatives(
-        self, position_HS: Tensor, bit_HS: Tensor, valid_HS: Tensor, taken_HS: Tensor, wanted: int, slots: Slots
-    ) -> Tensor:
-        """Positions of the representatives of one layer, at most ``wanted``."""
-        unit, (H, _) = LEVELS[self.level], position_HS.shape
-        token_N, where_N = position_HS[valid_HS].unique(return_inverse=True)
-        count = lambda flag_HS: torch.zeros_like(token_N).index_add_(0, where_N, flag_HS[valid_HS].long())  # noqa: E731
-        free_N = (count(valid_HS) == H) & (count(taken_HS) == 0)
-        unit_U, unit_of_N = (token_N // unit).unique(return_inverse=True)
-        bits = torch.zeros(len(unit_U), unit, H, dtype=torch.bool, device=bit_HS.device)
-        head_M = torch.arange(H, device=bit_HS.device)[:, None].expand_as(position_HS)[valid_HS]
-        bits[unit_of_N[where_N], token_N[where_N] % unit, head_M] = bit_HS[valid_HS]
-        free_U = torch.zeros(len(unit_U), dtype=torch.bool, device=bit_HS.device)
-        free_U[unit_of_N[free_N]] = True
-        candidates_C = free_U.nonzero().flatten()
-        groups = min(wanted // unit, len(candidates_C))
-        if not groups:
-            return token_N[:0]
-        bits_CX = bits[candidates_C].flatten(1)
-        distance_C = (bits_CX != self._anchor(bits_CX, slots)).sum(-1)
-        ordered_C = candidates_C[distance_C.argsort(stable=True)]
-        edge = torch.arange(groups + 1, device=ordered_C.device) * len(ordered_C) // groups
-        inside = torch.zeros_like(edge[:-1])
-        if self.pick == "random":
-            draw = hashed(torch.arange(groups, device=edge.device), slots.seed, slots.layer, slots.seen)
-            inside = (draw * edge.diff()).long()
-        return token_N[torch.isin(unit_of_N, ordered_C[edge[:-1] + inside]) & free_N]
-
-    def _anchor(self, bits_CX: Tensor, slots: Slots) -> Tensor:
-        """The anchor's bits ``[X]``: a token's heads, or all heads of all tokens of a unit."""
-        X = bits_CX.shape[1]
-        at_X = torch.arange(X, device=bits_CX.device)
-        if self.anchor == "mean":
-            return bits_CX.float().mean(0) > 0.5
-        made = {
-            "random": lambda: hashed(at_X, slots.seed, slots.layer, slots.seen, 1) < 0.5,
-            "alternate": lambda: at_X % 2 == 1,
-            "zeros": lambda: at_X < 0,
-            "ones": lambda: at_X >= 0,
-        }
-        return made[self.anchor]()
+    def _members(self, key_ND: Tensor, wanted: int, slots: Slots) -> Tensor:
+        """Indices of one key of each cluster, at most ``wanted``."""
+        N, groups = len(key_ND), min(wanted, len(key_ND))
+        centre_JD = key_ND[torch.arange(groups, device=key_ND.device) * N // groups]
+        for _ in range(self.iterations):
+            nearest_N = torch.cdist(key_ND, centre_JD).argmin(-1)
+            size_J1 = torch.bincount(nearest_N, minlength=groups)[:, None]
+            mean_JD = torch.zeros_like(centre_JD).index_add_(0, nearest_N, key_ND) / size_J1.clamp(min=1)
+            centre_JD = torch.where(size_J1 > 0, mean_JD, centre_JD)  # an empty cluster stays where it is
+        distance_N, nearest_N = torch.cdist(key_ND, centre_JD).min(-1)
+        by_distance_N = distance_N.argsort(stable=True)
+        order_N = by_distance_N[nearest_N[by_distance_N].argsort(stable=True)]
+        size_J = torch.bincount(nearest_N, minlength=groups)
+        edges_1J = torch.cat((size_J.new_zeros(1), size_J.cumsum(0)))[None]
+        return order_N[_places(self.pick, edges_1J, slots)[0][size_J > 0]]
 
 
 def _sum_over_units(scores_BHS: Tensor, unit_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
