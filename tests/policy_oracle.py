@@ -103,6 +103,8 @@ class OracleLayer:
         self.heads: list[list[Row]] = [[] for _ in range(setting.H)]
         self.before = self.heads
         self.queries: list[np.ndarray] = []
+        self.text: list[np.ndarray] = []
+        """The key ``[H, D]`` of every token, kept or not."""
         self.seen = 0
         self.fresh = 0
         self.evictions = 0
@@ -211,6 +213,7 @@ class OracleLayer:
                         rows[s].alone[g][2] += p[g, s] > 1 / n
         for t in range(T):
             self.queries.append(q[:, t])
+            self.text.append(k[:, t])
         self.seen += T
         self.fresh += T
         return out
@@ -348,9 +351,27 @@ def window(size: int, kernel: int = 7) -> Callable[[OracleLayer], Scores]:
     return score
 
 
-def proxies(count: Callable[[OracleLayer], int]) -> Callable[[OracleLayer], Scores]:
-    """NaCl: attention of the proxy tokens, the newest ones."""
-    return lambda layer: layer.recent_attention(count(layer))
+def proxies(count: Callable[[OracleLayer], int], first: int = 0) -> Callable[[OracleLayer], Scores]:
+    """NaCl: attention of the proxy tokens, the newest ones and the ``first`` of the text, each counted once."""
+
+    def score(layer: OracleLayer) -> Scores:
+        out = layer.recent_attention(count(layer))
+        theta, G = layer.setting.theta, layer.setting.G
+        for j in range(min(first, layer.seen - count(layer))):
+            for h, rows in enumerate(layer.heads):
+                keys = np.stack([rotated(layer.text[i][h], i, theta) for i in range(j + 1)])
+                a = np.mean(
+                    [
+                        softmax(keys @ rotated(layer.queries[j][h * G + g], j, theta) / math.sqrt(keys.shape[1]))
+                        for g in range(G)
+                    ],
+                    axis=0,
+                )
+                for r, row in enumerate(rows):
+                    out[h][r] += a[row.position] if row.position <= j else 0.0
+        return out
+
+    return score
 
 
 def low_norm(layer: OracleLayer) -> Scores:
@@ -475,20 +496,24 @@ def adaptive(alpha: float = 0.5, *, normalise: bool = False) -> Callable[..., li
 # ---- selection ------------------------------------------------------------------------------------------------------
 
 
-def reserved(layer: OracleLayer, h: int, protected: list[set[int]], keeps: list[int], ratio: float) -> int:
-    """A share of a head's budget set aside, as far as its protected slots leave room."""
-    return max(0, min(int(ratio * keeps[h]), keeps[h] - len(protected[h])))
-
-
-def sampled(ratio: float, noise: Callable[[OracleLayer, int], list[float]]) -> Callable[..., list[set[int]]]:
-    """NaCl: the best, then a draw without replacement from softmax(score): the largest of score + Gumbel noise."""
+def sampled(
+    ratio: float, noise: Callable[[OracleLayer, int], list[float]], uniform: bool = False, shared: bool = False
+) -> Callable[..., list[set[int]]]:
+    """NaCl: the best, then a draw without replacement from softmax(score): the largest of score + Gumbel noise. Ablations: a
+    uniform distribution; one distribution for all heads, of a token's mean score over the heads that hold it."""
 
     def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
-        drawn = [reserved(layer, h, protected, keeps, ratio) for h in range(len(keeps))]
+        drawn = [int(ratio * keep) for keep in keeps]
         best = top_k(layer, scores, protected, [k - d for k, d in zip(keeps, drawn, strict=True)])
         out = []
+        of_token: dict[int, list[float]] = {}
+        for rows, row_scores in zip(layer.heads, scores, strict=True):
+            for row, score in zip(rows, row_scores, strict=True):
+                of_token.setdefault(row.position, []).append(score)
         for h, rows in enumerate(layer.heads):
-            noisy = [score + more for score, more in zip(scores[h], noise(layer, h), strict=True)]
+            weights = [float(np.mean(of_token[row.position])) for row in rows] if shared else scores[h]
+            weights = [0.0] * len(rows) if uniform else weights
+            noisy = [weight + more for weight, more in zip(weights, noise(layer, h), strict=True)]
             rest = [r for r in range(len(rows)) if r not in best[h]]
             out.append(best[h] | layer.best(noisy, rest, drawn[h]))
         return out
@@ -508,7 +533,7 @@ def representatives(
 
     def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
         H, G = len(keeps), layer.setting.G
-        wanted = [reserved(layer, h, protected, keeps, ratio) // unit for h in range(H)]
+        wanted = [int(ratio * keep) // unit for keep in keeps]
         own = [keep - unit * pages for keep, pages in zip(keeps, wanted, strict=True)]
         row_of = [{row.position: r for r, row in enumerate(rows)} for rows in layer.heads]
         if bits == "kept":
@@ -531,7 +556,7 @@ def representatives(
         best = top_k(layer, scores, protected, own)
         out = []
         for h, rows in enumerate(layer.heads):
-            going = {row.position for r, row in enumerate(rows) if r not in best[h] | protected[h]}
+            going = {row.position for r, row in enumerate(rows) if r not in best[h]}
             vectors = {
                 u: [u * unit + i in held for i in range(unit) for held in one] for u in {p // unit for p in going}
             }
@@ -546,9 +571,8 @@ def representatives(
             groups = min(wanted[h], len(order))
             stay = {order[i * len(order) // groups] for i in range(groups)}
             chosen = best[h] | {row_of[h][p] for p in going if p // unit in stay}
-            first = set(sorted(protected[h] - chosen, reverse=True)[: keeps[h] - len(chosen)])
-            rest = [r for r in range(len(rows)) if r not in chosen | protected[h]]
-            out.append(chosen | first | layer.best(scores[h], rest, keeps[h] - len(chosen | first)))
+            rest = [r for r in range(len(rows)) if r not in chosen]
+            out.append(chosen | layer.best(scores[h], rest, keeps[h] - len(chosen)))
         return out
 
     return select
@@ -558,11 +582,11 @@ def clusters(ratio: float = 0.25, iterations: int = 10) -> Callable[..., list[se
     """KVCrush, section IV-C: k-means over the keys that the base evicts; of each cluster the key nearest to its centre."""
 
     def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
-        wanted = [reserved(layer, h, protected, keeps, ratio) for h in range(len(keeps))]
+        wanted = [int(ratio * keep) for keep in keeps]
         best = top_k(layer, scores, protected, [k - w for k, w in zip(keeps, wanted, strict=True)])
         out = []
         for h, rows in enumerate(layer.heads):
-            going = [r for r in range(len(rows)) if r not in best[h] | protected[h]]
+            going = [r for r in range(len(rows)) if r not in best[h]]
             points, groups = layer.keys(h)[going], min(wanted[h], len(going))
             centres = [points[i * len(going) // groups] for i in range(groups)]
             for last in [False] * iterations + [True]:
@@ -579,7 +603,7 @@ def clusters(ratio: float = 0.25, iterations: int = 10) -> Callable[..., list[se
                     away = sorted((float(((points[i] - centre) ** 2).sum()), i) for i in one)
                     layer.note_gap([x for x, _ in reversed(away)], len(away) - 1)
                     chosen.add(going[away[0][1]])
-            rest = [r for r in range(len(rows)) if r not in chosen | protected[h]]
+            rest = [r for r in range(len(rows)) if r not in chosen]
             out.append(chosen | layer.best(scores[h], rest, keeps[h] - len(chosen)))
         return out
 

@@ -68,7 +68,7 @@ def test_equal_scores_in_one_shot(one, other, positions):
         ("pyramid-locret(beta=1.0)", "locret"),
         ("ada-pyramid(6,beta=1,alpha=0)", "snapkv(6)"),
         *((f"kvcrush(base={base},ratio=0.0)", base) for base in ("h2o", "snapkv(6)", "pyramidkv(6)", "ada-locret")),
-        ("nacl(ratio=0)", "score=proxy scope=proxies"),
+        ("nacl(ratio=0,protected=1.0)", "score=proxy scope=proxies"),
         ("scissorhands(window=1.0)", "recency"),
         ("h2o(window=24)", "recency"),
     ],
@@ -179,6 +179,23 @@ def test_decoding_evicts_every_so_often(policy, every):
             model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
             rows.append(cache.kept_rows[1])
     assert rows == [24 + n % every for n in range(1, 8)]
+
+
+def test_easykv_decoding_keeps_the_prompt_and_evicts_of_the_answer():
+    """EasyKV's mode 'decoding': the prompt stays whole, the answer has a budget of its own; by the newest token's attention
+    here, among the answer's tokens alone."""
+    model, P = backbone(), 20
+    cache = make("tova", P + 8, length=P, chunk=1, stabilizers=0, local_len=0, decode_every=1)
+    cache.pin(0, P)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(P), cache)
+        for token in range(15):
+            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+            generated = min(token + 1, 8)
+            for head in (head for layer in held(cache) for head in layer):
+                assert head[:P] == list(range(P)) and len(head) == P + generated
+    assert any(head[P:] != list(range(P + 7, P + 15)) for layer in held(cache) for head in layer)
+    assert cache.counters.evictions == 15 - 8
 
 
 def test_decode_every_out_of_range():

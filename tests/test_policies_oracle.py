@@ -188,6 +188,20 @@ def gumbel(layer: OracleLayer, head: int) -> list[float]:
     return (-torch.log(-torch.log(uniform))).tolist()
 
 
+def gumbel_of_layer(layer: OracleLayer, head: int) -> list[float]:
+    """The noise that all heads of a layer share."""
+    at = torch.tensor([row.position for row in layer.heads[head]])
+    uniform = hashed(at, 0, layer.layer, 0, layer.seen).double() + 2**-25
+    return (-torch.log(-torch.log(uniform))).tolist()
+
+
+def nacl(ratio=0.7, *scopes, noise=gumbel, uniform=False, shared=False, first=0, most=lambda part: part // 2) -> Rule:
+    """NaCl: C_r slots drawn, C_p of the proxies' choice, of which the newest proxies are some."""
+    newest = oracle.newest(lambda layer: min(proxy_count(layer), most(layer.part)))
+    select = oracle.sampled(ratio, noise, uniform, shared)
+    return Rule(oracle.proxies(proxy_count, first), [newest, *scopes], select=select, aside=ratio)
+
+
 def six(_) -> int:
     """A window below every budget here; the default is 32."""
     return 6
@@ -222,9 +236,11 @@ POLICIES: dict[str, Rule] = {
     "pyramidkv(window=6)": snap(layer_keep=oracle.pyramid(six)),
     "ada-snapkv(window=6)": snap(head_keep=oracle.adaptive()),
     "ada-pyramid(window=6)": snap(layer_keep=oracle.pyramid(six), head_keep=oracle.adaptive()),
-    "nacl": Rule(
-        oracle.proxies(proxy_count), [oracle.newest(proxy_count)], select=oracle.sampled(0.7, gumbel), aside=0.7
+    "nacl": nacl(),
+    "nacl(ratio=0.5,first=9,protected=2,sinks=1,distribution=uniform)": nacl(
+        0.5, oracle.sinks(1), uniform=True, first=9, most=lambda part: 2
     ),
+    "nacl(ratio=0.9,per=layer,protected=0)": nacl(0.9, noise=gumbel_of_layer, shared=True, most=lambda part: 0),
     "sirllm": Rule(oracle.entered, [oracle.sinks(4), oracle.newest(lambda layer: layer.keep // 8)]),
     "knorm": Rule(oracle.low_norm),
     "keydiff": Rule(oracle.unlike_the_mean),
@@ -319,7 +335,8 @@ EQUALITIES = {  # policies that must keep what a simpler rule keeps
     "kvcrush(base=h2o,ratio=0)": POLICIES["h2o"],
     "ada-snapkv(window=6,alpha=0)": POLICIES["snapkv(window=6)"],
     "pyramidkv(window=6,beta=1)": POLICIES["snapkv(window=6)"],
-    "nacl(ratio=0)": Rule(oracle.proxies(proxy_count), [oracle.newest(proxy_count)]),
+    "nacl(ratio=0,protected=1.0)": Rule(oracle.proxies(proxy_count), [oracle.newest(proxy_count)]),
+    "nacl(ratio=0,protected=0)": Rule(oracle.proxies(proxy_count)),
     "score=proxy(1)": POLICIES["tova"],
 }
 ONE_SHOT_EQUALITIES = {"score=proxy(1.0)": Rule(oracle.accumulated), "score=window(60,1)": Rule(oracle.accumulated)}
@@ -480,15 +497,44 @@ def bare_slots(scores_HS: torch.Tensor, positions_HS: torch.Tensor, keep: int, s
     )  # fmt: skip
 
 
-def test_sampled_part_follows_the_softmax_of_the_scores():
+@pytest.mark.parametrize("distribution", ["softmax", "uniform"])
+def test_sampled_part_follows_its_distribution(distribution):
     """One draw a head: over 4,000 heads each slot is drawn as often as its probability says, within four deviations."""
     H, score_S = 4000, torch.tensor([0.0, 1.0, 2.0, 0.5, 1.5])
     slots = bare_slots(score_S.expand(H, 5), torch.arange(5).expand(H, 5), keep=1)
     one = torch.ones(1, H, dtype=torch.int64)
-    counts = Sampled(1.0).select(slots.entry_scores, ~slots.valid, slots.valid, one, slots)[0].sum(0)
-    p = score_S.softmax(-1)
+    counts = Sampled(1.0, distribution).select(slots.entry_scores, ~slots.valid, slots.valid, one, slots)[0].sum(0)
+    p = score_S.softmax(-1) if distribution == "softmax" else torch.full((5,), 0.2)
     assert counts.sum() == H
     assert ((counts - H * p).abs() < 4 * (H * p * (1 - p)).sqrt()).all()
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9, 1.0])
+def test_a_random_share_acts_at_the_papers_point(ratio):
+    """A cache of 20%, proxies of 10%: each share is a cache of its own, and so many slots are not the score's choice."""
+    rng = np.random.default_rng(1)
+    slots = bare_slots(torch.from_numpy(rng.random((3, 200))), torch.arange(200).expand(3, 200), keep=40)
+    slots.chunk = 200
+    policy = parse_policy(f"nacl(ratio={ratio})")
+    stay = policy.choose(slots, slots.entry_scores)[0]
+    own = 40 - int(40 * ratio)
+    best = TopK().select(slots.entry_scores, policy.protected(slots), slots.valid, torch.full((1, 3), own), slots)[0]
+    assert stay[best].all() and ((stay & ~best).sum(-1) == int(40 * ratio)).all()
+    assert stay[:, 200 - own // 2 :].all()
+
+
+def test_one_draw_for_all_heads_is_one_choice():
+    """Heads differ by their scores and draw alike where a draw is shared; layers too where that is for all."""
+    scores = torch.rand(4, 60, generator=torch.Generator().manual_seed(0))
+    slots = bare_slots(scores, torch.arange(60).expand(4, 60), keep=20)
+    twenty, none = torch.full((1, 4), 20), torch.zeros(1, 4, 60, dtype=torch.bool)
+
+    def draw(per: str, layer: int) -> torch.Tensor:
+        return Sampled(1.0, per=per).select(scores[None], none, ~none, twenty, replace(slots, layer=layer))[0]
+
+    assert len(draw("head", 0).unique(dim=0)) == 4
+    assert len(draw("layer", 0).unique(dim=0)) == len(draw("all", 0).unique(dim=0)) == 1
+    assert not torch.equal(draw("layer", 0), draw("layer", 1)) and torch.equal(draw("all", 0), draw("all", 1))
 
 
 @given(
@@ -505,8 +551,8 @@ def test_sampled_part_follows_the_softmax_of_the_scores():
 )
 @settings(max_examples=300)
 def test_representatives_of_any_kind(H, S, share, window, ratio, anchor, pick, level, bits, seed):
-    """The budget is filled exactly and repeats, protected slots stay, at least the best ``1 - ratio`` stay, and of what a head
-    evicts as many as ``ratio`` says: whole units but for those that fill the rest up."""
+    """The budget is filled exactly and repeats, ``1 - ratio`` of it with what the base would keep, and the rest with what
+    the head evicts: whole units but for those that fill the rest up."""
     rng = np.random.default_rng(seed)
     keep = max(1, int(share * S))
     scores = torch.from_numpy(rng.random((H, S))).float()
@@ -518,18 +564,17 @@ def test_representatives_of_any_kind(H, S, share, window, ratio, anchor, pick, l
     stay = part.select(slots.entry_scores, protected, slots.valid, budgets, slots)[0]
     assert torch.equal(stay, part.select(slots.entry_scores, protected, slots.valid, budgets, slots)[0])
     assert (stay.sum(-1) == keep).all()
-    assert stay[protected[0]].all()
     unit = LEVELS.get(level, 1)
-    wanted = min(int(ratio * keep), keep - int(protected[0, 0].sum())) // unit * unit
+    wanted = int(ratio * keep) // unit * unit
     best = TopK().select(slots.entry_scores, protected, slots.valid, budgets - wanted, slots)[0]
     if unit == 1:
         assert stay[best].all()
     if level == "token":
         assert ((stay & ~best).sum(-1) == wanted).all()
     if unit > 1:  # no more than two units are cut: the last of B_important, and the last of what fills the budget
-        for h in range(H):
-            of_unit = {int(p) // unit: [] for p in positions}
-            for p, kept, safe in zip(positions.tolist(), stay[h].tolist(), protected[0, h].tolist(), strict=True):
+        for kept_S, safe_S in zip(stay.tolist(), protected[0].tolist(), strict=True):
+            units: dict[int, set[bool]] = {}
+            for p, kept, safe in zip(positions.tolist(), kept_S, safe_S, strict=True):
                 if not safe:
-                    of_unit[p // unit].append(kept)
-            assert sum(len(set(kept)) > 1 for kept in of_unit.values()) <= 2
+                    units.setdefault(p // unit, set()).add(kept)
+            assert sum(len(states) > 1 for states in units.values()) <= 2

@@ -22,9 +22,11 @@ def slots_of(
     the host knows, or an integer tensor without axes that the host never reads."""
     seen = rows.seen if length is None else length
     # Of every kept statistic [B, H, S]; the count of queries that have seen a slot follows from its position.
-    # The group's, then those of each of its query heads by itself.
-    kept = rows.slots("stats").unflatten(0, (1 + ctx.group, -1)) if ctx.statistics else [()] * (1 + ctx.group)
-    stats, *alone = (dict(zip(ctx.statistics, one, strict=True)) for one in kept)
+    # The group's come first, then those of each of its query heads by itself.
+    kept, names = rows.slots("stats"), ctx.statistics
+    stats, *alone = (
+        dict(zip(names, kept[i * len(names) : (i + 1) * len(names)], strict=True)) for i in range(1 + ctx.group)
+    )
     positions, valid = rows.slots("positions"), rows.valid()
     if "count" in ctx.policy.statistics:
         for one in (stats, *alone):

@@ -272,10 +272,9 @@ class Selection(Part, Protocol):
         a scope's fraction is one of the rest."""
         return 0
 
-    def shortfall(self, budget: int, left: int) -> str:
-        """Why its parameters cannot be met in ``budget`` slots, of which scopes leave ``left``; empty where they can."""
-        asked = self.aside(budget)
-        return f"asks for {asked} slots, of which the scopes leave {left}" if asked > left else ""
+    def shortfall(self, budget: int) -> str:
+        """Why its parameters cannot be met in ``budget`` slots; empty where they can."""
+        return ""
 
     def select(
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
@@ -354,10 +353,9 @@ def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Ten
     return torch.empty_like(order_BHS).scatter_(-1, order_BHS, place_S).flip(-1)
 
 
-def free_share(budgets_BH: Tensor, ratio: float, protected_BHS: Tensor) -> Tensor:
-    """``ratio`` of each budget, rounded down, and no more than what is not protected leaves."""
-    free_BH = (budgets_BH - protected_BHS.sum(-1)).clamp(min=0)
-    return (budgets_BH.double() * ratio).long().minimum(free_BH)
+def share_of(budgets_BH: Tensor, ratio: float) -> Tensor:
+    """``ratio`` of each budget (int64), rounded down."""
+    return (budgets_BH.double() * ratio).long()
 
 
 def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
@@ -432,13 +430,12 @@ class Policy:
         return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
 
     def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
-        protected, said = 0, f"policy={self.name!r} at a budget of {budget} slots:"
-        own = budget - self.selection.aside(budget)
+        own, said = budget - self.selection.aside(budget), f"policy={self.name!r} at a budget of {budget} slots:"
+        left = f", of which {self.selection} leaves {own}" if own < budget else ""
         for scope in self.scopes:
-            protected += (asked := scope.reserved(own, chunk, stabilizers))
-            if asked > budget:
-                warnings.warn(f"{said} {scope} asks for {asked} slots; the score chooses none", PolicyWarning, 3)
-        if shortfall := self.selection.shortfall(budget, max(0, budget - protected)):
+            if (asked := scope.reserved(own, chunk, stabilizers)) > own:
+                warnings.warn(f"{said} {scope} asks for {asked} slots{left}; the score chooses none", PolicyWarning, 3)
+        if shortfall := self.selection.shortfall(budget):
             warnings.warn(f"{said} {self.selection} {shortfall}", PolicyWarning, 3)
 
     def protected(self, slots: Slots) -> Tensor:

@@ -1,27 +1,87 @@
-"""NaCl, arXiv 2408.03675: attention of proxy queries at the end, part of what stays drawn at random."""
+"""NaCl, arXiv 2408.03675: attention of proxy queries, part of what stays drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from locret_kernels.backend import function
+
+from ...backbones.rope import rotate
 from ..attention import Weight, recent_attention
-from ..base import PositiveSize, Ratio, Scope, Selection, Slots, free_share, rank_of, resolve_count
+from ..base import (
+    Count,
+    Entry,
+    PositiveSize,
+    Ratio,
+    Scope,
+    Selection,
+    Size,
+    Slots,
+    rank_of,
+    resolve_count,
+    share_of,
+    wanted_count,
+)
 from ..registry import part, register
+from ..scopes import Sinks
 from .random import hashed
 
 
 @part("score", "proxy")
 class ProxyAttention(Weight):
-    """``sum of a`` over the proxy queries: the newest ``tokens``. A question that ends the prompt is named by its length.
-    Source: NaCl, section 5.1."""
+    """``sum of a`` over the proxy queries: the newest ``tokens``, and the ``first`` of the text where they are others. A question
+    that ends the prompt is named by its length. Source: NaCl, section 5.1 and appendix A.3."""
 
     tokens: PositiveSize = 0.1
     """A number of tokens, or a fraction of the chunk (of the prompt, in the one-shot form)."""
+    first: Count = 0
+    """Tokens at the beginning of the text whose queries are proxies too, at the places that they have in the text."""
 
     def recent(self, chunk: int) -> int:
         return proxy_count(self.tokens, chunk)
 
+    def memory(self, seen: int) -> Mapping[str, str]:
+        return {"q": "BQND?", "k": "BHND?", "given": "BHM?"} if self.first and seen else {}
+
+    def score_new_tokens(self, entry: Entry) -> None:
+        if not self.first or "given" in entry.state or entry.position >= self.first:
+            return
+        for name, x in (("q", entry.q), ("k", entry.k)):
+            new = x[:, :, : self.first - entry.position]
+            entry.state[name] = torch.cat((entry.state[name], new), 2) if entry.position else new.clone()
+
     def score_slots(self, slots: Slots) -> Tensor:
-        return recent_attention(slots, self.recent(slots.chunk))
+        scores_BHS = recent_attention(slots, self.recent(slots.chunk))
+        if not self.first:
+            return scores_BHS
+        given_BHN = self._given(slots)
+        n = given_BHN.shape[2]
+        early_BHS = slots.valid & (slots.positions < n)
+        at_BHS = slots.positions.long().clamp(max=max(n - 1, 0))
+        return scores_BHS + given_BHN.gather(2, at_BHS).masked_fill(~early_BHS, 0) if n else scores_BHS
+
+    def _given(self, slots: Slots) -> Tensor:
+        """Attention ``[B, H, n]`` that the first queries gave the first tokens: no later token is seen by them. Those that are
+        among the newest are left out; once none is, only the result is kept."""
+        state = slots.state
+        if "given" in state:
+            return state["given"]
+        n = min(self.first, slots.seen - self.recent(slots.chunk))
+        q_BQND, k_BHND = (state[name][:, :, : max(n, 0)] for name in ("q", "k"))
+        if n <= 0:
+            return k_BHND[..., 0].float()
+        if slots.rope is not None:
+            cos, sin = slots.rope.tables(torch.arange(n, device=q_BQND.device), q_BQND.dtype)
+            q_BQND, k_BHND = rotate(q_BQND, cos, sin), rotate(k_BHND, cos, sin)
+        given_BHN = function("window_attention", slots.backend)(q_BQND, k_BHND, slots.scaling)
+        if n == self.first:
+            state["given"] = given_BHN
+            del state["q"], state["k"]
+        return given_BHN
 
 
 @part("scope", "proxies")
@@ -29,21 +89,29 @@ class Proxies(Scope):
     """The proxy tokens: the newest ``tokens``, or a fraction of the chunk. Source: NaCl, section 5.1."""
 
     tokens: PositiveSize = 0.1
+    most: Size = 1.0
+    """At most this number of slots, or this fraction of what score and scopes have of the budget."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return proxy_count(self.tokens, chunk)
+        return min(proxy_count(self.tokens, chunk), wanted_count(self.most, budget))
 
     def protects(self, slots: Slots) -> Tensor:
-        return slots.newest(min(slots.keep, proxy_count(self.tokens, slots.chunk)))
+        return slots.newest(min(resolve_count(self.most, slots.keep), proxy_count(self.tokens, slots.chunk)))
 
 
 @part("selection", "sampled")
 class Sampled(Selection):
-    """The best of each head, then ``ratio`` of its budget drawn without replacement from ``softmax(score)`` of the rest, by
-    adding Gumbel noise to the scores and taking the largest. Protected slots are never among those drawn from.
-    Every layer, head and eviction has its own draw. Source: NaCl, section 5.2."""
+    """The best of each head, then ``ratio`` of its budget drawn without replacement from a distribution over the rest, by
+    adding Gumbel noise to its logarithm and taking the largest. Score and scopes have the rest of the budget to themselves: a
+    scope's fraction is one of that. Every eviction has its own draw. Source: NaCl, section 5.2; the others than the defaults:
+    its ablations, section 6.3."""
 
     ratio: Ratio = 0.7
+    distribution: Literal["softmax", "uniform"] = "softmax"
+    """'softmax' of the scores, or 'uniform'."""
+    per: Literal["head", "layer", "all"] = "head"
+    """A draw for each 'head', one for all heads of a 'layer' from the softmax of their mean score, or one for 'all' layers,
+    whose noise is the same. Heads draw the same tokens as far as the same are left."""
 
     def aside(self, budget: int) -> int:
         return int(budget * self.ratio)
@@ -51,12 +119,27 @@ class Sampled(Selection):
     def select(
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
     ) -> Tensor:
-        drawn_BH = free_share(budgets_BH, self.ratio, protected_BHS)
-        best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < (budgets_BH - drawn_BH)[..., None]
+        own_BH = budgets_BH - share_of(budgets_BH, self.ratio)
+        best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < own_BH[..., None]
         head_H1 = torch.arange(scores_BHS.shape[1], device=scores_BHS.device)[:, None]
-        uniform_BHS = hashed(slots.positions.long(), slots.seed, slots.layer, head_H1, slots.seen)
+        salts = (0 if self.per == "all" else slots.layer, head_H1 if self.per == "head" else 0)
+        uniform_BHS = hashed(slots.positions.long(), slots.seed, *salts, slots.seen)
         gumbel_BHS = -torch.log(-torch.log(uniform_BHS + 2**-25))
-        return rank_of(scores_BHS + gumbel_BHS, protected_BHS | best_BHS, valid_BHS) < budgets_BH[..., None]
+        if self.distribution == "uniform":
+            scores_BHS = torch.zeros_like(scores_BHS)
+        elif self.per != "head":
+            scores_BHS = mean_over_heads(scores_BHS, slots.positions, valid_BHS)
+        return rank_of(scores_BHS + gumbel_BHS, best_BHS, valid_BHS) < budgets_BH[..., None]
+
+
+def mean_over_heads(scores_BHS: Tensor, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
+    """Each slot's score ``[B, H, S]`` replaced by the mean over the heads that hold its token."""
+    text_B11 = torch.arange(len(scores_BHS), device=scores_BHS.device)[:, None, None]
+    token_M = (text_B11 * 2**32 + positions_BHS.long())[valid_BHS]  # a token of each text of the batch
+    _, at_M, count_N = token_M.unique(return_inverse=True, return_counts=True)
+    mean_N = torch.zeros(len(count_N), dtype=scores_BHS.dtype, device=scores_BHS.device)
+    mean_N = mean_N.index_add_(0, at_M, scores_BHS[valid_BHS]) / count_N
+    return torch.zeros_like(scores_BHS).masked_scatter(valid_BHS, mean_N[at_M])
 
 
 def proxy_count(tokens: int | float, chunk: int) -> int:
@@ -67,6 +150,6 @@ def proxy_count(tokens: int | float, chunk: int) -> int:
 register(
     "nacl",
     "NaCl, arXiv 2408.03675",
-    {"score": ProxyAttention(), "scopes": (Proxies(),), "selection": Sampled()},
-    names={"tokens": "proxies"},
+    {"score": ProxyAttention(), "scopes": (Proxies(most=0.5), Sinks(0)), "selection": Sampled()},
+    names={"tokens": "proxies", "most": "protected", "n": "sinks"},
 )
