@@ -49,6 +49,9 @@ def mixed(conv: SlotConvolution, xs: list[np.ndarray], pool: list[int]) -> list[
     """Weights of every merged slot over the slots ``xs``, by loops."""
     kernel, bias = conv.conv.weight.detach().double().numpy(), conv.conv.bias.detach().double().numpy()
     share, K = 1 / (1 + math.exp(-float(conv.gate))), kernel.shape[-1]
+    if conv.norm is not None:
+        scale, shift = conv.norm.weight.numpy(), conv.norm.bias.numpy()
+        xs = [(x - x.mean()) / math.sqrt(x.var() + 1e-5) * scale + shift for x in xs]
     rows = []
     for m, own in enumerate(pool):
         logits = []
@@ -80,10 +83,14 @@ def folded(conv: SlotConvolution, keys, values, pool: list[bool], stay: list[boo
 
 
 def convolution(
-    D: int, slots: int, kernel: int, seed: int = 0, gate: float = 0.5, scale: float = 3.0
+    D: int, slots: int, kernel: int, seed: int = 0, gate: float = 0.5, scale: float = 3.0, norm: bool = False
 ) -> SlotConvolution:
     torch.manual_seed(seed)
-    made = SlotConvolution(PoolConfig("tiny", "llama", 1, 1, D, slots, kernel), gate).double().requires_grad_(False)
+    config = PoolConfig("tiny", "llama", 1, 1, D, slots, kernel, norm)
+    made = SlotConvolution(config, gate).double().requires_grad_(False)
+    if made.norm is not None:
+        made.norm.weight.uniform_(0.5, 2)
+        made.norm.bias.uniform_(-1, 1)
     made.conv.weight.mul_(scale)
     return made
 
@@ -99,7 +106,13 @@ def heads_of_slots(draw):
     slots = draw(st.integers(1, 6))
     pool = np.zeros(S, bool)
     pool[rng.permutation(np.flatnonzero(stay))[:slots]] = True
-    return keys, values, pool, stay, convolution(D, slots, kernel, seed, draw(st.sampled_from([0.1, 0.5, 0.9])))
+    return (
+        keys,
+        values,
+        pool,
+        stay,
+        convolution(D, slots, kernel, seed, draw(st.sampled_from([0.1, 0.5, 0.9])), norm=seed % 2 == 0),
+    )
 
 
 @given(heads_of_slots())

@@ -127,6 +127,19 @@ def test_truncation_cuts_the_middle_of_the_longest_user_message(spare):
     assert "HEAD" in decoded and "TAIL" in decoded and "short" in decoded
 
 
+@pytest.mark.parametrize("spare", [20, 200])
+def test_truncation_at_the_end_keeps_the_beginning(spare):
+    """As Locret's published code cuts prompts."""
+    messages = chat("HEAD " + "The sky is blue. " * 60 + "TAIL", "an answer")
+    whole = encode_chat(TOK, messages)
+    shorter = encode_chat(TOK, messages, max_tokens=len(whole.ids) - spare, cut="end")
+    (start, _), (end, _) = shorter.answers[-1], whole.answers[-1]
+    assert spans(TOK, shorter) == spans(TOK, whole) and end - start == spare
+    same = sum(a == b for a, b in zip(shorter.ids, whole.ids, strict=False))
+    text = TOK.decode(shorter.ids)
+    assert same > start - 20 and "HEAD" in text and "TAIL" not in text
+
+
 def test_truncation_that_would_cut_answers():
     messages = chat("q", "a long answer " * 30)
     size = len(encode_chat(TOK, messages).ids)

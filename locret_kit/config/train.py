@@ -94,6 +94,9 @@ class DataConfig:
     """Real text that synthetic samples are made of: 'pydoc', 'jargon', files or folders."""
     max_tokens: Annotated[int, Ge(2)] = 10240
     """Longest sample, prompt and answer together, tokens."""
+    truncate: Literal["middle", "end"] = "middle"
+    """Part of a longer record's user message that is cut: its 'middle', so that a question at either end stays, or its 'end',
+    as Locret's published code cuts prompts."""
     repetitive: Fraction = 0.3
     """Share of synthetic samples whose haystack is one repeated paragraph."""
     val_samples: Count = 8
@@ -183,6 +186,8 @@ class PoolSection:
     """Merged slots of a head; part of ``infer.budget``."""
     kernel: Annotated[int, Ge(1), Predicate(is_odd), Says("odd and at least 1")] = 21
     """Slots that a convolution sees at once; odd."""
+    norm: bool = False
+    """Whether slots are layer-normed before the convolution, by norms that are trained with it."""
     gate: Annotated[float, Interval(gt=0, lt=1)] = 0.5
     """Part of the convolution in the mixing weights at first; the rest is each merged slot's own token."""
     policy: str = "h2o"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..settings import read_protect
 
@@ -44,7 +45,9 @@ class Sample:
         return self.answers[-1][0] if self.answers else len(self.ids)
 
 
-def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None = None) -> Sample:
+def encode_chat(
+    tokenizer, messages: Sequence[dict], *, max_tokens: int | None = None, cut: Literal["middle", "end"] = "middle"
+) -> Sample:
     """Render `messages` with the tokenizer's chat template and tokenise them.
 
     An answer's span holds its text and the end-of-turn token, if the template puts one right after it. Without a chat
@@ -53,8 +56,9 @@ def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None =
     Args:
         tokenizer: a fast tokenizer (offsets are needed).
         messages: dicts of 'role' and 'content', both strings.
-        max_tokens: upper bound of the sample. A longer one loses tokens from the middle of its longest user message,
-            then of the next longest; head and tail of the message stay, answers are never cut.
+        max_tokens: upper bound of the sample. A longer one loses tokens of its longest user message, then of the next
+            longest; answers are never cut.
+        cut: the part of a message that goes, its 'middle' (head and tail stay) or its 'end'.
 
     Raises:
         ValueError: for a malformed message, a slow tokenizer, a template that hides a message or refuses the
@@ -64,7 +68,7 @@ def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None =
     if max_tokens is not None:
         short = [_ends(message, CHARACTERS * max_tokens) for message in messages]
         if short != list(messages):
-            sample = encode_chat(tokenizer, short, max_tokens=max_tokens)
+            sample = encode_chat(tokenizer, short, max_tokens=max_tokens, cut=cut)
             if len(sample.ids) == max_tokens:  # so tokens of the middle went here too, and what is left is the same
                 return sample
     if has_template(tokenizer):
@@ -88,7 +92,7 @@ def encode_chat(tokenizer, messages: Sequence[dict], *, max_tokens: int | None =
         elif message["role"] == "user":
             users.append(token_span(offsets, start, end, inner=True))
     if max_tokens is not None and len(ids) > max_tokens:
-        ids, answers = _shorten(ids, answers, users, max_tokens)
+        ids, answers = _shorten(ids, answers, users, max_tokens, cut)
     return Sample(tuple(ids), tuple(answers))
 
 
@@ -325,14 +329,16 @@ def _with_end_token(tokenizer, text: str, ids: list[int], offsets: list[Span], l
     return end + 1 if ids[end] in special and word and tail.lstrip(" ").startswith(word) else last
 
 
-def _shorten(ids: list[int], answers: list[Span], users: list[Span], max_tokens: int) -> tuple[list[int], list[Span]]:
-    """Cut tokens from the middles of the longest user messages; ids [S] -> [max_tokens], spans moved along."""
+def _shorten(
+    ids: list[int], answers: list[Span], users: list[Span], max_tokens: int, cut: Literal["middle", "end"]
+) -> tuple[list[int], list[Span]]:
+    """Cut tokens from the middles or ends of the longest user messages; ids [S] -> [max_tokens], spans moved along."""
     drop = []
     excess = len(ids) - max_tokens
     for start, end in sorted(users, key=lambda span: span[0] - span[1]):
         size = min(excess, max(0, end - start - 2))  # a first and a last token stay
         excess -= size
-        at = start + (end - start - size) // 2
+        at = end - size if cut == "end" else start + (end - start - size) // 2
         drop.append((at, at + size))
     if excess > 0:
         kept = len(ids) - sum(end - start for start, end in drop)

@@ -104,7 +104,7 @@ class PoolTraining(FrozenTraining):
         self._heads = [heads_for(self.policy, cfg.pool.heads, spec)]
         refuse(cfg, spec, self.policy)
         described = PoolConfig.for_backbone(
-            spec, cfg.backbone.model, cfg.pool.slots, kernel=cfg.pool.kernel, policy=cfg.pool.policy,
+            spec, cfg.backbone.model, cfg.pool.slots, kernel=cfg.pool.kernel, norm=cfg.pool.norm, policy=cfg.pool.policy,
             inference=cfg.infer.published(),
         )  # fmt: skip
         self.pool = ConvPool(described, cfg.pool.gate)

@@ -152,7 +152,8 @@ class Records:
         if (number, question) in self._refused:
             return self._refused[number, question]
         try:
-            sample = encode_chat(self.tokenizer, to_messages(record, index=question), max_tokens=self.data.max_tokens)
+            messages = to_messages(record, index=question)
+            sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens, cut=self.data.truncate)
             if not sample.prompt_len:
                 raise ValueError("nothing stands in front of its answer")
         except ValueError as error:

@@ -10,6 +10,8 @@ The convolution says how the slots of a head fold into a few merged ones.
     k[p_m] <- sum_i w[m, i] k_i          v[p_m] <- sum_i w[m, i] v_i
 
 All heads of a layer share its convolution. The weights of a merged slot are convex, and a gate of 0 is plain eviction.
+Where a pool has layer norms (``norm``), the convolution reads ``LayerNorm(x_i)``, with a scale and a shift for each channel
+and layer; what is mixed stays ``k_i`` and ``v_i``. Locret (appendix C.2) trains "the newly-added convolution and layer norms".
 Source: LoCoCo, arXiv 2406.05317, and its released code, which has these heads, this kernel of 21, the ReLU and a learnt gate
 that begins at a half. Here the gate is a sigmoid, so that weights stay convex, and keys are met before RoPE.
 """
@@ -53,6 +55,8 @@ class PoolConfig(Part):
     """Merged slots of a head, at most; part of the budget."""
     kernel: Odd = 21
     """Slots that a convolution sees at once; odd."""
+    norm: bool = False
+    """Whether slots are layer-normed before the convolution."""
     policy: str = ""
     """Policy that chose the slots that stay while the pool was trained."""
     inference: dict[str, object] = field(default_factory=dict)
@@ -76,12 +80,16 @@ class SlotConvolution(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(2 * config.head_dim, config.slots, config.kernel, padding=config.kernel // 2)
         self.gate = nn.Parameter(torch.tensor(math.log(gate / (1 - gate))))
+        self.norm = nn.LayerNorm(2 * config.head_dim) if config.norm else None
 
     def forward(self, x_LC: Tensor, pool_R: Tensor) -> Tensor:
         """Convex weights ``[R, L]`` of ``L`` slots ``[k; v]``; ``pool_R`` (int64, ascending) are the pool's among them, at most
         as many as the pool has."""
         R = len(pool_R)
         weight, bias, gate = (x.to(x_LC.dtype) for x in (self.conv.weight[:R], self.conv.bias[:R], self.gate))  # type: ignore[index]
+        if self.norm is not None:
+            scale, shift = self.norm.weight.to(x_LC.dtype), self.norm.bias.to(x_LC.dtype)
+            x_LC = F.layer_norm(x_LC, x_LC.shape[-1:], scale, shift, self.norm.eps)
         a_RL = F.conv1d(x_LC.T[None], weight, bias, padding=self.conv.padding)[0]
         share = gate.sigmoid()
         own_RL = F.one_hot(pool_R, len(x_LC)).to(x_LC.dtype)
