@@ -18,6 +18,7 @@ from scripts_loaded import load_script
 
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.groups import GROUPS
 from locret_kit.evals.report.summary import (
     Cell,
     mean_and_stderr,
@@ -29,6 +30,7 @@ from locret_kit.evals.report.summary import (
     to_markdown,
     write_summary,
 )
+from locret_kit.evals.tasks import known_tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = Row(task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0)
@@ -134,6 +136,30 @@ def test_the_table_of_all_tasks_and_the_page_mark_them_too():
     assert "(n=2)†" in one.markdown() and "†" not in two.markdown()
     assert one.notes == ["† on other texts than most of its column"] and two.notes == []
     assert "†" not in overview([row for row in rows if row.sample < 2]).markdown()
+
+
+def test_a_paper_s_average_stands_where_all_its_tasks_do():
+    """Each task counts the same, however many examples it has; no mean without one of them."""
+    names = GROUPS["locret-leval"]
+    rows = [
+        replace(ROW, task=name, haystack="-", policy=policy, heads="-", sample=i, score=float(t == 0), scores={})
+        for t, name in enumerate(names)
+        for policy in ("a", "b")
+        for i in range(3 if t == 0 else 2)
+        if (policy, t) != ("b", 5)
+    ]
+    head, _, *lines = [line for line in overview(rows).markdown().splitlines() if line.startswith("|")]
+    assert head.split(" | ")[-1] == "mean of locret-leval |"
+    assert [line.split(" | ")[-1] for line in lines] == ["0.17 ± 0.00 (n=13) |", "- |"]
+    assert {name.partition(".")[0] for names in GROUPS.values() for name in names} <= {
+        "infinitebench",
+        "leval",
+        "longbench",
+    }
+    assert set().union(*GROUPS.values()) <= set(known_tasks())
+    assert [
+        len(GROUPS[name]) for name in ("locret-infinitebench", "locret-leval", "adakv-longbench", "kvcrush-longbench")
+    ] == [9, 6, 16, 15]
 
 
 def test_names_cannot_break_a_table():

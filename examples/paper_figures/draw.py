@@ -76,6 +76,14 @@ FIGURES = {
         sweeps.budget_split, "score by the share of representatives (KVCrush, figure 5)",
         {"policies": "[h2o]", "samples": "4"}, (0.0, 0.1, 0.25, 0.5, 0.75, 0.9),
     ),
+    "proxy-share": Kind(
+        sweeps.proxy_share, "score by the share of the prompt whose queries are proxies (NaCl, figure 5, middle)",
+        {"policies": "[nacl]", "samples": "4", "one_shot": "true"}, (0.0, 0.05, 0.1, 0.3, 1.0),
+    ),
+    "random-share": Kind(
+        sweeps.random_share, "score by the share of the budget that is drawn (NaCl, figure 5, right)",
+        {"policies": "[nacl]", "samples": "4", "one_shot": "true"}, (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0),
+    ),
 }  # fmt: skip
 
 

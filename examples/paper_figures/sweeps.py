@@ -1,5 +1,6 @@
 """Score against one setting of a policy, answered with the harness: the scope's size (RoCo, figure 4), the share of
-representatives (KVCrush, figure 5) and the number of stabilizers (Locret, figure 3)."""
+representatives (KVCrush, figure 5), of proxies and of drawn slots (NaCl, figure 5), and the number of stabilizers (Locret,
+figure 3)."""
 
 from __future__ import annotations
 
@@ -38,6 +39,20 @@ def budget_split(study: Study) -> Figure:
         for policy in study.policies
     }
     return _score_lines(study, lines, "Budget split", "representatives (share of the budget)")
+
+
+def proxy_share(study: Study) -> Figure:
+    """Score against the share of the prompt whose queries are proxies; 0 is the newest token alone."""
+    lines = {policy: {x: varied(policy, score=f"proxy({x or 1})") for x in _shares(study)} for policy in study.policies}
+    return _score_lines(study, lines, "Proxy tokens", "proxies (share of the prompt)")
+
+
+def random_share(study: Study) -> Figure:
+    """Score against the share of the budget that is drawn at random."""
+    lines = {
+        policy: {x: varied(policy, selection=f"sampled({x})") for x in _shares(study)} for policy in study.policies
+    }
+    return _score_lines(study, lines, "Random share", "drawn slots (share of the budget)")
 
 
 def _shares(study: Study) -> list[float]:

@@ -27,13 +27,14 @@ class Kind:
 FIGURES: dict[str, Kind] = {
     "score-budget": Kind("results.score_budget", "rows", "score against budget"),
     "score-length": Kind("results.score_length", "rows", "score against prompt length"),
+    "score-memory": Kind("results.score_memory", "rows", "score against memory (Locret, figure 4)"),
     "needle-grid": Kind("results.needle_grid", "rows", "score by the needle's depth and the prompt's length"),
     "cost": Kind("results.cost", "rows", "memory and tokens per second against prompt length"),
     "training-curves": Kind("curves.training_curves", "curves", "loss and recall of a training run (Locret, figure 7)"),
 }
 PAPERS = (
     "retained", "kept-positions", "stabilizers", "jaccard", "persistence", "scope-size", "concentration", "loss-bound",
-    "budget-split",
+    "budget-split", "proxy-share", "random-share",
 )  # fmt: skip
 """Figures of other papers, which `examples/paper_figures` draws."""
 

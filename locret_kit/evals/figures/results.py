@@ -61,6 +61,37 @@ def _score_panels(title: str, found: dict[str, list[Cell]], x: Callable[[Cell], 
     return figure
 
 
+def score_memory(rows: Sequence[Row]) -> Figure:
+    """Mean score against memory, a panel per task and length, a line per policy through its budgets: of the peak on a GPU, of
+    the cache's buffers on a CPU, where the peak is the process's."""
+    on_gpu = all("cuda" in row.device for row in rows)
+    found: dict[tuple, dict[str, dict[float, list[Row]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for row in rows:
+        if row.score is not None and (row.peak_bytes if on_gpu else row.cache_bytes):
+            found[row.task, row.haystack, row.length][row.label][row.budget].append(row)
+    if not found:
+        raise ValueError("no row has a score and the memory that it took")
+    figure, axes = panels(len(found), "Score against memory")
+    labels = sorted({label for lines in found.values() for label in lines})
+    for ((task, haystack, length), lines), axis in zip(found.items(), axes, strict=True):
+        for label, budgets in lines.items():
+            used = [max(r.peak_bytes if on_gpu else r.cache_bytes for r in members) for members in budgets.values()]
+            means = [mean_and_stderr([row.score or 0.0 for row in members]) for members in budgets.values()]
+            x, y, error = zip(
+                *sorted((bytes_ / 2**20, mean or 0.0, e or 0.0) for bytes_, (mean, e) in zip(used, means, strict=True)),
+                strict=True,
+            )
+            axis.errorbar(x, y, error, label=label, capsize=2, **line(labels.index(label)))
+        axis.set_title(f"{_over(task, haystack)}, {size(length)} tokens")
+        axis.set_xlabel("peak memory (MiB)" if on_gpu else "cache buffers (MiB)")
+        axis.set_xlim(left=0)
+        score_axis(
+            axis, next(row.metric for lines_ in lines.values() for members in lines_.values() for row in members)
+        )
+    shared_legend(figure)
+    return figure
+
+
 def needle_grid(rows: Sequence[Row]) -> Figure:
     """Mean score by the depth asked for and the prompt's length, a panel per task, policy and budget. Where the needle
     really stands differs a little from prompt to prompt, which would give every prompt a row of its own."""

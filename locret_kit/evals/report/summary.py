@@ -14,6 +14,7 @@ from filelock import FileLock
 
 from ...files import write_beside
 from ..engine.rows import Row, label_of, read_rows
+from ..groups import GROUPS
 from .tables import Table
 
 LIKELIHOOD = ("nll", "nll_prefill")
@@ -145,12 +146,38 @@ def overview(rows: Iterable[Row]) -> Table | None:
             columns[head] = summarize(_by_figure(row, name) for row in members)
     if len(columns) < 2:
         return None
+    columns |= group_means(cell for cells in columns.values() for cell in cells if cell.metric not in LIKELIHOOD)
     keys = {(cell.length, cell.budget, cell.label) for cells in columns.values() for cell in cells}
     lines = [
         [size(length), str(budget or "-"), label, *(_shown(cells, label, length, budget) for cells in columns.values())]
         for length, budget, label in sorted(keys, key=lambda key: (*key[:2], _policy_order(key[2])))
     ]
     return Table(["length", "budget", "policy", *columns], lines, "All tasks", "mean ± standard error", legend(lines))
+
+
+def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """A column for each group of tasks of which a policy has answered all: the mean of their means, each task the same, and its
+    standard error; n counts the examples of all tasks."""
+    at: dict[tuple[int, float, str], dict[str, Cell]] = defaultdict(dict)
+    for cell in cells:
+        if cell.mean is not None:
+            at[cell.length, cell.budget, cell.label].setdefault(cell.task, cell)  # a task's main figure comes first
+    columns: dict[str, list[Cell]] = defaultdict(list)
+    for group, names in GROUPS.items():
+        for found in at.values():
+            if all(name in found for name in names):
+                members = [found[name] for name in names]
+                errors = [cell.stderr for cell in members if cell.stderr is not None]
+                spread = math.hypot(*errors) / len(names) if len(errors) == len(names) else None
+                columns[f"mean of {group}"].append(
+                    replace(
+                        members[0], task=group, metric="mean", n=sum(cell.n for cell in members),
+                        samples="; ".join(cell.samples for cell in members), stderr=spread,
+                        mean=math.fsum(cell.mean or 0.0 for cell in members) / len(names),
+                        errors=sum(cell.errors for cell in members),
+                    )
+                )  # fmt: skip
+    return dict(columns)
 
 
 def legend(lines: Iterable[Iterable[str]]) -> list[str]:

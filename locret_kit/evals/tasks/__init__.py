@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...naming import nearest
 from ...samples.text import load_text
+from ..groups import GROUPS as PAPERS
 from .base import Example, Request, Task
 from .documents import BENCHMARKS, document_task, entries
 from .needles import needle_task
@@ -84,11 +85,12 @@ def known_tasks() -> list[str]:
 def _groups() -> dict[str, list[str]]:
     names = [*OVER_TEXT, *ALONE]
     documents = {table: [n for n in entries() if n.startswith(start)] for table, start in BENCHMARKS.items() if start}
-    return {"ruler": [name for name in names if name.startswith("ruler.")], **documents}
+    papers = {group: list(members) for group, members in PAPERS.items()}
+    return {"ruler": [name for name in names if name.startswith("ruler.")], **documents, **papers}
 
 
-GROUPS = ("ruler", *(table for table, start in BENCHMARKS.items() if start))
-"""Names that stand for all tasks of a benchmark."""
+GROUPS = ("ruler", *(table for table, start in BENCHMARKS.items() if start), *PAPERS)
+"""Names that stand for all tasks of a benchmark, or for those of a paper's average."""
 
 
 def row_names(name: str) -> list[str]:
