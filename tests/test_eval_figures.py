@@ -252,6 +252,13 @@ def test_adaptive_allocation_never_has_the_larger_bound(look, ids):
         assert adaptive[layer] <= uniform[layer] + 1e-9
 
 
+def test_sparsity_by_counting(look, ids):
+    a_TT = dense_attention(look, ids)[2][1]
+    found = attention.below(a_TT, 0.01)
+    for i in (0, 1, 17, 69):
+        assert np.isclose(found[i], sum(float(x) < 0.01 for x in a_TT[i, : i + 1]) / (i + 1))
+
+
 def test_deviations_by_brute_force(look, ids):
     a_TT = dense_attention(look, ids)[1][0]
     found = attention.deviations(a_TT)

@@ -1,5 +1,6 @@
-"""How attention is spread: its concentration by head and the loss bound of an allocation (Ada-KV, figures 2 and 3), and how
-the standard deviation of what a token receives settles (RoCo, figure 3)."""
+"""How attention is spread: its concentration by head and the loss bound of an allocation (Ada-KV, figures 2 and 3), how the
+standard deviation of what a token receives settles (RoCo, figure 3), and how it thins out by length
+(NaCl, figures 2d and 6)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ WINDOW = 32
 """Newest queries whose attention counts, as in SnapKV and Ada-KV."""
 LEVEL = 0.95
 """Share of attention whose cost in slots is asked for."""
+THRESHOLDS = (1e-4, 1e-3, 1e-2)
+"""Attention below which a slot counts as unattended."""
 
 
 def weights(study: Study, prompt: Prompt) -> dict[int, np.ndarray]:
@@ -149,6 +152,38 @@ def persistence(study: Study) -> Figure:
             axis.set_ylim(0, 1.03)
     shared_legend(figure)
     return figure
+
+
+def sparsity(study: Study) -> Figure:
+    """Left: share of the slots before a token that it gives less attention than a threshold. Right: the most that it gives to
+    one slot. By the token's position, mean over the heads shown of the layers shown. The first text only."""
+    prompt, layers, heads = next(iter(study.prompts())), study.shown_layers(), study.shown_heads()
+    found: list[list[np.ndarray]] = []
+
+    def see(layer: int, q_QTD: Tensor, k_HTD: Tensor, scaling: float) -> None:
+        if layer in layers:
+            seen = [received(q_QTD, k_HTD, head, scaling) for head in heads]
+            found.extend([*(below(a, x) for x in THRESHOLDS), a.amax(1).cpu().numpy()] for a in seen)
+
+    watch(study.engine.model, prompt.ids, see)
+    curves, length = np.mean(found, axis=0), np.arange(1, len(prompt.ids) + 1)
+    figure, axes = panels(2, f"Attention by length of the text; {prompt.title}", width=4.5)
+    for i, threshold in enumerate(THRESHOLDS):
+        axes[0].plot(length, curves[i], label=f"below {threshold:g}", **line(i, marker=False))
+    axes[1].plot(length, curves[-1], label="largest weight", **line(len(THRESHOLDS), marker=False))
+    for axis, title, unit in zip(axes, ("Sparsity", "Flattening"), ("slots (share)", "attention"), strict=True):
+        axis.set_title(title)
+        axis.set_xlabel("text (tokens)")
+        axis.set_ylabel(unit)
+        axis.set_ylim(0, 1.03)
+    shared_legend(figure, 4)
+    return figure
+
+
+def below(a_TT: Tensor, threshold: float) -> np.ndarray:
+    """Share ``[T]`` of the slots up to each token that it gives less than ``threshold``. Source: NaCl, appendix A.1."""
+    low_TT = torch.ones_like(a_TT).tril() * (a_TT < threshold)
+    return (low_TT.sum(1) / torch.arange(1, len(a_TT) + 1, device=a_TT.device)).cpu().numpy()
 
 
 def received(q_QTD: Tensor, k_HTD: Tensor, head: int, scaling: float) -> Tensor:

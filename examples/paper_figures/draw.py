@@ -63,6 +63,9 @@ FIGURES = {
     "persistence": Kind(
         attention.persistence, "how the deviation of attention settles (RoCo, figure 3)", {"lengths": "[1024]"}
     ),
+    "sparsity": Kind(
+        attention.sparsity, "attention by length of the text (NaCl, figures 2d and 6)", {"lengths": "[1024]"}
+    ),
     "scope-size": Kind(
         sweeps.scope_size, "score by the scope's size and kind (RoCo, figure 4)",
         {"policies": "[roco]", "samples": "4"}, (0.1, 0.3, 0.5, 0.7),

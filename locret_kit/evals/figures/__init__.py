@@ -34,7 +34,7 @@ FIGURES: dict[str, Kind] = {
 }
 PAPERS = (
     "retained", "kept-positions", "stabilizers", "jaccard", "persistence", "scope-size", "concentration", "loss-bound",
-    "budget-split", "proxy-share", "random-share",
+    "budget-split", "proxy-share", "random-share", "sparsity",
 )  # fmt: skip
 """Figures of other papers, which `examples/paper_figures` draws."""
 
