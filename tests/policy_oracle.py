@@ -579,7 +579,7 @@ def representatives(
 
 
 def clusters(ratio: float = 0.25, iterations: int = 10) -> Callable[..., list[set[int]]]:
-    """KVCrush, section IV-C: k-means over the keys that the base evicts; of each cluster the key nearest to its centre."""
+    """KVCrush, section IV-C: k-means over the keys that the base evicts; of each cluster its oldest member."""
 
     def select(layer: OracleLayer, scores: Scores, protected: list[set[int]], keeps: list[int]) -> list[set[int]]:
         wanted = [int(ratio * keep) for keep in keeps]
@@ -597,12 +597,7 @@ def clusters(ratio: float = 0.25, iterations: int = 10) -> Callable[..., list[se
                     members[far[0][1]].append(i)
                 if not last:
                     centres = [points[m].mean(0) if m else c for m, c in zip(members, centres, strict=True)]
-            chosen = set(best[h])
-            for one, centre in zip(members, centres, strict=True):
-                if one:
-                    away = sorted((float(((points[i] - centre) ** 2).sum()), i) for i in one)
-                    layer.note_gap([x for x, _ in reversed(away)], len(away) - 1)
-                    chosen.add(going[away[0][1]])
+            chosen = best[h] | {going[one[0]] for one in members if one}
             rest = [r for r in range(len(rows)) if r not in chosen]
             out.append(chosen | layer.best(scores[h], rest, keeps[h] - len(chosen)))
         return out

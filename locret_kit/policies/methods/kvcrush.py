@@ -147,13 +147,13 @@ class Representatives(Selection):
 @part("selection", "kmeans")
 class KMeans(Selection):
     """The best of each head, and of the keys that it evicts one of each cluster: ``ratio`` of its budget. The clusters are those
-    of k-means (squared distance, Lloyd's iteration from keys spaced evenly over the text), members in the order of their
-    distance to the centre, of equals the earlier. Score and scopes have the rest of the budget to themselves.
+    of k-means: squared distance, Lloyd's iteration from keys spaced evenly over the text. Score and scopes have the rest of
+    the budget to themselves.
     Source: KVCrush, section IV-C (what it compares its groups with; keys and start are not said there)."""
 
     ratio: Ratio = 0.25
     pick: Pick = "even"
-    """The member of a cluster that stays: the nearest to its centre ('even') or a drawn one ('random')."""
+    """The member of a cluster that stays: its oldest ('even') or a drawn one ('random')."""
     iterations: Positive = 10
 
     def aside(self, budget: int) -> int:
@@ -181,10 +181,8 @@ class KMeans(Selection):
             size_J1 = torch.bincount(nearest_N, minlength=groups)[:, None]
             mean_JD = torch.zeros_like(centre_JD).index_add_(0, nearest_N, key_ND) / size_J1.clamp(min=1)
             centre_JD = torch.where(size_J1 > 0, mean_JD, centre_JD)  # an empty cluster stays where it is
-        distance_N, nearest_N = torch.cdist(key_ND, centre_JD).min(-1)
-        by_distance_N = distance_N.argsort(stable=True)
-        order_N = by_distance_N[nearest_N[by_distance_N].argsort(stable=True)]
-        size_J = torch.bincount(nearest_N, minlength=groups)
+        nearest_N = torch.cdist(key_ND, centre_JD).argmin(-1)
+        order_N, size_J = nearest_N.argsort(stable=True), torch.bincount(nearest_N, minlength=groups)
         edges_1J = torch.cat((size_J.new_zeros(1), size_J.cumsum(0)))[None]
         return order_N[_places(self.pick, edges_1J, slots)[0][size_J > 0]]
 

@@ -52,7 +52,7 @@ class ProxyAttention(Weight):
             return
         for name, x in (("q", entry.q), ("k", entry.k)):
             new = x[:, :, : self.first - entry.position]
-            entry.state[name] = torch.cat((entry.state[name], new), 2) if entry.position else new.clone()
+            entry.state[name] = torch.cat((entry.state[name], new), 2) if name in entry.state else new.clone()
 
     def score_slots(self, slots: Slots) -> Tensor:
         scores_BHS = recent_attention(slots, self.recent(slots.chunk))
