@@ -271,7 +271,7 @@ POLICIES: dict[str, Rule] = {
     ),
     "score=mas scope=window(3)+sinks(2) allocation=pyramid(beta=4)+adaptive(alpha=1) selection=sampled(ratio=0.5)": Rule(
         oracle.mean,
-        [oracle.newest(lambda _: 3), oracle.sinks(2)],
+        [oracle.newest(lambda layer: min(3, layer.part)), oracle.sinks(2)],
         layer_keep=oracle.pyramid(lambda _: 3, beta=4),
         head_keep=oracle.adaptive(1.0),
         select=oracle.sampled(0.5, gumbel),
