@@ -133,11 +133,10 @@ def test_truncation_at_the_end_keeps_the_beginning(spare):
     messages = chat("HEAD " + "The sky is blue. " * 60 + "TAIL", "an answer")
     whole = encode_chat(TOK, messages)
     shorter = encode_chat(TOK, messages, max_tokens=len(whole.ids) - spare, cut="end")
-    (start, _), (end, _) = shorter.answers[-1], whole.answers[-1]
-    assert spans(TOK, shorter) == spans(TOK, whole) and end - start == spare
-    same = sum(a == b for a, b in zip(shorter.ids, whole.ids, strict=False))
+    same = next(i for i, (a, b) in enumerate(zip(shorter.ids, whole.ids, strict=False)) if a != b)
+    assert shorter.ids[same:] == whole.ids[same + spare :] and spans(TOK, shorter) == spans(TOK, whole)
     text = TOK.decode(shorter.ids)
-    assert same > start - 20 and "HEAD" in text and "TAIL" not in text
+    assert "HEAD" in text and "TAIL" not in text
 
 
 def test_truncation_that_would_cut_answers():
