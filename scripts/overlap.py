@@ -31,7 +31,7 @@ from locret_kit.samples import overlap
 from locret_kit.samples.needles import NOISE
 from locret_kit.samples.records import SUFFIXES, read_records
 from locret_kit.samples.synthetic import TRAINING
-from locret_kit.samples.text import load_text
+from locret_kit.samples.text import TEXTS, load_text
 from locret_kit.training.sources import SYNTHETIC, text_of
 
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
@@ -64,7 +64,7 @@ def training_texts(source: str) -> Iterator[str]:
             else:
                 yield from map(text_of, read_records(name, split=data["split"]))
     else:
-        yield from map(load_text, files_of(source, (".jsonl",)))
+        yield from map(load_text, files_of(source, (".jsonl", *TEXTS)))
 
 
 def evaluation_texts(source: str, tokenizer: str) -> Iterator[tuple[str, str]]:

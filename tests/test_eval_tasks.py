@@ -43,7 +43,8 @@ def test_lengths_are_met_within_one_per_cent(name, chat):
     for sample in range(2):
         _, made = example(name, sample, chat=chat)
         size = count_ids(tiny_tokenizer(), made.prompt, made.special)
-        assert 0.99 * length - 1 <= size <= length
+        least = 0.9 if name == "questions" else 0.99  # its document has room for the longest of four questions
+        assert least * length - 1 <= size <= length
 
 
 @given(st.integers(700, 3000), st.integers(0, 40), st.sampled_from(["repeated", "pydoc"]))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Interval, MinLen
 
-from ..settings import Budget, RunSettings, Slots
+from ..settings import Budget, Count, RunSettings, Slots
 from ..validation import check
 from .machine import Machine
 from .reader import Command, build, given_by
@@ -17,6 +17,7 @@ USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER
        locret-eval report out=FOLDER
        locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]
+       locret-eval benchmark ckpt=[...] haystacks=[FOLDER] out=FOLDER [key=value ...]
        locret-eval figure NAME out=FOLDER [key=value ...]
        locret-eval kept out=FOLDER sample=N [key=value ...]
        locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
@@ -73,6 +74,10 @@ class EvalConfig(RunSettings, Machine):
     """How hidden-digits prompts end: 'infinitebench' (blank lines around the question), 'line' (text, then question and answer
     in one line), 'blank' (the same after a blank line), 'lines' (a line each), 'blanks' (two blank lines each) or 'labels'
     ('Question:', 'Answer:')."""
+    wording: Annotated[int, Interval(ge=0, le=9)] = 0
+    """How hidden digits are said and asked for: 0 is the benchmark's wording, 1 to 9 are others."""
+    offset: Count = 0
+    """Tokens of words without meaning in front of a hidden-digits prompt, which move it against the chunks."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None
     """Answer tokens. Default: each task's own."""
     keep: Annotated[int, Ge(0)] = 0
@@ -165,7 +170,7 @@ TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
 FIXED = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
-    "model", "adapter", "chat", "ending", "max_new_tokens", "dtype", "weight_bits",
+    "model", "adapter", "chat", "ending", "wording", "offset", "max_new_tokens", "dtype", "weight_bits",
 )  # fmt: skip
 """Keys that all rows of a folder share, and the heads of one name; the others may differ from one run to the next."""
 

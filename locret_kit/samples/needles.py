@@ -47,6 +47,63 @@ TASKS = {
     "R.PassKey": _task("pass key", "Find it and memorize them.", 0),
     "R.Number": _task("sequence of digits", "Find it.", 5),
 }
+
+
+def _wording(instruction: str, needle: str, question: str, prefix: str) -> Task:
+    return Task(instruction, needle + "\n", question, prefix, 0)
+
+
+WORDINGS = (
+    TASKS["R.PassKey"],
+    _wording(
+        "Somewhere in the pages below a vault number is given. Keep it in mind until the end.",
+        "The vault number is {key}. Write it down: {key} is the vault number.",
+        "What is the vault number?", "The vault number is",
+    ),
+    _wording(
+        "Read these pages. A ticket will be asked about.",
+        "My ticket for the evening concert carries the number {key}.",
+        "Which number does my ticket for the evening concert carry?", "My ticket for the evening concert carries the number",
+    ),
+    _wording(
+        "These are excerpts from a longer work.",
+        "A note to the reader: the code of the archive door is {key}.",
+        "What is the code of the archive door?", "The code of the archive door is",
+    ),
+    _wording(
+        "",
+        "Keep in mind that the hidden number of these pages is {key}.",
+        "What is the hidden number of these pages?", "The hidden number of these pages is",
+    ),
+    _wording(
+        "Safety notes for the crew are spread over the following text.",
+        "Engine number {key} must not be started before noon.",
+        "Which engine must not be started before noon?", "Engine number",
+    ),
+    _wording(
+        "A chronicle, copied by several hands.",
+        "In the year of the flood the village counted {key} sheep.",
+        "How many sheep did the village count in the year of the flood?", "In the year of the flood the village counted",
+    ),
+    _wording(
+        "Log of a terminal, mixed with other text.",
+        "PIN = {key}  # the PIN of the terminal",
+        "What is the PIN of the terminal?", "PIN =",
+    ),
+    _wording(
+        "Notes of a walker.",
+        "The stone at the crossroads bears the figure {key}; whoever passes reads {key}.",
+        "Which figure does the stone at the crossroads bear?", "The stone at the crossroads bears the figure",
+    ),
+    _wording(
+        "Messages for the office are among these lines.",
+        "Please call {key} when the parcel has come. The number to call is {key}.",
+        "Which number is to be called when the parcel has come?", "The number to call is",
+    ),
+)  # fmt: skip
+"""The pass key's wording, and nine more ways to say and to ask for digits. None is a wording of training samples."""
+PAGE = "This page is left blank. "
+"""Words in front of a prompt that is moved against the chunks."""
 ENDINGS = {
     "infinitebench": "\n\n{question}\n\n{prefix}",
     "line": "\n{question} {prefix}",
@@ -87,6 +144,8 @@ def make_needle(
     seed: int | str,
     haystack: str | None = None,
     ending: str = "infinitebench",
+    wording: int = 0,
+    offset: int = 0,
 ) -> Needle:
     """A prompt of at most, and within 1% of, `n_tokens` tokens with one needle at the line or sentence start nearest
     to `depth`. Digits and piece of haystack depend on task and seed alone; the same in every process.
@@ -98,9 +157,11 @@ def make_needle(
         depth: 0 is the beginning of the haystack, 1 its end.
         haystack: real text, of which a random piece is taken; None repeats InfiniteBench's five sentences.
         ending: one of `ENDINGS`.
+        wording: 0 is the task's own, 1 to 9 are others, see `WORDINGS`.
+        offset: tokens of words without meaning in front of the instruction, so that everything lies elsewhere in its chunk.
 
     Raises:
-        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
+        ValueError: an unknown task, ending or wording, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
     """
     task = ALIASES.get(task, task)
     if task not in TASKS:
@@ -109,7 +170,11 @@ def make_needle(
         raise ValueError(f"ending={ending!r} must be one of {', '.join(ENDINGS)}")
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be within [0, 1]")
-    words, form = TASKS[task], ENDINGS[ending]
+    if not 0 <= wording < len(WORDINGS):
+        raise ValueError(f"wording={wording} must be at least 0 and below {len(WORDINGS)}")
+    words, form = replace(WORDINGS[wording], repeats=TASKS[task].repeats) if wording else TASKS[task], ENDINGS[ending]
+    if offset:
+        words = replace(words, instruction=f"{blank_page(tokenizer, offset)}\n\n{words.instruction}")
     rng = random.Random(f"{task}|{seed}")
     key = _digits(rng, words.repeats)
     fixed = count(tokenizer, _build(words, form, key, "", 0.0).prompt)
@@ -124,6 +189,12 @@ def make_needle(
     while key in body:  # also never a part of a longer number
         key = _digits(rng, words.repeats)
     return _fit(words, form, key, body, tokenizer, n_tokens, n_tokens - fixed, depth)
+
+
+def blank_page(tokenizer, tokens: int) -> str:
+    """So many tokens of words without meaning."""
+    text = PAGE * tokens
+    return text[: encode(tokenizer, text)[1][tokens - 1][1]]
 
 
 def _digits(rng: random.Random, repeats: int) -> str:
@@ -141,8 +212,7 @@ def _build(words: Task, form: str, key: str, body: str, depth: float) -> Needle:
     head, tail = body[:at].rstrip(" "), body[at:]
     if head and not head.endswith("\n"):
         head += "\n"
-    document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}"
-    document = document.rstrip("\n")
+    document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}".strip("\n")
     prompt = document + form.format(question=words.question, prefix=words.prefix)
     return Needle(prompt, key, 0, at / len(body) if body else depth, document, words.question, words.prefix)
 

@@ -10,13 +10,15 @@ import zlib
 from pathlib import Path
 
 from locret_kit.samples.chat import encode
-from locret_kit.samples.records import read_records
+from locret_kit.samples.records import SUFFIXES, read_records
 
 JARGON = (
     Path(__file__).resolve().parents[2] / "data" / "jargon.txt.gz",
     Path("/usr/share/doc/jargon-text/jargon.txt.gz"),
 )
 """Where the Jargon File 4.4.7 is looked for: in the repository, and where Debian's package has the same bytes."""
+TEXTS = (".txt", ".txt.gz", ".md")
+"""Endings of files of text."""
 _START = re.compile(r"(?<=\n)(?=[ \t]*\S)|(?<=[.!?] )(?=\S)")
 _SAMPLE_CHARS = 2000
 
@@ -27,8 +29,8 @@ def load_text(source: str | Path) -> str:
     Args:
         source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose); 'jargon', the Jargon
             File (1.7 MB, in the repository's data folder; a wheel does not have it), or the path in the variable
-            LOCRET_JARGON; or the path of a .txt, .txt.gz or .md file, or of a .jsonl file or a folder of them whose records
-            have an `input` (L-Eval), which are joined with blank lines.
+            LOCRET_JARGON; or the path of a .txt, .txt.gz or .md file, or of a .jsonl file whose records have an `input`
+            (L-Eval), which are joined with blank lines. Of a folder the records; where it has none, all its text files, by name.
 
     Raises:
         FileNotFoundError: nothing is there; the message says what to install for 'jargon'.
@@ -43,7 +45,7 @@ def load_text(source: str | Path) -> str:
         path = Path(source)
         if not path.exists():
             raise FileNotFoundError(f"source={source} must be 'pydoc', 'jargon' or an existing file or folder")
-        text = _inputs(path) if path.is_dir() or path.suffix == ".jsonl" else _read(path)
+        text = _folder(path) if path.is_dir() else _inputs(path) if path.suffix == ".jsonl" else _read(path)
     if not text.strip():
         raise ValueError(f"source={source} has no text")
     return text
@@ -133,8 +135,17 @@ def _pydoc() -> str:
     return "\n\n".join(re.sub(r"\n{3,}", "\n\n", topics[name].strip()) for name in sorted(topics)) + "\n"
 
 
+def _folder(path: Path) -> str:
+    """The records below a folder; where there are none, its text files."""
+    files = sorted(path.rglob("*"))
+    texts = [file for file in files if file.name.endswith(TEXTS)]
+    if not texts or any(file.suffix in SUFFIXES for file in files):
+        return _inputs(path)
+    return "\n\n".join(_read(file).strip() for file in texts)
+
+
 def _read(path: Path) -> str:
-    if not path.name.endswith((".txt", ".txt.gz", ".md")):
+    if not path.name.endswith(TEXTS):
         raise ValueError(f"source={path} must end in .txt, .txt.gz, .md or .jsonl")
     data = path.read_bytes()
     try:

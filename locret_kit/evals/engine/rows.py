@@ -32,7 +32,9 @@ KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
 RUN = tuple(item.name for item in fields(RunSettings))
 """The settings of the run in a row."""
-SETTINGS = ("model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), "ending", "metric")
+FORM = ("ending", "wording", "offset")
+"""How a hidden-digits prompt is put; see `Row`."""
+SETTINGS = ("model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), *FORM, "metric")
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
 """Of these, what says nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
@@ -98,6 +100,10 @@ class Row(RunSettings):
     """Slots that the budget came to; 0 for `full`, and in older rows, whose ``budget`` says it."""
     ending: str = ""
     """How a hidden-digits prompt ends, see `samples.needles.ENDINGS`; '' for other tasks, and 'line' in the oldest rows."""
+    wording: int = 0
+    """How its digits are said and asked for, see `samples.needles.WORDINGS`."""
+    offset: int = 0
+    """Tokens in front of it that move it against the chunks."""
     prompt_hash: str = ""
     """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
     text_hash: str = ""

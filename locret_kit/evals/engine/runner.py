@@ -24,7 +24,7 @@ from ..tasks.base import REFERRED, Request
 from . import oracle
 from .measure import Fields, NotStored, Prompt, cache_for, measure_row
 from .prefix import PrefixCache, Turn, max_shared_prefix, order_by_prefix, turns
-from .rows import KEY, Key, Row, Shard, read_rows
+from .rows import FORM, KEY, Key, Row, Shard, read_rows
 from .settings import Engine, Group, Run, Variant, is_oracle, key_of
 
 Rows = dict[Key, Row]
@@ -172,8 +172,9 @@ def _answer_batch(run: Run, batch: list[Group], part: slice, done: Rows, known: 
 def _prompt(engine: Engine, group: Group) -> Prompt | Exception:
     """The group's prompt, or the reason why it cannot be made."""
     try:
+        form = {name: getattr(engine, name) for name in FORM}
         example = group.task.make(
-            Request(engine.tokenizer, group.length, group.sample, engine.seed, engine.chat, engine.ending)
+            Request(engine.tokenizer, group.length, group.sample, engine.seed, engine.chat, **form)
         )
         ids = stream_ids(engine.tokenizer, [example.prompt], special=example.special)
         return Prompt(group, example, ids) if ids else ValueError("the prompt holds no tokens")
@@ -230,8 +231,7 @@ def _answer(
 def _example_fields(prompt: Prompt) -> Fields:
     example, ids = prompt.example, prompt.ids
     known = {"answer": example.answer} if example.answer != "" else {}
-    if "ending" in example.extra:
-        known["ending"] = example.extra["ending"]
+    known |= {name: example.extra[name] for name in FORM if name in example.extra}
     return {"depth": example.depth, "cut": example.cut, "tokens": len(ids), "prompt_hash": prompt_hash(ids), **known}
 
 

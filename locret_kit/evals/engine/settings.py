@@ -43,6 +43,8 @@ class Engine:
     """PEFT adapter on the backbone, as it was named."""
     chat: str = "auto"
     ending: str = "infinitebench"
+    wording: int = 0
+    offset: int = 0
     seed: int = 0
     max_new_tokens: int | None = None
     """Answer tokens of every task; None takes each task's own."""

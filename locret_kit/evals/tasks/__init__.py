@@ -14,6 +14,7 @@ from ..groups import GROUPS as PAPERS
 from .base import Example, Request, Task
 from .documents import BENCHMARKS, document_task, entries
 from .needles import needle_task
+from .questions import questions_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
 from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
@@ -30,6 +31,7 @@ OVER_TEXT: dict[str, OverText] = {
     "grid": partial(needle_task, "grid", "R.PassKey"),
     **{niah.name: partial(niah_task, niah) for niah in NIAHS if not niah.own_haystack},
     "ruler.vt": variable_tracking_task,
+    "questions": questions_task,
 }
 """Synthetic tasks over repeated sentences or real text."""
 OVER_REAL_TEXT: dict[str, Callable[[str, str], Task]] = {

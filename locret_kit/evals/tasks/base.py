@@ -31,6 +31,10 @@ class Request:
     """'always' and 'never' use the tokenizer's chat template or not; 'auto' leaves it to the task."""
     ending: str = "infinitebench"
     """How a hidden-digits prompt ends where no chat template does: one of `samples.needles.ENDINGS`."""
+    wording: int = 0
+    """How digits are said and asked for: a number in `samples.needles.WORDINGS`."""
+    offset: int = 0
+    """Tokens in front of a hidden-digits prompt that move it against the chunks."""
 
     def wants_chat(self, default: bool) -> bool:
         """Whether the prompt goes through the chat template."""

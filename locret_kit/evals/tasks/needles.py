@@ -24,12 +24,15 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
             seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
             haystack=text,
             ending=request.ending,
+            wording=request.wording,
+            offset=request.offset,
         )
         depth = round(needle.depth, 4)
+        form = {"ending": "chat" if chat else request.ending, "wording": request.wording, "offset": request.offset}
         if not chat:
-            return Example(needle.prompt, needle.answer, depth=depth, extra={"ending": request.ending})
+            return Example(needle.prompt, needle.answer, depth=depth, extra=form)
         prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
-        return Example(prompt, needle.answer, special, depth=depth, extra={"ending": "chat"})
+        return Example(prompt, needle.answer, special, depth=depth, extra=form)
 
     return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
 

@@ -1,0 +1,93 @@
+"""Several questions about one document, each of which goes on from the same cache: the document is read before any is known.
+
+`prefix` reads what the prompts of a document have in common once. So this is a session: read once, asked often.
+"""
+
+from __future__ import annotations
+
+import random
+
+from ...samples.needles import ENDINGS, NOISE, WORDINGS
+from ...samples.needles import Task as Wording
+from ...samples.text import count, cut, starts
+from .base import Example, Request, Task, count_ids, wrap
+
+QUESTIONS = 4
+"""Questions about each document: examples 0 to 3 are of the first one, and so on."""
+
+
+def questions_task(haystack: str, text: str | None) -> Task:
+    """Digits hidden at four depths of the haystack, said in four of the wordings; each is asked for in an example of its own.
+
+    Args:
+        text: the haystack; None repeats InfiniteBench's sentences.
+    """
+
+    def make(request: Request) -> Example:
+        number, asked = divmod(request.sample, QUESTIONS)
+        chat = request.wants_chat(False)
+        state = f"questions:{haystack}:{request.length}:{number}:{request.seed}"
+        told = random.Random(state).sample(WORDINGS[1:], QUESTIONS)
+
+        def prompt_of(document: str, i: int) -> tuple[str, bool]:
+            question, prefix = told[i].question, told[i].prefix
+            if chat:
+                return wrap(request, f"{document}\n\n{question}", prefix, chat=True)
+            return document + ENDINGS[request.ending].format(question=question, prefix=prefix), True
+
+        def longest(document: str) -> int:
+            return max(count_ids(request.tokenizer, *prompt_of(document, i)) for i in range(QUESTIONS))
+
+        room = request.length - longest(_document("", told, ["00000"] * QUESTIONS))
+        if room < 1:
+            raise ValueError(f"length={request.length} is too short for {QUESTIONS} needles and a question")
+        while True:
+            rng = random.Random(state)
+            body = _repeated(request, room) if text is None else cut(text, request.tokenizer, room, rng)
+            keys = _digits(rng, body)
+            document = _document(body, told, keys)
+            over = longest(document) - request.length
+            if over <= 0:
+                break
+            room -= over
+        prompt, special = prompt_of(document, asked)
+        form = {"ending": "chat" if chat else request.ending}
+        return Example(prompt, keys[asked], special, depth=_depth(asked), extra=form)
+
+    return Task("questions", make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=True)
+
+
+def _depth(i: int) -> float:
+    return (i + 0.5) / QUESTIONS
+
+
+def _repeated(request: Request, tokens: int) -> str:
+    line = count(request.tokenizer, NOISE * 8) / 8
+    return NOISE * max(1, int(tokens / line))
+
+
+def _digits(rng: random.Random, body: str) -> list[str]:
+    """Different numbers of five digits, none of them in the text."""
+    found: list[str] = []
+    while len(found) < QUESTIONS:
+        key = f"{rng.randrange(10**5):05}"
+        if key not in body and key not in found:
+            found.append(key)
+    return found
+
+
+def _nearest(places: list[int], wanted: float) -> int:
+    """The place nearest to the wanted one."""
+    return min(places, key=lambda place: abs(place - wanted))
+
+
+def _document(body: str, told: list[Wording], keys: list[str]) -> str:
+    """The text with every needle at the line or sentence start nearest to its depth."""
+    body = body.rstrip() + "\n" if body.strip() else ""
+    places = [*starts(body), len(body)]
+    offsets = [_nearest(places, _depth(i) * len(body)) for i in range(QUESTIONS)]
+    for i, at in reversed(list(enumerate(offsets))):
+        head, tail = body[:at].rstrip(" "), body[at:]
+        head += "\n" if head and not head.endswith("\n") else ""
+        body = head + told[i].needle.format(key=keys[i]) + tail
+    return body.rstrip("\n")
