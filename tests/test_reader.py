@@ -13,6 +13,7 @@ import yaml
 from annotated_types import Ge
 
 from locret_kit.cli import eval, infer, plan, publish, train
+from locret_kit.config.benchmark import BENCHMARK
 from locret_kit.config.evaluate import EVAL, KEPT, PAIRED, ROWS, TASKS, folder_command
 from locret_kit.config.infer import INFER
 from locret_kit.config.plan import PLAN
@@ -26,7 +27,7 @@ from locret_kit.validation import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}
-EVERY = [*COMMANDS.values(), ROWS, PAIRED, KEPT, TASKS, folder_command("summary")]
+EVERY = [*COMMANDS.values(), BENCHMARK, ROWS, PAIRED, KEPT, TASKS, folder_command("summary")]
 
 
 @dataclass
@@ -200,7 +201,7 @@ def test_help_explains_every_option(one):
     [
         (infer.main, []), (train.main, ["recipe=tiny"]), (eval.main, []), (plan.main, []), (publish.main, []),
         (eval.main, ["figure", "cost"]), (eval.main, ["figure"]), (eval.main, ["paired"]), (eval.main, ["kept"]),
-        (eval.main, ["summary"]), (eval.main, ["report"]), (eval.main, ["tasks"]),
+        (eval.main, ["summary"]), (eval.main, ["report"]), (eval.main, ["tasks"]), (eval.main, ["benchmark"]),
     ],
 )  # fmt: skip
 def test_help_and_version_everywhere(main, argv, capsys):

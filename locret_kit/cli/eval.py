@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.benchmark import BENCHMARK
 from ..config.evaluate import EVAL, KEPT, PAIRED, ROWS, TASKS, folder_command, load_eval_config
 from ..config.reader import Command, T, help_of, read
 from .command import command
 
 if TYPE_CHECKING:
+    from ..config.benchmark import BenchmarkConfig
     from ..config.evaluate import EvalConfig, FolderConfig, KeptConfig, NoConfig, PairedConfig, RowsConfig
     from ..evals.engine.rows import Row
     from ..evals.engine.settings import Engine, Run, Variant
@@ -84,18 +86,10 @@ def run(argv: list[str]) -> int:
     config = read(EVAL, argv)
     if config is None:
         return 0
-    config.load_plugin()
-    from ..evals.engine.settings import check_policies
-
-    check_policies(config.policies, config.kv_bits)
-    from ..evals.engine.runner import answer, failures, is_complete
+    from ..evals.engine.runner import failures, is_complete
     from ..evals.report.summary import write_summary
-    from .eval_engine import load_parts
 
-    parts = load_parts(config)
-    write_run_config(config, parts)
-    made = run_of(config, parts)
-    answer(made)
+    made = answered(config)
     tables = write_summary(made.out)
     if is_complete(made):  # the last process to finish shows what all have found
         print(tables)
@@ -107,6 +101,37 @@ def run(argv: list[str]) -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
+
+
+def answered(config: EvalConfig) -> Run:
+    """Answer what a configuration asks for, and is not answered yet; the run."""
+    config.load_plugin()
+    from ..evals.engine.settings import check_policies
+
+    check_policies(config.policies, config.kv_bits)
+    from ..evals.engine.runner import answer
+    from .eval_engine import load_parts
+
+    parts = load_parts(config)
+    write_run_config(config, parts)
+    made = run_of(config, parts)
+    answer(made)
+    return made
+
+
+def _benchmark(config: BenchmarkConfig) -> None:
+    """Every run of the benchmark that is not done yet, and the tables of all of them."""
+    from ..config.benchmark import runs
+    from ..evals.engine.rows import read_rows
+    from ..evals.report.benchmark import Part, write_page
+
+    parts, page = [], Path(config.write) if config.write else None
+    for one in runs(config):
+        print(f"locret-eval: {one.block}, {one.variation}", file=sys.stderr)
+        parts.append(Part(one.block, one.variation, read_rows(answered(one.config).out)))
+    if failed := sum(row.error is not None for part in parts for row in part.rows):
+        print(f"locret-eval: {failed} examples ended with an error and are in no table", file=sys.stderr)
+    print(write_page(parts, config.against or config.names[0], Path(config.out), page))
 
 
 def _draw_all(out: Path) -> None:
@@ -247,8 +272,8 @@ def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]
 
 COMMANDS = {
     "summary": _with(folder_command("summary"), _summary), "report": _with(folder_command("report"), _report),
-    "paired": _with(PAIRED, _paired), "figure": _figure, "kept": _with(KEPT, _kept), "tasks": _with(TASKS, _tasks),
-    "lm_eval": _lm_eval,
+    "paired": _with(PAIRED, _paired), "benchmark": _with(BENCHMARK, _benchmark), "figure": _figure,
+    "kept": _with(KEPT, _kept), "tasks": _with(TASKS, _tasks), "lm_eval": _lm_eval,
 }  # fmt: skip
 
 

@@ -1,0 +1,190 @@
+"""Tables of the benchmark of heads: figures with their uncertainty, differences text by text, and the grid's worst cell."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...config.benchmark import GRID, QUESTIONS
+from ...files import write_text
+from ..engine.rows import Row, label_of
+from .paired import Difference, differences
+from .summary import LIKELIHOOD, mean_and_stderr, size
+from .tables import Table
+
+BEGIN, END = "<!-- heads:begin -->\n", "<!-- heads:end -->"
+Z = 1.959963984540054
+"""Of an interval that holds the true value 95 times of 100."""
+Cell = tuple[str, str, int, int | float]
+"""Task, text, tokens, slots."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one run of the benchmark."""
+
+    block: str
+    variation: str
+    rows: Sequence[Row]
+
+
+def wilson(right: float, n: int) -> tuple[float, float]:
+    """The interval of a share, ``right`` of ``n`` (Wilson, 1927), at 95%.
+
+    Raises:
+        ValueError: no trial.
+    """
+    if n < 1:
+        raise ValueError(f"n={n} must be at least 1")
+    share, z2 = right / n, Z * Z
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def figure(scores: Sequence[float]) -> str:
+    """Mean of a cell's scores, with Wilson's interval where each is right or wrong, else with its standard error."""
+    mean, stderr = mean_and_stderr(list(scores))
+    if mean is None:
+        return "-"
+    if set(scores) <= {0.0, 1.0}:
+        low, high = wilson(sum(scores), len(scores))
+        return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{mean:.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
+
+
+def by_document(rows: Iterable[Row]) -> list[Row]:
+    """A row for each document instead of each question: answers about one document are not independent of each other. Documents
+    of which a question is missing are left out."""
+    found: dict[tuple, list[Row]] = defaultdict(list)
+    rest = []
+    for row in rows:
+        if row.task != "questions":
+            rest.append(row)
+        elif row.score is not None:
+            key = (*row.key[:-1], row.sample // QUESTIONS)
+            found[key].append(row)
+    for members in found.values():
+        if len(members) == QUESTIONS:
+            members.sort(key=lambda row: row.sample)
+            score = sum(row.score or 0.0 for row in members) / QUESTIONS
+            hashes = " ".join(row.prompt_hash for row in members)
+            made = replace(
+                members[0],
+                sample=members[0].sample // QUESTIONS,
+                score=score,
+                scores={},
+                metric="share",
+                prompt_hash=hashes,
+            )
+            rest.append(made)
+    return rest
+
+
+def write_page(parts: Sequence[Part], against: str, out: Path, write: Path | None = None) -> str:
+    """Write the tables to ``out/benchmark.md``, and between the marks of another page; the tables.
+
+    Raises:
+        ValueError: that page has no marks.
+    """
+    text = tables(parts, label_of("locret", against))
+    write_text(out / "benchmark.md", text)
+    if write is not None:
+        page = write.read_text(encoding="utf-8")
+        if page.count(BEGIN) != 1 or page.count(END) != 1:
+            raise ValueError(f"write={write} must hold {BEGIN.strip()} and {END}, a line each")
+        before, rest = page.split(BEGIN)
+        write_text(write, before + BEGIN + text + END + rest.split(END)[1])
+    return text
+
+
+def tables(parts: Sequence[Part], against: str) -> str:
+    """Every table, in Markdown."""
+    plain = [row for part in parts if part.block != GRID for row in by_document(part.rows)]
+    made = [*([scores(plain)] if plain else []), *compared(plain, against)]
+    grid = [part for part in parts if part.block == GRID]
+    return "\n".join([*(table.markdown() for table in made), *(table.markdown() for table in grids(grid))])
+
+
+def scores(rows: Sequence[Row]) -> Table:
+    """A line for each task, text, length and budget; a column for each policy. Full attention has no budget, and stands in
+    every line of its length."""
+    found: dict[Cell, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    metrics = {row.task: row.metric for row in rows if row.score is not None}
+    for row in rows:
+        if row.score is not None:
+            found[row.task, row.haystack, row.length, row.budget][row.label].append(row.score)
+    labels = list(dict.fromkeys(sorted({row.label for row in rows}, key=_order)))
+    lines = []
+    for (task, text, length, budget), mine in sorted(found.items(), key=lambda item: (*item[0][:3], -item[0][3])):
+        if budget or len(found) == 1:
+            every = {**found.get((task, text, length, 0), {}), **mine}
+            n = max(map(len, every.values()))
+            named = f"{task} ({metrics[task]}{', lower is better' if metrics[task] in LIKELIHOOD else ''})"
+            lines.append(
+                [named, text, size(length), str(budget), str(n), *(figure(every.get(one, [])) for one in labels)]
+            )
+    says = "shares with their 95% interval (Wilson), all else mean ± standard error"
+    return Table(["task", "text", "tokens", "slots", "n", *labels], lines, "Scores", says)
+
+
+def compared(rows: Sequence[Row], against: str) -> list[Table]:
+    """Other heads minus these, text by text, in every cell, and over all cells. Nothing where there are no others."""
+    ours = [row for row in rows if row.policy == "locret"]
+    if len({row.label for row in ours}) < 2 or against not in {row.label for row in ours}:
+        return []
+    found = differences(ours, against)
+    lines = [
+        [f"{one.task} ({one.figure})", one.haystack, size(one.length), str(one.budget), one.label, str(one.n),
+         f"{one.mean:+.3f}" + ("" if one.stderr is None else f" ± {one.stderr:.3f}")]
+        for one in found
+    ]  # fmt: skip
+    each = Table(["task", "text", "tokens", "slots", "heads", "n", "difference"], lines, f"Minus {against}", "paired")
+    whole = []
+    for label in sorted({one.label for one in found}):
+        mine = [one for one in found if one.label == label]
+        shares = [one.mean for one in mine if one.figure not in LIKELIHOOD]
+        worst = min(mine, key=_gain_in_errors)
+        whole.append([
+            label, str(len(mine)), f"{sum(shares) / len(shares):+.3f}" if shares else "-",
+            f"{worst.task}, {worst.haystack}, {size(worst.length)}, {worst.budget} slots: {worst.mean:+.3f}",
+            f"{_gain_in_errors(worst):+.1f}",
+        ])  # fmt: skip
+    head = ["heads", "cells", "mean over cells (likelihoods left out)", "worst cell", "its gain in standard errors"]
+    return [each, Table(head, whole, f"All cells, minus {against}", "paired")]
+
+
+def _gain_in_errors(one: Difference) -> float:
+    """The gain in standard errors; without one (or with none at all) its sign alone, times infinity."""
+    gain = -one.mean if one.figure in LIKELIHOOD else one.mean
+    return gain / one.stderr if one.stderr else math.copysign(math.inf, gain) if gain else 0.0
+
+
+def grids(parts: Sequence[Part]) -> list[Table]:
+    """A table for each text: a line for each variation, the mean over them and the worst one; a column for each policy."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for part in parts:
+        for row in part.rows:
+            if row.score is not None:
+                found[row.haystack][part.variation][row.label].append(row.score)
+    made = []
+    for text, variations in sorted(found.items()):
+        labels = sorted({label for cells in variations.values() for label in cells}, key=_order)
+        lines = [[name, *(figure(cells[label]) for label in labels)] for name, cells in variations.items()]
+        means = {
+            label: {name: sum(cells[label]) / len(cells[label]) for name, cells in variations.items() if cells[label]}
+            for label in labels
+        }
+        lines.append(["mean", *(f"{sum(cells.values()) / len(cells):.2f}" for cells in means.values())])
+        worst = {label: min(cells, key=lambda name: cells[name]) for label, cells in means.items()}
+        lines.append(["worst cell", *(f"{means[label][name]:.2f}: {name}" for label, name in worst.items())])
+        n = max(len(scores) for cells in variations.values() for scores in cells.values())
+        made.append(Table(["variation", *labels], lines, f"Grid, {text}", f"{n} texts in each cell, the same in all"))
+    return made
+
+
+def _order(label: str) -> tuple[bool, bool, str]:
+    return label != "full", not label.startswith("locret"), label

@@ -1,0 +1,95 @@
+"""Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
+
+    python scripts/benchmark_texts.py FOLDER          # FOLDER/dev and FOLDER/test, a .txt file for each package
+    python scripts/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
+
+Settings are chosen on ``dev``; what is reported is measured on ``test``. Packages are downloaded by apt and unpacked into a
+temporary folder: nothing is installed and no root is needed, and no script of theirs runs. The files' hashes are printed, and
+rows name the hash of the text that they were made of. HTML needs ``pip install 'locret-kit[documents]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from locret_kit.files import write_text
+from locret_kit.samples.reader import read_document
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text of one of Debian's packages."""
+
+    package: str
+    files: str
+    """Its files below the package's root, as a pattern; they are joined by name."""
+    says: str
+
+
+PARTS = {
+    "dev": (
+        Source("debian-reference-en", "usr/share/debian-reference/debian-reference.en.txt.gz", "a manual"),
+        Source("dict-devil", "usr/share/dictd/devil.dict.dz", "Ambrose Bierce, The Devil's Dictionary"),
+    ),
+    "test": (
+        Source("debian-policy", "usr/share/doc/debian-policy/policy.txt.gz", "rules and their reasons"),
+        Source("anarchism", "usr/share/doc/anarchism/html/sec[A-E]*.html", "An Anarchist FAQ: essays"),
+    ),
+}
+"""Two texts each, of prose and of another kind; the public domain or the GPL."""
+
+
+def text_of(file: Path) -> str:
+    """The text of a plain, a compressed or an HTML file."""
+    if file.suffix in (".gz", ".dz"):
+        return gzip.decompress(file.read_bytes()).decode("utf-8")
+    return read_document(file)
+
+
+def make(source: Source, scratch: Path) -> str:
+    """Download and unpack a package; its text.
+
+    Raises:
+        FileNotFoundError: the package has no such files. CalledProcessError: it cannot be had.
+    """
+    place = scratch / source.package
+    place.mkdir()
+    subprocess.run(["apt-get", "-qq", "download", source.package], cwd=place, check=True, stderr=subprocess.DEVNULL)
+    (package,) = place.glob("*.deb")
+    subprocess.run(["dpkg-deb", "-x", package.name, "root"], cwd=place, check=True)
+    files = sorted((place / "root").glob(source.files))
+    if not files:
+        raise FileNotFoundError(f"package {package.name} has no {source.files}")
+    return "\n\n".join(text_of(file).strip() for file in files) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0; 1 after an error said in one line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        with TemporaryDirectory() as scratch:
+            for part, sources in PARTS.items():
+                (args.folder / part).mkdir(parents=True, exist_ok=True)
+                for source in sources:
+                    text, path = make(source, Path(scratch)), args.folder / part / f"{source.package}.txt"
+                    write_text(path, text)
+                    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+                    print(f"{path}: {len(text):,} characters, {digest} ({source.says})")
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"benchmark_texts.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The benchmark of heads: its prompts, its intervals, its tables, and one small run of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import takewhile
+
+import numpy as np
+import pytest
+import torch
+from tiny_text import tiny_tokenizer
+from tiny_tokenizer import save_tiny_backbone
+
+from locret_kit import HeadsConfig, RetainingHeads
+from locret_kit.backbones.families import spec_of
+from locret_kit.cli.eval import main
+from locret_kit.config import benchmark as config
+from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.report.benchmark import BEGIN, END, Part, by_document, compared, grids, scores, wilson
+from locret_kit.evals.tasks import Request, find_tasks
+from locret_kit.samples import overlap
+from locret_kit.samples.facts import FACTS, HELD_FACTS
+from locret_kit.samples.needles import WORDINGS
+from locret_kit.samples.text import load_text
+from locret_kit.samples.wording import HELD_PROMPTS, PROMPTS
+
+# ---- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_questions_about_a_document_begin_alike(tmp_path):
+    (tmp_path / "text.txt").write_text(load_text("pydoc")[:60_000])
+    (task,) = find_tasks(["questions"], haystacks=[str(tmp_path)])
+    made = [task.make(Request(tiny_tokenizer(), 1500, i)) for i in range(5)]
+    first, other = made[:4], made[4]
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(one.prompt for one in first), strict=False))
+    document = "".join(letters[0] for letters in same)
+    assert len({one.answer for one in first}) == 4 and not document.startswith(other.prompt[:200])
+    for i, one in enumerate(first):
+        said, question = next(
+            (w.needle.format(key=one.answer), w.question) for w in WORDINGS if w.question in one.prompt
+        )
+        assert document.count(said) == 1 and one.prompt.count(question) == 1
+        assert abs(document.index(said) / len(document) - (i + 0.5) / 4) < 0.1
+        assert len(tiny_tokenizer()(one.prompt).input_ids) <= 1500
+
+
+def test_wordings_are_not_those_of_training():
+    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]] + [*PROMPTS, *HELD_PROMPTS]
+    known = overlap.union([overlap.grams(text) for text in trained])
+    for words in WORDINGS[1:]:
+        assert not overlap.among(overlap.grams(words.needle), known).any()
+        assert words.question not in {fact[2] for fact in FACTS}
+    assert len(WORDINGS) == 10 and len({words.question for words in WORDINGS}) == 10
+
+
+def test_wording_ending_and_offset_leave_text_and_digits_alone():
+    tokenizer = tiny_tokenizer()
+    (task,) = find_tasks(["passkey"], haystacks=["pydoc"])
+    plain = task.make(Request(tokenizer, 1200, 3))
+    for wording in range(1, 10):
+        made = task.make(Request(tokenizer, 1200, 3, wording=wording))
+        assert made.answer == plain.answer and WORDINGS[wording].question in made.prompt
+        assert made.extra["wording"] == wording
+    moved = task.make(Request(tokenizer, 1200, 3, offset=128))
+    start = WORDINGS[0].instruction[:40]
+    shift = len(tokenizer(moved.prompt[: moved.prompt.index(start)]).input_ids)
+    assert abs(shift - 128) <= 2 and moved.answer == plain.answer
+    assert 1188 <= len(tokenizer(moved.prompt).input_ids) <= 1200
+
+
+def test_a_folder_of_texts_is_one_haystack(tmp_path):
+    (tmp_path / "b.txt").write_text("Second.\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "first.md").write_text("First.\n")
+    assert load_text(tmp_path) == "First.\n\nSecond."
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 10), (3, 10), (20, 20), (17, 40)])
+def test_wilsons_ends_are_where_the_score_test_turns(right, n):
+    """They solve |share - p| = z * sqrt(p * (1 - p) / n); at an edge the other solution is the edge itself."""
+    low, high = wilson(right, n)
+    for p in (low, high):
+        if 0 < p < 1:
+            assert abs(right / n - p) == pytest.approx(1.959964 * math.sqrt(p * (1 - p) / n), rel=1e-5)
+    assert (low == 0) == (right == 0) and (high == 1) == (right == n)
+
+
+ONE = Row(
+    task="R.PassKey", haystack="dev", length=4096, budget=512, policy="locret", heads="old", sample=0, score=1.0,
+    metric="match", scores={"match": 1.0},
+)  # fmt: skip
+
+
+def rows_of(values, **settings):
+    return [replace(ONE, sample=i, prompt_hash=str(i), score=x, scores={}, **settings) for i, x in enumerate(values)]
+
+
+def test_answers_about_one_document_count_once():
+    rows = rows_of([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0], task="questions")
+    assert [(row.sample, row.score) for row in by_document(rows)] == [(0, 0.5), (1, 1.0)]  # the third lacks questions
+
+
+def test_scores_and_differences():
+    rows = [*rows_of([1.0, 0.0, 1.0, 1.0]), *rows_of([1.0, 1.0, 1.0, 1.0], heads="new")]
+    rows += rows_of([1.0] * 4, policy="full", heads="-", budget=0)
+    rows += rows_of([2.0, 3.0, 4.0, 5.0], task="perplexity", metric="nll")
+    rows += rows_of([2.5, 3.0, 4.5, 5.0], task="perplexity", metric="nll", heads="new")
+    table = scores(rows)
+    assert list(table.head)[5:] == ["full", "locret (new)", "locret (old)"]
+    share, nll = table.lines
+    low, high = wilson(3, 4)
+    sure = f"1.00 [{wilson(4, 4)[0]:.2f}, 1.00]"
+    assert share[4:] == ["4", sure, sure, f"0.75 [{low:.2f}, {high:.2f}]"]
+    assert "lower is better" in nll[0] and nll[6] == f"3.750 ± {np.std([2.5, 3, 4.5, 5], ddof=1) / 2:.3f}"
+    each, whole = compared(rows, "locret (old)")
+    assert [line[-1] for line in each.lines] == ["+0.250 ± 0.250", "+0.250 ± 0.144"]
+    (line,) = whole.lines
+    assert line[2] == "+0.250" and line[3].startswith("perplexity") and line[4] == "-1.7"  # more nats are a loss
+
+
+def test_the_grid_names_its_worst_cell():
+    parts = [
+        Part("grid", "as it is", rows_of([1.0, 1.0])), Part("grid", "ending=line", rows_of([0.0, 1.0])),
+        Part("grid", "chunk=256", rows_of([1.0, 1.0])),
+    ]  # fmt: skip
+    (table,) = grids(parts)
+    assert [line[0] for line in table.lines] == ["as it is", "ending=line", "chunk=256", "mean", "worst cell"]
+    assert table.lines[-2][1] == "0.83" and table.lines[-1][1] == "0.50: ending=line"
+
+
+# ---- a run -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_is_runs_of_locret_eval():
+    """As it was written down: a share of the text for each budget, texts by size, and one key of the grid at a time."""
+    made = config.BenchmarkConfig(ckpt=["a/heads", "b/new"], haystacks=["texts/dev"], out="o", data=["d"], size="final")
+    runs = list(config.runs(made))
+    shares = {one.block: [b / one.config.lengths[0] for b in one.config.budgets] for one in runs}
+    assert shares["needles-4k"] == shares["needles-16k"] == [1 / 4, 1 / 8, 1 / 16, 1 / 32]
+    assert {one.config.samples for one in runs if one.block != "questions"} == {40}
+    every = list(config.runs(replace(made, blocks=["grid"], size="screening")))
+    assert len(every) == 21 and all(one.config.samples == 10 for one in every)
+    assert len({one.config.out for one in [*runs, *every]}) == len(runs) + 21
+    plain = every[0].config
+    for one in every[1:]:
+        name, value = one.variation.split("=")
+        assert str(getattr(one.config, name)) == value
+        assert replace(one.config, out=plain.out, **{name: getattr(plain, name)}) == plain
+    assert "leval" not in {one.block for one in config.runs(replace(made, data=[]))}
+    with pytest.raises(ValueError, match=r"against=nev must be one of heads, new. Did you mean 'new'\?"):
+        replace(made, against="nev")
+
+
+def test_a_small_benchmark_runs_and_goes_on(tmp_path, monkeypatch, capsys):
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    from transformers import AutoConfig
+
+    inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
+    heads = HeadsConfig.for_backbone(
+        spec_of(AutoConfig.from_pretrained(backbone)), str(backbone), 8, inference=inference
+    )
+    for seed, name in enumerate(("old", "new")):
+        torch.manual_seed(seed)
+        RetainingHeads(heads).save_pretrained(tmp_path / name)
+    keys = {"lengths": [900], "budgets": [64], "policies": ["full", "locret"], "max_new_tokens": 4}
+    blocks = {
+        "questions": {"tasks": ["questions"], **keys, "policies": ["locret"]},
+        "grid": {"tasks": ["passkey"], **keys, "policies": ["locret"], "vary": {"offset": [16]}},
+    }  # fmt: skip
+    monkeypatch.setattr(config, "definition", lambda: {"sizes": {"screening": 1}, "blocks": blocks})
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
+    words = [
+        "benchmark", f"ckpt=[{tmp_path / 'old'},{tmp_path / 'new'}]", "haystacks=[pydoc]", f"out={tmp_path / 'out'}",
+        "blocks=[questions,grid]", "dtype=float32", f"write={page}",
+    ]  # fmt: skip
+    assert main(words) == 0
+    rows = [len(read_rows(tmp_path / "out" / place)) for place in ("questions", "grid", "grid/offset=16")]
+    assert rows == [8, 4, 4]
+    text = (tmp_path / "out" / "benchmark.md").read_text()
+    assert page.read_text() == f"before\n{BEGIN}{text}{END}after\n" and text in capsys.readouterr().out
+    assert all(word in text for word in ("Minus locret (old)", "Grid, repeated", "offset=16", "questions (share)"))
+    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("rows.*.jsonl")}
+    assert main(words) == 0
+    assert before == {file: file.read_bytes() for file in (tmp_path / "out").rglob("rows.*.jsonl")}
