@@ -181,11 +181,20 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
     """A card's prose for heads that come with none: their shape, and how they were trained where that is known."""
     width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     unit = {"logit": "attention logit", "log_prob": "log-probability"}[config.target]
+    form = {
+        "mlp": f"MLP ({width} -> {config.d_hidden} -> {config.n_kv_heads}, {config.activation}, no biases)",
+        "linear": f"linear map ({width} -> {config.n_kv_heads})",
+        "sink": f"low-rank sink attention ({width} -> rank {config.d_hidden})",
+    }[config.form]
+    plain = not training or training["loss"].get("kind", "smooth_l1") == "smooth_l1"
+    plain = plain and (not training or training["target"]["kind"] != "log_mass")
+    predicts = (
+        f"the largest {unit} that later answer queries will give its slot" if plain else "what its slot will be worth"
+    )
     paragraphs = [
         f"# Retaining heads for {config.backbone.split('/')[-1]}",
-        f"One MLP for each of {config.n_layers} layers ({width} -> {config.d_hidden} -> {config.n_kv_heads}, "
-        f"{config.activation}, no biases; {parameters / 1e6:.1f}M parameters in all) that predicts, from a token's q, k, v "
-        f"before RoPE, the largest {unit} that later answer queries will give its slot. The key/value cache keeps the slots "
+        f"One {form} for each of {config.n_layers} layers ({parameters / 1e6:.1f}M parameters in all) that predicts, from a "
+        f"token's q, k, v before RoPE, {predicts}. The key/value cache keeps the slots "
         "that score best ([Locret](https://arxiv.org/abs/2410.01805)).",
     ]
     if config.adapter:

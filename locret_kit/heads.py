@@ -1,14 +1,16 @@
-"""Retaining heads: one small MLP per layer from a token's q, k, v (before RoPE) to its predicted importance.
+"""Retaining heads: one small network per layer from a token's q, k, v (before RoPE) to its predicted importance.
 
-Source: Locret, section 3.2. A head depends on one token alone, so a score is computed once, when the token enters.
+Source: Locret, section 3.2, for the MLP; other forms name theirs.
+A head depends on one token alone, so a score is computed once, when the token enters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -49,9 +51,11 @@ class HeadsConfig:
     head_dim: Size
     activation: str
     d_hidden: Size
-    """Width of the hidden layer (d_R in the paper)."""
+    """Width of the hidden layer (d_R in the paper); of the form 'sink' the rank; the form 'linear' has none."""
     target: Literal["logit", "log_prob"] = "logit"
-    """The unit of the scores: 'logit' (raw, pre-softmax) or 'log_prob'."""
+    """The unit of the scores: 'logit' (of no scale that heads share) or 'log_prob'."""
+    form: Literal["mlp", "linear", "sink"] = "mlp"
+    """The network: one of ``FORMS``."""
     adapter: str | None = None
     """PEFT adapter on the backbone while the heads were trained."""
     inference: Annotated[dict[str, object], Says("settings by name")] = field(default_factory=dict)
@@ -71,6 +75,11 @@ class HeadsConfig:
         """The configuration of heads of width ``d_hidden`` for a backbone."""
         dimensions = {name: getattr(spec, name) for name in (*DIMENSIONS, "activation")}
         return made(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, **rest})
+
+    @property
+    def width(self) -> int:
+        """Values that a head computes of each token in between, for plans of memory."""
+        return {"mlp": self.d_hidden, "linear": 1, "sink": (self.n_heads + self.n_kv_heads) * self.d_hidden}[self.form]
 
     @property
     def policy(self) -> str:
@@ -97,16 +106,62 @@ class RetainingHead(nn.Module):
         return self.fc2(hidden).transpose(1, 2).float()
 
 
+class LinearHead(nn.Module):
+    """``fc1([q; k; v])``, with a bias. Source: KVzap, arXiv 2601.07891 (its linear form)."""
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear((config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_kv_heads)
+
+    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        x_BTE = torch.cat((q_BQTD, k_BHTD, v_BHTD), dim=1).transpose(1, 2).flatten(2)
+        return self.fc1(x_BTE.to(self.fc1.weight.dtype)).transpose(1, 2).float()
+
+
+class SinkHead(nn.Module):
+    """Low-rank attention of a token to itself against learned sinks; its share, mean over the group, as a logit ``[B, H, T]``.
+
+    With ``a = norm(W_q x)`` of each query head and ``b = norm(W_k x)`` of its key/value head, both of rank ``r``, and sinks
+    ``c_j``: ``share = 1 / (1 + sum_j exp(a c_j / sqrt(r) - a b / sqrt(r) - bias))``.
+    Source: Fast KVzip, arXiv 2601.17668, whose ``x`` is the hidden state; here it is ``[q; k; v]``, as for the other forms.
+    """
+
+    SINKS = 16
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__()
+        E = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        self.shape = Q, H, r = config.n_heads, config.n_kv_heads, config.d_hidden
+        self.query, self.key = nn.Linear(E, Q * r), nn.Linear(E, H * r, bias=False)
+        self.query_norm, self.key_norm = nn.RMSNorm(r, eps=1e-6), nn.RMSNorm(r, eps=1e-6)
+        self.sinks = nn.Parameter(torch.zeros(H, self.SINKS, r))
+        self.bias = nn.Parameter(torch.zeros(Q))
+
+    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        Q, H, r = self.shape
+        x_BTE = torch.cat((q_BQTD, k_BHTD, v_BHTD), dim=1).transpose(1, 2).flatten(2).to(self.query.weight.dtype)
+        a_BTHGr = self.query_norm(self.query(x_BTE).unflatten(-1, (H, Q // H, r))).float()
+        b_BTHr = self.key_norm(self.key(x_BTE).unflatten(-1, (H, r))).float()
+        own_BTHG = torch.einsum("bthgr,bthr->bthg", a_BTHGr, b_BTHr) / math.sqrt(r) + self.bias.float().view(H, -1)
+        sinks_BTHGJ = torch.einsum("bthgr,hjr->bthgj", a_BTHGr, self.sinks.float()) / math.sqrt(r)
+        share_BTH = torch.sigmoid(own_BTHG - sinks_BTHGJ.logsumexp(-1)).mean(-1)
+        return torch.logit(share_BTH, eps=1e-6).transpose(1, 2)
+
+
+FORMS: dict[str, type[nn.Module]] = {"mlp": RetainingHead, "linear": LinearHead, "sink": SinkHead}
+"""By ``HeadsConfig.form``."""
+
+
 class RetainingHeads(nn.Module):
     """The retaining heads of every layer of one backbone, with their configuration. ``heads[i]`` scores layer ``i``."""
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(RetainingHead(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(FORMS[config.form](config) for _ in range(config.n_layers))
 
-    def __getitem__(self, layer: int) -> RetainingHead:
-        return cast(RetainingHead, self.layers[layer])
+    def __getitem__(self, layer: int) -> nn.Module:
+        return self.layers[layer]
 
     def check_backbone(self, spec: BackboneSpec) -> None:
         """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""
@@ -117,9 +172,9 @@ class RetainingHeads(nn.Module):
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Weights by their published names."""
         return {
-            f"model.layers.{i}.self_attn.{name}.weight": getattr(head, name).weight
+            f"model.layers.{i}.self_attn.{name}": weight
             for i, head in enumerate(self.layers)
-            for name in ("fc1", "fc2")
+            for name, weight in head.named_parameters()
         }
 
     @classmethod

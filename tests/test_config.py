@@ -131,7 +131,7 @@ def test_errors_on_the_command_line(arguments, message):
         ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers, each at least 0 and below 1"),
         ("loss.top_fraction=1.5", "loss.top_fraction=1.5 must be above 0 and at most 1"),
         ("target.floor=0", "target.floor=0 must be below 0"),
-        ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob. Did you mean 'logit'?"),
+        ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob, log_mass. Did you mean 'logit'?"),
         ("backbone.dtype=fp8", "backbone.dtype=fp8 must be one of: auto, float32, bfloat16, float16"),
         ("infer.positions=clipt", "positions='clipt' must be compact, original, clipped or clipped(SPAN)"),
         ("data.sources=[]", "data.sources=[] must be not empty"),

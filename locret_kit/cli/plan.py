@@ -81,6 +81,8 @@ def run(args: PlanOptions) -> int:
         require_adapter(config)
     backbone = p.Backbone.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
+    if recipe.get("heads.form") == "sink" and args.d_hidden is None:  # a rank for each head
+        d_hidden *= backbone.spec.n_heads + backbone.spec.n_kv_heads
     say = [
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"

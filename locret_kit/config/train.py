@@ -49,7 +49,9 @@ class HeadsSection:
     """The retaining heads."""
 
     d_hidden: Slots = 1024
-    """Width of a head's hidden layer."""
+    """Width of a head's hidden layer, or the rank of ``form=sink``; ``form=linear`` has none."""
+    form: Literal["mlp", "linear", "sink"] = "mlp"
+    """'mlp' (the paper's), 'linear' or 'sink' (low-rank attention to itself against learned sinks)."""
     init: str | None = None
     """Heads to begin with: a folder, a file or a Hub repository; null begins with random ones."""
     dtype_saved: Literal["bfloat16", "float32"] = "bfloat16"
@@ -60,22 +62,34 @@ class HeadsSection:
 class TargetConfig:
     """The target that the heads learn to predict."""
 
-    kind: Literal["logit", "log_prob"] = "logit"
-    """'logit' (the paper's raw attention logits) or 'log_prob' (minus each query's log-sum-exp)."""
+    kind: Literal["logit", "log_prob", "log_mass"] = "logit"
+    """'logit' (the paper's: the largest raw attention logit), 'log_prob' (the same minus each query's log-sum-exp) or 'log_mass'
+    (the logarithm of the mean attention of all queries, instead of the largest)."""
+    window: Count = 0
+    """Of 'log_mass': tokens after a slot whose queries do not count."""
+    values: bool = False
+    """Adds the logarithm of the norm that a slot's value has after the output projection."""
     floor: Annotated[float, Lt(0)] = -12.0
-    """Lower clip of 'log_prob' targets, nats."""
+    """Lower clip of 'log_prob' and 'log_mass' targets, nats."""
     lead: Count = 0
     """Prompt tokens before each answer whose queries count as the answer's; the last one predicts its first token."""
 
 
 @dataclass
 class LossConfig:
-    """SmoothL1 regression plus smoothing along the sequence."""
+    """A loss of the predictions plus smoothing along the sequence."""
 
+    kind: Literal["smooth_l1", "mse", "bce_rank", "bce_mass", "boundary"] = "smooth_l1"
+    """'smooth_l1' or 'mse' (regression), 'bce_rank' or 'bce_mass' (cross-entropy with the slot's rank in its head, or with the
+    attention itself), or 'boundary' (logistic, every slot against the last one that a budget keeps)."""
+    budgets: Slots = 4
+    """Of 'boundary': budgets drawn in each step, from a sixteenth to a half of the prompt."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Of 'boundary': the difference of scores that counts as one."""
     top_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.05
     """Share of each KV head's slots, those of highest target, that weigh ``top_weight``."""
     top_weight: Annotated[float, Ge(1)] = 1.0
-    """Weight of those slots; 1 is the paper's loss."""
+    """Weight of those slots; 1 is the paper's loss. Of no use to 'boundary'."""
     smoothing: Annotated[float, Ge(0)] = 0.0025
     """Weight (alpha) of the mean squared difference of neighbouring predictions, in each layer."""
     beta: Annotated[float, Gt(0)] = 1.0
@@ -97,6 +111,11 @@ class DataConfig:
     truncate: Literal["middle", "end"] = "middle"
     """Part of a longer record's user message that is cut: its 'middle', so that a question at either end stays, or its 'end',
     as Locret's published code cuts prompts."""
+    queries: Literal["answers", "replay", "both"] = "answers"
+    """Queries that targets are made of: the 'answers', a 'replay' of the prompt in their place (KVzip), or 'both'. With a
+    replay a sample has up to twice ``max_tokens`` and a few more, and a step needs the memory of as many."""
+    replay_chunk: Slots = 512
+    """Prompt tokens that one request to repeat them asks for."""
     repetitive: Fraction = 0.3
     """Share of synthetic samples whose haystack is one repeated paragraph."""
     val_samples: Count = 8
@@ -228,6 +247,18 @@ class TrainConfig:
         self.out = self.out.replace("${recipe}", self.recipe)
         if "${" in self.out:
             raise ValueError(f"out={self.out}: of all names only ${{recipe}} is filled in")
+        if self.target.window and self.target.kind != "log_mass":
+            raise ValueError(f"target.window={self.target.window} has no effect on target.kind={self.target.kind}")
+        if self.target.window >= self.data.max_tokens:
+            raise ValueError(
+                f"target.window={self.target.window} must be below data.max_tokens={self.data.max_tokens}: no query would count"
+            )
+        if self.loss.kind == "bce_mass" and (self.target.kind == "logit" or self.target.values):
+            raise ValueError(
+                "loss.kind=bce_mass needs probabilities: target.kind=log_prob or log_mass, without target.values"
+            )
+        if self.trains == "pool" and self.data.queries != "answers":
+            raise ValueError(f"data.queries={self.data.queries} has no effect on a pool, which learns from answers")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer
         if weights is not None and len(weights) != len(sources):
             raise ValueError(

@@ -30,6 +30,8 @@ class Sample:
     """Token ids of the whole conversation, [S]."""
     answers: tuple[Span, ...]
     """Half-open token spans of the assistant's answers, in order."""
+    scored: int | None = None
+    """First tokens whose importance is learned, where these are not all before the last answer."""
 
     def __post_init__(self) -> None:
         at = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -24,6 +24,13 @@ from .callbacks import KeepBest
 from .data import Step
 from .observer import Observer, PaddedBatch
 from .strategy import shard
+from .values import ValueNorms
+
+
+def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
+    """The unit of the scores: only regression on a logarithm of attention gives scores that heads share."""
+    regression = cfg.loss.kind in ("smooth_l1", "mse")
+    return "log_prob" if regression and cfg.target.kind != "logit" else "logit"
 
 
 class HeadTraining(FrozenTraining):
@@ -51,11 +58,13 @@ class HeadTraining(FrozenTraining):
                 self.spec,
                 cfg.backbone.model,
                 cfg.heads.d_hidden,
-                target=cfg.target.kind,
+                form=cfg.heads.form,
+                target=unit_of(cfg),
                 adapter=cfg.backbone.adapter,
                 inference=cfg.infer.published() | ({"policy": cfg.infer.policy} if cfg.infer.policy else {}),
             )
         )
+        self._norms = ValueNorms(backbone) if cfg.target.values else None
         if cfg.heads.init is not None:
             self._begin_with(cfg.heads.init)
 
@@ -64,7 +73,7 @@ class HeadTraining(FrozenTraining):
         with blaming(f"heads.init={source}", ValueError, OSError):
             heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
         heads.check_backbone(self.spec)
-        for key in ("d_hidden", "target"):
+        for key in ("form", "d_hidden", "target"):
             mine, theirs = getattr(self.heads.config, key), getattr(heads.config, key)
             if mine != theirs:
                 name = "target.kind" if key == "target" else f"heads.{key}"
@@ -104,11 +113,15 @@ class HeadTraining(FrozenTraining):
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Observer]:
         """One forward of the backbone over samples, the figures of each and (with ``backward``) every head's gradients."""
-        given = {**vars(self.cfg.target), "loss": vars(self.cfg.loss), "backward": backward, "watch": watch}
+        target = self.cfg.target
         observers = [
-            Observer(self.heads, ropes_of(self.backbone, len(sample.ids)), self.spec.windows, sample.answers, **given)
+            Observer(
+                self.heads, ropes_of(self.backbone, len(sample.ids)), self.spec.windows, sample.answers, kind=target.kind,
+                floor=target.floor, lead=target.lead, window=target.window, loss=vars(self.cfg.loss), slots=sample.scored,
+                norms=self._norms, backward=backward, watch=watch,
+            )
             for sample in batch
-        ]
+        ]  # fmt: skip
         lengths = [len(sample.ids) for sample in batch]
         ids = pad_sequence([torch.tensor(sample.ids) for sample in batch], batch_first=True)
         handler = observers[0] if len(batch) == 1 else PaddedBatch(observers, lengths)

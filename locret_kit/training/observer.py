@@ -5,8 +5,9 @@ No gradient reaches the backbone, so a layer's graph holds one head and is freed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ class Observer:
         heads: in training mode where ``backward`` is given.
         ropes: one per layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
             queries count as answer queries too (the last one predicts the first answer token).
-        loss: keyword arguments of ``cis_loss``; kind, floor: of ``cis_target``.
+        slots: first tokens that are scored; by default those before the last answer.
+        loss: keyword arguments of ``cis_loss``; kind, floor, window: of ``cis_target``.
+        norms: makes ``norms_BQS`` of ``cis_target`` from a layer, its values and the number of query heads.
         windows: attention window of each layer.
         watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
     """
@@ -55,14 +58,20 @@ class Observer:
         kind: str,
         floor: float,
         lead: int,
-        loss: dict[str, float],
+        loss: Mapping[str, Any],
+        window: int = 0,
+        slots: int | None = None,
+        norms: Callable[[int, Tensor, int], Tensor] | None = None,
         backward: Callable[[Tensor], None] | None = None,
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         self.heads, self.ropes, self.windows = heads, ropes, windows
         self.kind, self.floor, self.loss, self.backward, self.watch = kind, floor, loss, backward, watch
         self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
-        self.slots = answers[-1][0]
+        self.window, self.norms = window, norms
+        self.slots = answers[-1][0] if slots is None else slots
+        if kind == "log_mass":  # slots that no query comes after by more than the window have no target
+            self.slots = max(1, min(self.slots, self.queries[-1] - window))
         self.scored_layers = sum(window is None for window in windows)
         self.figures = LayerFigures()
 
@@ -81,8 +90,19 @@ class Observer:
         if self.windows[layer] is not None:
             return
         at = torch.tensor(self.queries, device=q.device)
-        target_BHS = cis_target(q_rot[:, :, at], k_rot, at, scaling, kind=self.kind, floor=self.floor)
-        prompt, home = slice(0, self.slots), self.heads[layer].fc1.weight.device  # a spread backbone is on many devices
+        norms_BQS = None if self.norms is None else self.norms(layer, v, q.shape[1])
+        target_BHS = cis_target(
+            q_rot[:, :, at],
+            k_rot,
+            at,
+            scaling,
+            kind=self.kind,
+            floor=self.floor,
+            window=self.window,
+            norms_BQS=norms_BQS,
+        )
+        prompt = slice(0, self.slots)
+        home = next(self.heads[layer].parameters()).device  # a spread backbone is on many devices
         target_BHS = target_BHS[..., prompt].to(home)
         with torch.set_grad_enabled(self.backward is not None):
             predicted_BHS = self.heads[layer](*(x[:, :, prompt].to(home) for x in (q, k, v)))

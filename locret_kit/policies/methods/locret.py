@@ -1,7 +1,10 @@
 """Locret, arXiv 2410.01805: importance predicted by retaining heads, and the forms that it combines to."""
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
+import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from ..allocation import Adaptive, Pyramid
@@ -14,16 +17,26 @@ from ..scopes import Sinks, Stabilizers
 
 
 @part("score", "cis")
+@dataclass(frozen=True)
 class Cis(Score):
-    """Predicted causal importance of the layer's retaining head. Source: Locret, section 3.2."""
+    """Predicted causal importance of the layer's retaining head. Source: Locret, section 3.2.
 
+    ``decay`` lowers it by so much with every token of age, as TRIM-KV's gates do (arXiv 2512.03324: a factor per token; there
+    each token has its own). Only differences within a head count, so a token's place raises it instead, once, as it enters.
+    """
+
+    decay: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """Nats per token."""
     needs_heads: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
         if entry.head is None:
             raise ValueError("score=cis needs retaining heads")
-        return entry.head(entry.q, entry.k, entry.v)
+        score_BHT = entry.head(entry.q, entry.k, entry.v)
+        if not self.decay:
+            return score_BHT
+        return score_BHT + self.decay * (entry.position + torch.arange(score_BHT.shape[-1], device=score_BHT.device))
 
     def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
         """A raw logit means nothing across heads before a softmax over the head's slots; a log-probability is one already,
