@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from locret_kit.config import recipes as recipe_files
+from locret_kit.config.benchmark import BENCHMARK
 from locret_kit.config.chat import CHAT
 from locret_kit.config.documents import ASK, INFO, KEPT, READ
 from locret_kit.config.evaluate import EVAL, PAIRED, ROWS, folder_command
@@ -34,6 +35,7 @@ COMMANDS: tuple[Command, ...] = (
 )  # fmt: skip
 OF_EVAL = {
     "paired": PAIRED,
+    "benchmark": BENCHMARK,
     "figure": ROWS,
     "kept": EVAL_KEPT,
     "summary": folder_command("summary"),

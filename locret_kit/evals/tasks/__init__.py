@@ -60,6 +60,7 @@ SAYS = {
     "ruler.niah_multivalue": "the four numbers of one key",
     "ruler.niah_multiquery": "the numbers of four keys",
     "ruler.vt": "the variables that were assigned a value, along a chain of assignments",
+    "questions": "five digits; four questions about each text, asked of one cache",
     "R.KV": "the value of a key in a JSON object of UUIDs",
     "Math.Find": "the largest, the smallest or the median of a list of numbers, or the like",
     "ruler.niah_multikey_line": "a number, by its key; the whole text is needles",
