@@ -301,17 +301,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Compare answers of ``locret-serve`` with runs of their own; the file gains what was found, request by request."""
+    """Compare answers of ``locret-serve`` with runs of their own, short prompts first; the file gains what was found, request
+    by request."""
     path = Path(args.file)
     made = json.loads(path.read_text(encoding="utf-8"))
     heads = RetainingHeads.from_pretrained(args.ckpt)
     model, tokenizer = load_backbone(resolve_model(heads.config.backbone), dtype="float32", device="cpu")
     found = asks(MIXES[made["mix"]], tokenizer, made["requests"], made["rate"])
-    left = args.most
-    for ask, outcome in zip(found, made["outcomes"], strict=True):
-        if not outcome["done"] or not left:
-            continue
-        left -= 1
+    pairs = [pair for pair in zip(found, made["outcomes"], strict=True) if pair[1]["done"]]
+    for ask, outcome in sorted(pairs, key=lambda pair: pair[1]["prompt_tokens"])[: args.most]:
         ids = tokenizer(render_messages(tokenizer, ask.messages)[1], add_special_tokens=False).input_ids
         cache = BoundedCache(None, None, heads, prompt_length=len(ids))
         alone, _ = generate(model, tokenizer, ids, cache, max_new_tokens=ask.new)
