@@ -285,7 +285,7 @@ def run(args: argparse.Namespace) -> None:
             made = asyncio.run(drive(args, server, found, model))
         finally:
             server.stop()
-    loop = f"{args.rate} requests per second" if args.rate else f"{args.clients} clients"
+    loop = f"{args.rate} requests per second" if args.rate else str(args.clients)
     made |= {
         "server": args.server, "mix": args.mix, "loop": loop, "rate": args.rate, "requests": args.requests,
         "command": shlex.join(["python", "scripts/load.py", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
@@ -341,7 +341,9 @@ def figures(made: dict[str, Any]) -> dict[str, str]:
     checked = [one["right"] for one in outcomes if one["right"] is not None]
     gaps = [b - a for one in done for a, b in zip(one["times"], one["times"][1:], strict=False)]
     plan, peak, seconds = made["planned"], max(made["memory"]), made["seconds"]
-    new, read = (sum(one[name] for one in done) for name in ("new_tokens", "prompt_tokens"))
+    read = sum(one["prompt_tokens"] for one in done)
+    # Of an answer that was cut off the server says no number: a piece of text is a token, but for parts of characters.
+    new = sum(one["new_tokens"] if one["done"] else len(one["times"]) for one in outcomes)
     return {
         "clients": made["loop"],
         "answered": f"{len(done)} of {len(outcomes)}",
@@ -350,7 +352,8 @@ def figures(made: dict[str, Any]) -> dict[str, str]:
         "the same as that request alone": f"{sum(checked)} of {len(checked)}" if checked else "not checked",
         "seconds": f"{seconds:.0f}",
         "CPU seconds of the server": f"{made['cpu']:.0f}",
-        "prompt tokens, new tokens": f"{read}, {new}",
+        "prompt tokens of whole answers": str(read),
+        "new tokens": str(new),
         "new tokens per second": f"{new / seconds:.2f}",
         "new tokens per CPU second": f"{new / made['cpu']:.2f}",
         "seconds to the first token, p50 / p95 / p99": percentiles([one["times"][0] for one in done if one["times"]]),
