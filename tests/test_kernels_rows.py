@@ -128,6 +128,12 @@ def test_rotate_rows(S, D, R, dtype):
         close(mine.float(), exact.float(), dtype)
         close(REFERENCES["rotate_rows"](x, *tables).float(), exact.float(), dtype)
         assert torch.equal(mine[..., R:], x[..., R:])
+    wide = (
+        random(2, S, 3 * D + 16).to(dtype)[..., : 3 * D].view(2, S, 3, D).transpose(1, 2)
+    )  # as a projection gives them
+    turned = KERNELS["rotate_rows"](wide, *every)
+    close(turned.float(), KERNELS["rotate_rows"](wide.contiguous(), *every).float(), dtype)
+    assert turned.transpose(1, 2).is_contiguous(), "what follows reads it as it lies"
 
 
 def test_what_rotate_rows_refuses():

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import triton
@@ -119,7 +118,7 @@ def launches(D: int, dtype: torch.dtype) -> Iterator[Launch]:
     ) -> None:  # fmt: skip
         made.append(Launch(kernel, args, constants, num_warps, num_stages))
 
-    with mock.patch.object(common, "launch", record):
+    with common.recorded(record):
         for case in cases("", Shape(32, 8, D, 16384, 1024), torch.device("meta"), dtype):
             case.runs["triton"]()
             yield from made

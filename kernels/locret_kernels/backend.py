@@ -72,6 +72,6 @@ def choose(backend: str | None, device: torch.device, head_size: int, dtype: tor
         from . import common
 
         common.head_blocks(head_size, dtype)
-        if device.type != "cuda" and not common.INTERPRETED:
+        if device.type not in ("cuda", "meta") and not common.INTERPRETED:
             raise ValueError(f"backend='triton' takes CUDA devices, not {device}")
     return backend

@@ -94,6 +94,15 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     moved = 2 * sum(t[:, :, :budget].nbytes for t in buffers)
     yield case("compact_rows", f"S={S} K={budget}", buffers, stay, nbytes=moved, state=buffers)
 
+    held = torch.zeros(1, H, S, dtype=torch.bool, device=device).scatter_(-1, stay, True)
+    yield case("kept_rows", f"S={S} K={budget}", held, budget, nbytes=held.nbytes + stay.nbytes)
+    wide, weight = x(1, T, Q * D), x(Q * D)
+    for form, residual in (("rms_norm", None), ("rms_norm, residual", x(1, T, Q * D))):
+        passes = 2 if residual is None else 4
+        yield case(form, f"T={T} C={Q * D}", wide, weight, 1e-5, residual, nbytes=passes * wide.nbytes)
+    gated = x(1, T, 8 * D * Q)
+    yield case("swiglu", f"T={T} C={4 * D * Q}", *gated.chunk(2, -1), nbytes=1.5 * gated.nbytes)
+
     table, one, row = x(S, D), q[:, :, 0].contiguous(), q[:, :, :1]
     yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
     flat = (k.reshape(-1, D), v.reshape(-1, D))

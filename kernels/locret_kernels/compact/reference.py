@@ -23,3 +23,10 @@ def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
         check_moves(index_BHK, rows)
         index = index_BHK if rows.dim() == 3 else index_BHK[..., None].expand(-1, -1, -1, rows.shape[-1])
         rows[:, :, :K] = torch.gather(rows, 2, index)
+
+
+def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
+    """Row indices ``[B, H, keep]`` (int64, ascending) of a boolean with ``keep`` True in each head."""
+    place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place after them
+    row_S = torch.arange(place_BHS.shape[-1], device=place_BHS.device).expand_as(place_BHS)
+    return place_BHS.new_empty(*place_BHS.shape[:-1], keep + 1).scatter_(-1, place_BHS, row_S)[..., :keep]

@@ -42,6 +42,40 @@ def _compact_rows(
         tl.debug_barrier()  # and written before the next block is read
 
 
+@triton.jit
+def _kept_rows(stay, index, S, K, BLOCK_S: tl.constexpr):
+    """A program owns one head: it counts the rows that stay, a block of them (BS) at a time."""
+    stay += tl.program_id(0).to(tl.int64) * S
+    index += tl.program_id(0).to(tl.int64) * K
+    before = 0  # rows that stay, in the blocks before
+    for s in range(0, S, BLOCK_S):
+        rows = s + tl.arange(0, BLOCK_S)  # [BS]
+        stays = (tl.load(stay + rows, mask=rows < S, other=0) != 0).to(tl.int32)  # [BS]
+        place = before + tl.cumsum(stays, 0) - 1  # [BS]
+        tl.store(index + place, rows.to(tl.int64), mask=(stays != 0) & (place < K))
+        before += tl.sum(stays, 0)
+
+
+def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
+    """See ``reference.kept_rows``."""
+    stay = stay_BHS.contiguous().view(torch.uint8)
+    check(stay=stay)
+    B, H, S = stay.shape
+    index = torch.empty(B, H, keep, dtype=torch.int64, device=stay.device)
+    common.launch(
+        _kept_rows,
+        (B * H,),
+        stay,
+        index,
+        S,
+        keep,
+        BLOCK_S=min(4096, triton.next_power_of_2(S)),
+        num_warps=8,
+        num_stages=1,
+    )
+    return index
+
+
 def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
     """See ``reference.compact_rows``."""
     index = index_BHK.contiguous()

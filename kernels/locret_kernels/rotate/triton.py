@@ -19,7 +19,7 @@ from ..common import check, head_blocks
 
 @triton.jit
 def _rotate_rows(
-    x, cos, sin, out, stride_xb, stride_xh, stride_xs, stride_tb, stride_th, H, S,
+    x, cos, sin, out, stride_xb, stride_xh, stride_xs, stride_ob, stride_oh, stride_os, stride_tb, stride_th, H, S,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program axes: blocks of rows (BS of them), heads of all batches."""
@@ -29,7 +29,7 @@ def _rotate_rows(
     there = (rows < S)[:, None]  # [BS, 1]
     keep = there & (columns < HALF)[None, :]  # [BS, BH]
     read = x + b * stride_xb + h * stride_xh + rows[:, None] * stride_xs + columns[None, :]  # [BS, BH]
-    write = out + tl.program_id(1).to(tl.int64) * S * D + rows[:, None] * D + columns[None, :]  # [BS, BH]
+    write = out + b * stride_ob + h * stride_oh + rows[:, None] * stride_os + columns[None, :]  # [BS, BH]
     angle = b * stride_tb + h * stride_th + rows[:, None] * (2 * HALF) + columns[None, :]  # [BS, BH]
     low = tl.load(read, mask=keep, other=0.0).to(tl.float32)
     high = tl.load(read + HALF, mask=keep, other=0.0).to(tl.float32)
@@ -54,9 +54,12 @@ def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         raise ValueError(f"cos {tuple(cos_TR.shape)} must have an even number of columns up to {D}, and sin its shape")
     # Axes that the tables lack are expanded, so their stride is 0.
     cos, sin = (table.contiguous().expand(B, H, S, R) for table in (cos_TR, sin_TR))
-    out, block_s = torch.empty(B, H, S, D, dtype=x.dtype, device=x.device), 32 if D < 256 else 16
+    # The axes of the output lie in the order of the input's: a projection's [B, T, heads, D] stays one.
+    out, block_s = torch.empty_like(x), 32 if D < 256 else 16
+    check(out=out)
     common.launch(
-        _rotate_rows, (cdiv(S, block_s), B * H), x, cos, sin, out, *x.stride()[:3], *cos.stride()[:2], H, S,
+        _rotate_rows, (cdiv(S, block_s), B * H), x, cos, sin, out, *x.stride()[:3], *out.stride()[:3],
+        *cos.stride()[:2], H, S,
         D=D, HALF=R // 2, BLOCK_H=triton.next_power_of_2(R // 2), BLOCK_S=block_s, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

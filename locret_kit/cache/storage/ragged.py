@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from locret_kernels.compact import kept_rows
 from locret_kernels.ragged_decode import PackedRows
 
-from ...policies.base import rows_of
 from ..decoding import VarlenRows
 from .rows import BoundedLayer, EqualLengthHeads, Index, Layout
 
@@ -163,9 +163,9 @@ class RaggedLayer(BoundedLayer):
         return [rows[b * self.H : (b + 1) * self.H] for b in range(self.B)]
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
-        # slots [P, S] -> rows [N], head after head; rows_of takes the N that stay in order
+        # slots [P, S] -> rows [N], head after head; kept_rows takes the N that stay in order
         stay_PS, (row_N, slot_N) = stay_BHS.flatten(0, 1), self._rows()
-        self._move(row_N[rows_of(stay_PS[slot_N], self.B * self.H * mean)], stay_PS.sum(-1))
+        self._move(row_N[kept_rows(stay_PS[slot_N], self.B * self.H * mean)], stay_PS.sum(-1))
         self.since_eviction = 0
 
     def _move(self, source: Tensor, lengths: Tensor) -> None:
