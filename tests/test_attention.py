@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from locret_kit.cache.attention import attend_rows, lower_right, lower_right_mask
+from locret_kit.cache import attention
+from locret_kit.cache.attention import attend_rows, attend_rows_lse, lower_right, lower_right_mask, operator
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
 
 def by_hand(q, k, v, scaling, window):
@@ -65,3 +66,50 @@ def test_a_mask_made_in_inference_mode_serves_training():
     v.requires_grad_()
     attend_rows(q, k, v, 0.3).sum().backward()
     assert v.grad is not None and v.grad.isfinite().all()
+
+
+@pytest.fixture
+def probed():
+    """What runs on a device is found out anew."""
+    attention.has_flash.cache_clear()
+    yield
+    attention.has_flash.cache_clear()
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device=META)
+
+
+def test_a_chunk_over_rows_goes_to_flash_attention_with_its_log_sum_exp(probed, monkeypatch):
+    """Lower right, grouped queries as they are, no mask; whole texts and full precision stay PyTorch's to choose."""
+    q, k, asked = meta(1, 6, 5, 96), meta(1, 2, 12, 96), []
+    real = attention._flash
+    monkeypatch.setattr(attention, "_flash", lambda *given: asked.append(given) or real(*given))
+    monkeypatch.setattr(attention, "lower_right", lambda *given: pytest.fail("a mask was made"))
+    assert operator(META, torch.bfloat16, 96, "triton") == "flash (FA2)"
+    asked.clear()
+    out, lse = attend_rows_lse(q, k, k, 0.3, "triton")
+    assert out.shape == q.shape and lse.shape == (1, 6, 5) and lse.dtype == torch.float32
+    assert attend_rows(q, k, k, 0.3, None, "triton").shape == q.shape
+    assert len(asked) == 2 and asked[0][:2] == (q, k) and asked[0][3] == 0.3
+    assert operator(CPU, torch.bfloat16, 96, "triton") == operator(META, torch.float32, 96, "triton") == "sdpa"
+    assert operator(META, torch.bfloat16, 96, "reference") == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "error", [NotImplementedError("no kernel"), AttributeError("no operator"), RuntimeError("sm_75")]
+)
+def test_without_it_the_kits_own_kernel_runs_and_that_is_said_once(probed, monkeypatch, caplog, error):
+    def missing(*given):
+        raise error
+
+    monkeypatch.setattr(attention, "_flash", missing)
+    monkeypatch.setattr(attention, "function", lambda name, backend: lambda *given: (name, backend))
+    for _ in range(3):
+        assert attend_rows_lse(meta(1, 6, 5, 96), meta(1, 2, 12, 96), meta(1, 2, 12, 96), 0.3, "triton") == (
+            "attend",
+            "triton",
+        )
+        assert operator(META, torch.bfloat16, 96, "triton") == "sdpa"
+    (record,) = caplog.records
+    assert str(error) in record.message and "heads of 96 in torch.bfloat16 on meta" in record.message

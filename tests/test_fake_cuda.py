@@ -3,9 +3,12 @@ mixes devices; a step of the static decoder is fit for a graph."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
-from pretended import card, moved
+from pretended import CUDA, card, moved
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
@@ -27,7 +30,7 @@ FAMILIES = {
 
 
 def read(
-    policy: str, family: str = "llama", steps: int = 0, **rest
+    policy: str, family: str = "llama", steps: int = 0, dynamic: int = 0, **rest
 ) -> tuple[list[str], StaticDecoder | None, BoundedCache]:
     """Where the host waits while a prompt is read, and ``steps`` tokens of fixed shapes are decoded."""
     config = AutoConfig.for_model(
@@ -48,13 +51,16 @@ def read(
         cache.bind(model)  # LongRoPE's factors are copied here, once a prompt
         mode.waits.clear()
         prefill(model, list(range(LENGTH)), cache)
+        for token in range(dynamic):
+            with mock.patch.object(F, "scaled_dot_product_attention", lambda *given, **named: pytest.fail("SDPA")):
+                model(input_ids=torch.full((1, 1), token, device=CUDA), past_key_values=cache, use_cache=True)
         if steps:
             decoder = StaticDecoder(model, cache)
             decoder.captures = False
             mode.waits.clear()
             for token in range(steps):
                 decoder(token)
-    assert cache.counters.evictions >= 3 and cache.context.backend == "triton"
+    assert (cache.counters.evictions >= 3 or policy == "full") and cache.context.backend == "triton"
     return mode.waits, decoder, cache
 
 
@@ -69,6 +75,14 @@ def test_the_host_waits_for_nothing_inside_a_chunk(policy, family, positions):
     """The prompt's tokens are copied at once, and nothing more."""
     waits, _, _ = read(policy, family, positions=positions)
     assert waits == [COPIED]
+
+
+@pytest.mark.parametrize(
+    ("policy", "family"), [("locret", "phi3"), ("h2o", "gemma3_text"), ("full", "llama"), ("ada-snapkv(6,3)", "llama")]
+)
+def test_one_token_never_goes_through_sdpa(policy, family):
+    """Its plan is built for every length anew on some cards; windows and growing buffers included."""
+    read(policy, family, dynamic=CHUNK + 2)
 
 
 @pytest.mark.parametrize("policy", ["ada-locret", "ada-snapkv(6,3)"])

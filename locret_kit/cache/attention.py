@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import logging
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -10,6 +11,43 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels.backend import function
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def has_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether PyTorch's own operator of FlashAttention runs here: found out by calling it once. Says so where it does not."""
+    if device.type == "cpu" or dtype.itemsize != 2:
+        return False
+    probe = torch.zeros(1, 1, 1, head_size, dtype=dtype, device=device)
+    try:
+        _flash(probe, probe, probe, 1.0)
+    except (AttributeError, RuntimeError) as error:  # not in this PyTorch; not on this card, or not for these heads
+        logger.warning(
+            "FlashAttention with its log-sum-exp does not run for heads of %d in %s on %s, so the kit's own kernel does: %s",
+            head_size, dtype, device, error,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def _flash(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp. The operator's "causal" is aligned to the lower right, as ``torch.nn.attention.bias`` uses it,
+    and it takes grouped queries as they are."""
+    made = torch.ops.aten._scaled_dot_product_flash_attention(
+        q_BQTD, k_BHSD, v_BHSD, 0.0, is_causal=True, return_debug_mask=False, scale=scaling
+    )
+    return made[0], made[1]
+
+
+def operator(device: torch.device, dtype: torch.dtype, head_size: int, backend: str) -> str:
+    """What a chunk's attention over rows before it runs through: ``flash`` (by the implementation that PyTorch has active),
+    or ``sdpa``, where PyTorch chooses."""
+    if backend == "reference" or not has_flash(device, dtype, head_size):
+        return "sdpa"
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return f"flash ({active or 'FA2'})"
 
 
 @lru_cache(maxsize=2)
@@ -38,7 +76,14 @@ def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: 
     return lower_right_mask(T, S, window, dtype, device)
 
 
-def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None = None) -> Tensor:
+def attend_rows(
+    q_BQTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    scaling: float,
+    window: int | None = None,
+    backend: str = "reference",
+) -> Tensor:
     """Grouped-query attention ``[B, Q, T, D]`` where rows are ordered by age and the last ``T`` rows are the new tokens.
 
     A window counts rows, so the rows of a windowed layer must be contiguous in the text.
@@ -52,6 +97,8 @@ def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, 
         return F.scaled_dot_product_attention(q_BQTD.reshape(B, H, G, D), k_BHSD, v_BHSD, scale=scaling).reshape(
             B, Q, 1, D
         )
+    if window is None and T < S and backend != "reference" and has_flash(q_BQTD.device, q_BQTD.dtype, D):
+        return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)[0]
     mask = lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
@@ -68,6 +115,8 @@ def attend_rows_lse(
     q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str = "reference"
 ) -> tuple[Tensor, Tensor]:
     """``attend_rows`` without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
+    if backend != "reference" and has_flash(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1]):
+        return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)
     if backend != "reference" or q_BQTD.device.type != "cpu":
         return function("attend", backend)(q_BQTD, k_BHSD, v_BHSD, scaling)
     T, S = q_BQTD.shape[2], k_BHSD.shape[2]

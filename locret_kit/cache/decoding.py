@@ -6,7 +6,7 @@ Lengths and positions may be known to the device alone, and nothing is read back
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from torch import Tensor
 from locret_kernels.backend import function
 from locret_kernels.column_stats.reference import MARGIN
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
-
-from ..backbones.rope import rotate
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,16 @@ class VarlenRows:
     lengths_BH: Tensor
     longest: int
     """No head has more rows."""
+    last_BH: Tensor | None = None
+    """Rank of each head's newest row, where it is at hand."""
+
+    def newest(self, window: int | None) -> VarlenRows:
+        """At most the ``window`` newest rows of every head."""
+        if window is None:
+            return self
+        seen_BH = self.lengths_BH.clamp(max=window)
+        starts_BH = self.starts_BH + (self.lengths_BH - seen_BH)
+        return replace(self, starts_BH=starts_BH, lengths_BH=seen_BH, longest=min(self.longest, window), last_BH=None)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class RowRotation:
 
     def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
         """Where the newest token of each head is ``[B, H]``, and the rows where that is above their rank ``[N]``."""
-        rank_BH = flat.lengths_BH - 1
+        rank_BH = flat.lengths_BH - 1 if flat.last_BH is None else flat.last_BH
         if not self.span:
             return rank_BH, None
         assert self.seen is not None
@@ -69,9 +77,10 @@ def decode_rows(
     q_BQD, rotation = q_BQ1D.squeeze(2), None  # one token: no axis of its own
     if turn is not None:
         newest_BH, place_N = turn.places(flat)
-        G = q_BQD.shape[1] // newest_BH.shape[1]
-        at_BQ = newest_BH.repeat_interleave(G, 1)
-        q_BQD = rotate(q_BQD, turn.cos_SR[at_BQ], turn.sin_SR[at_BQ])
+        group_PG1D = q_BQ1D.reshape(newest_BH.numel(), -1, 1, q_BQ1D.shape[-1])  # P = B * H: a group turns alike
+        at_P = newest_BH.flatten()
+        cos, sin = (table[at_P][:, None, None] for table in (turn.cos_SR, turn.sin_SR))  # [P, 1, 1, R]
+        q_BQD = function("rotate_rows", backend)(group_PG1D, cos, sin).view(q_BQD.shape)
         rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
     decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)

@@ -31,6 +31,8 @@ class Fixed:
 
     seen: Tensor
     """Tokens before it (integer without axes)."""
+    position: Tensor
+    """The same in the type of stored positions (int32)."""
     row_1: Tensor
     """Row ``[1]`` that it becomes in every head."""
     flat: VarlenRows
@@ -91,14 +93,14 @@ def read_block(
         turned, (cos, sin) = function("rotate_rows", ctx.backend), ctx.tables.between(rope, seen, q.shape[2], q)
         q, k = turned(q, cos, sin), turned(k, cos, sin)
     if fixed is not None:
-        rows.put(fixed.row_1, k, v, score_BHT, fixed.seen.int())
+        rows.put(fixed.row_1, k, v, score_BHT, fixed.position)
         rows.count(1)
         flat = fixed.flat
     else:
         rows.append(k, v, score_BHT)
         if q.shape[2] > 1 or not rows.reads_flat or _mask(ctx, rows) is not None:
             return _attend_parts(ctx, layer, rows, q, q.shape[1] // k.shape[1])
-        flat = rows.flat()
+        flat = rows.flat().newest(rows.window)
     # One token over all heads in one call: rows [N], heads at starts [B, H] with lengths [B, H].
     turn = None
     if (rope := ctx.read_rope(layer, rows)) is not None:
@@ -167,7 +169,7 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
         keys, q = turned(keys, cos, sin), turned(q, *newest)
     # Statistics need the log-sum-exp of every query; without them plain attention is faster.
     if not len(part.stats):
-        return attend_rows(q, keys, values, rows.scaling, rows.window)
+        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend)
     out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
     # Each row's statistic [b, h, S] sums over the group and the block's queries.
     began = time.perf_counter()

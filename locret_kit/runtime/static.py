@@ -9,7 +9,7 @@ Host-side counts follow every step, so decoding may change to the dynamic form a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -217,7 +217,9 @@ class StaticDecoder:
 
     def _step(self, before: Cuts, after: Cuts) -> Tensor:
         self._make_room(before)
-        self.cache.fixed = self._fixed
+        # Once for all layers: the rows of every head, the new token's included, and its own rank.
+        last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
+        self.cache.fixed = partial(self._fixed, self.seen.int(), last_LBH + 1, last_LBH)
         try:
             out = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         finally:
@@ -227,15 +229,15 @@ class StaticDecoder:
         self._evict(after)
         return out.logits[0, -1].float()
 
-    def _fixed(self, layer: int) -> Fixed:
+    def _fixed(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> Fixed:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
-        flat, rows, row_1 = self.flats[layer], self.cache.bounded[layer], self.length_L[layer : layer + 1]
-        length_1, starts_BH = row_1 + 1, flat.starts_BH
+        flat, rows = self.flats[layer], self.cache.bounded[layer]
+        starts_BH, lengths_BH, last_BH = flat.starts_BH, lengths_LBH[layer], last_LBH[layer]
         if rows.window is not None:
-            seen_1 = length_1.clamp(max=rows.window)
-            length_1, starts_BH = seen_1, starts_BH + (length_1 - seen_1)
-        lengths_BH = length_1.expand_as(starts_BH)
-        return Fixed(self.seen, row_1, replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, longest=rows.capacity))
+            seen_BH = lengths_BH.clamp(max=rows.window)
+            starts_BH, lengths_BH, last_BH = starts_BH + (lengths_BH - seen_BH), seen_BH, seen_BH - 1
+        seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, last_BH=last_BH, longest=rows.capacity)
+        return Fixed(self.seen, position, self.length_L[layer : layer + 1], seen)
 
     def _make_room(self, cuts: Cuts) -> None:
         for cut in cuts:

@@ -13,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin
 from locret_kernels.backend import function
 from locret_kernels.ragged_decode import PackedRows
 
-from ...policies.base import rows_of
 from ..decoding import VarlenRows
 
 Index = slice | Tensor | tuple[slice | Tensor | int, ...]
@@ -200,8 +199,9 @@ class BoundedLayer(CacheLayerMixin):
 
     @property
     def reads_flat(self) -> bool:
-        """Whether one token's attention reads ``flat`` rather than ``parts``."""
-        return False
+        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it. PyTorch's
+        attention may plan anew for every length, and takes keys that are rotated already."""
+        return self.backend != "reference"
 
     def flat(self) -> VarlenRows:
         """The rows as they lie, of all heads together."""
@@ -251,7 +251,8 @@ class BoundedLayer(CacheLayerMixin):
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
         # In place: row i moves to a row that is not above it, so order by age is kept.
-        function("compact_rows", self.backend)(self._moving(), rows_of(stay_BHS, mean))
+        index_BHK = function("kept_rows", self.backend)(stay_BHS, mean)
+        function("compact_rows", self.backend)(self._moving(), index_BHK)
         self.rows = mean
         self.since_eviction = 0
 
