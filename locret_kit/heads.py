@@ -101,7 +101,7 @@ class RetainingHead(nn.Module):
         self.act = ACT2FN[config.activation]
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        x_BTE = torch.cat((q_BQTD, k_BHTD, v_BHTD), dim=1).transpose(1, 2).flatten(2)
+        x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
         hidden = self.act(F.linear(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
         return self.fc2(hidden).transpose(1, 2).float()
 
@@ -114,7 +114,7 @@ class LinearHead(nn.Module):
         self.fc1 = nn.Linear((config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_kv_heads)
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        x_BTE = torch.cat((q_BQTD, k_BHTD, v_BHTD), dim=1).transpose(1, 2).flatten(2)
+        x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
         return self.fc1(x_BTE.to(self.fc1.weight.dtype)).transpose(1, 2).float()
 
 
@@ -139,7 +139,7 @@ class SinkHead(nn.Module):
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         Q, H, r = self.shape
-        x_BTE = torch.cat((q_BQTD, k_BHTD, v_BHTD), dim=1).transpose(1, 2).flatten(2).to(self.query.weight.dtype)
+        x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD).to(self.query.weight.dtype)
         a_BTHGr = self.query_norm(self.query(x_BTE).unflatten(-1, (H, Q // H, r))).float()
         b_BTHr = self.key_norm(self.key(x_BTE).unflatten(-1, (H, r))).float()
         own_BTHG = torch.einsum("bthgr,bthr->bthg", a_BTHGr, b_BTHr) / math.sqrt(r) + self.bias.float().view(H, -1)
@@ -150,6 +150,24 @@ class SinkHead(nn.Module):
 
 FORMS: dict[str, type[nn.Module]] = {"mlp": RetainingHead, "linear": LinearHead, "sink": SinkHead}
 """By ``HeadsConfig.form``."""
+
+
+def _side_by_side(*parts_BXTD: Tensor) -> Tensor:
+    """``[B, T, E]``: the heads of all parts, one after another. Where they lie so already (a fused projection's output), nothing
+    is copied."""
+    first, at = parts_BXTD[0], parts_BXTD[0].storage_offset()
+    B, _, T, D = first.shape
+    width = D * sum(x.shape[1] for x in parts_BXTD)
+    for x in parts_BXTD:
+        follows = x.untyped_storage()._cdata == first.untyped_storage()._cdata and x.storage_offset() == at
+        # The stride of an axis of one element says nothing.
+        lies = all(
+            n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), (first.stride(0), D, width, 1), strict=True)
+        )
+        if not (follows and lies) or x.requires_grad:
+            return torch.cat([x.transpose(1, 2).flatten(2) for x in parts_BXTD], dim=-1)
+        at += x.shape[1] * D
+    return first.as_strided((B, T, width), (first.stride(0), width, 1))
 
 
 class RetainingHeads(nn.Module):

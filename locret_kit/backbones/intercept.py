@@ -1,12 +1,14 @@
 """The one place where a backbone's attention is met.
 
 ``attach(model)`` routes every attention call of ``model`` to a handler, while one is set, and lets everything else pass
-to the backbone's own attention. Meanwhile MLPs work in slices (``slices``). A handler is any object with
+to the backbone's own attention. Meanwhile MLPs work in slices (``slices``), and elementwise work is fused where kernels act
+(``fused``). A handler is any object with
 
     attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling) -> out_BQTD
 
 and gets q, k and v **before RoPE** (the rotary module answers cos = 1, sin = 0 meanwhile) when it says
-``wants_unrotated = True``. The bounded cache is one handler, the training observer the other. This module knows neither.
+``wants_unrotated = True``. One whose ``backend`` is ``triton`` lets kernels do the backbone's elementwise work. The bounded cache
+is one handler, the training observer the other. This module knows neither.
 
 A cache of several texts also has ``begin(model, arguments)``, which gives the arguments of the decoder's forward, and
 ``finish(hidden, ids)``, which is called after it (see ``cache.lanes``).
@@ -29,6 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .families import decoder_of, require_adapter, text_config
+from .fused import fuse
 from .slices import replace_forward, slice_mlps
 
 NAME = "locret"
@@ -122,6 +125,15 @@ def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
         )
 
 
+def kernels_act(x: Tensor) -> bool:
+    """Whether the forward that runs now in this thread leaves elementwise work on ``x`` to kernels: on a card, where its
+    handler has them, and where nothing is differentiated."""
+    handler = _ACTIVE.handler
+    if handler is None or x.device.type == "cpu" or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    return getattr(handler, "backend", "reference") != "reference"
+
+
 def unrotated(rotary: Any) -> Callable[[], None]:
     """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE; returns what undoes it. Its own
     forward is not called then: of LongRoPE it makes the host wait for the largest position, in every forward."""
@@ -129,6 +141,8 @@ def unrotated(rotary: Any) -> Callable[[], None]:
     def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
             return forward(x, position_ids, *kind, **named)
+        if kernels_act(x):
+            return None, None  # `fused` passes q and k through
         inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
         return cos_BTR, torch.zeros_like(cos_BTR)
@@ -155,7 +169,7 @@ class Attachment:
         self._previous = config._attn_implementation
         decoder, words = decoder_of(model), model.get_output_embeddings()
         model.set_attn_implementation(NAME)
-        self._undo = [replace_forward(decoder, self._forward), slice_mlps(model)]
+        self._undo = [replace_forward(decoder, self._forward), fuse(model, kernels_act), slice_mlps(model)]
         if hasattr(decoder, "rotary_emb"):
             self._undo.append(unrotated(decoder.rotary_emb))
         if words is not None:
@@ -206,7 +220,7 @@ class Attachment:
     def detach(self) -> None:
         """Restore forwards, hooks and the attention implementation; safe to call twice."""
         undo, self._undo = self._undo, []
-        for restore in undo:
+        for restore in reversed(undo):  # an MLP's forward is replaced twice
             restore()
         if undo:
             self.model.set_attn_implementation(self._previous)

@@ -139,6 +139,11 @@ class BoundedCache(Cache):
         return self._context
 
     @property
+    def backend(self) -> str:
+        """Of ``locret_kernels``, once bound."""
+        return self.context.backend
+
+    @property
     def wants_unrotated(self) -> bool:
         """Whether q and k come before RoPE."""
         return self.context.ropes is not None

@@ -45,6 +45,11 @@ class Lanes(Cache):
         return False
 
     @property
+    def backend(self) -> str:
+        """Of ``locret_kernels``."""
+        return self.lanes[0].backend
+
+    @property
     def wants_unrotated(self) -> bool:
         """Whether q and k come before RoPE."""
         return self.lanes[0].wants_unrotated

@@ -1,0 +1,111 @@
+"""A backbone's elementwise work in fewer launches: norms with the residual before them, gated activations, and no rotation by
+zero. Only where the kernels of ``locret_kernels`` act; elsewhere, and once it is undone, every module is as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from locret_kernels.backend import function
+
+from .families import decoder_of, has_adapter, text_config
+from .slices import replace_forward
+
+Acts = Callable[[Tensor], bool]
+"""Whether kernels act on a tensor, in the forward that runs now."""
+
+
+def fuse(model: PreTrainedModel, acts: Acts) -> Callable[[], None]:
+    """Let kernels do a model's elementwise work where they act; returns what undoes it. Modules that are not of the known kinds
+    are left as they are, and so are those that accelerate moves between devices."""
+    config = text_config(model)
+    undo = ExitStack()
+    if not has_adapter(config):
+        return undo.close
+    decoder = decoder_of(model)
+    for layer in decoder.layers:
+        undo.callback(_skip_identity(sys.modules[type(layer.self_attn).__module__]))
+        after = layer.post_attention_layernorm
+        if _is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
+            undo.callback(replace_forward(layer, partial(_layer, layer, after, acts)))
+        if getattr(config, "hidden_act", None) == "silu" and not hasattr(layer.mlp, "_hf_hook"):
+            undo.callback(replace_forward(layer.mlp, partial(_mlp, layer.mlp, acts)))
+    for norm in filter(_is_rms_norm, decoder.modules()):
+        undo.callback(replace_forward(norm, partial(_norm, norm, acts)))
+    return undo.close
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm as Llama's: it scales by its weight what was rounded before."""
+    name = type(module).__name__
+    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
+
+
+def _norm(norm: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+    if not acts(x) or norm.weight.dtype != x.dtype:
+        return forward(x)
+    normed: Tensor = function("rms_norm", "triton")(x, norm.weight, norm.variance_epsilon)[0]
+    return normed
+
+
+def _layer(layer: Any, after: Any, acts: Acts, forward: Callable[..., Any], hidden_states: Tensor, **rest: Any) -> Any:
+    """A decoder layer, whose first residual is added where its sum is normalised."""
+    if not acts(hidden_states) or layer.training or after.weight.dtype != hidden_states.dtype:
+        return forward(hidden_states, **rest)
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
+    normed, total = function("rms_norm", "triton")(attended, after.weight, after.variance_epsilon, hidden_states)
+    return total + layer.mlp(normed)
+
+
+def _mlp(mlp: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """A gated MLP, its two inward products apart or in one matrix."""
+    if not acts(x):
+        return forward(x)
+    gate, up = (
+        mlp.gate_up_proj(x).chunk(2, dim=-1) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj(x), mlp.up_proj(x))
+    )
+    out: Tensor = mlp.down_proj(function("swiglu", "triton")(gate, up))
+    return out
+
+
+# ---- rotation by zero --------------------------------------------------------------------------------------------------
+
+_LOCK = threading.Lock()
+_USERS: dict[ModuleType, int] = {}
+"""Attached models of each modelling module whose rotation is wrapped."""
+ROTATION = "apply_rotary_pos_emb"
+
+
+def _skip_identity(module: ModuleType) -> Callable[[], None]:
+    """Let a modelling module's rotation pass q and k through where it is given no cos; returns what undoes it."""
+    with _LOCK:
+        _USERS[module] = _USERS.get(module, 0) + 1
+        rotate = getattr(module, ROTATION)
+        if _USERS[module] == 1:
+            setattr(module, ROTATION, _passing(rotate))
+
+    def restore() -> None:
+        with _LOCK:
+            _USERS[module] -= 1
+            if not _USERS[module]:
+                del _USERS[module]
+                setattr(module, ROTATION, getattr(module, ROTATION).__wrapped__)
+
+    return restore
+
+
+def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    @wraps(rotate)
+    def passing(q: Tensor, k: Tensor, cos: Tensor | None, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
+
+    return passing
