@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import torch
@@ -120,7 +120,7 @@ class Slots:
     rope: Rope | None = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
     next_position: Tensor | None = None
-    """Position ``[B, H]`` (int64) by which the next token would be rotated."""
+    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_adapter``."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls."""
     group: Sequence[Slots] = ()
@@ -229,6 +229,11 @@ class Scope(Part, Protocol):
     def reserved(self, budget: int, chunk: int, stabilizers: int) -> int:
         """Number of slots that the scope asks for, not cut to the budget. Arguments as in ``window``."""
         return self.window(budget, chunk, stabilizers)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it protects nothing, so that it need not be asked."""
+        return False
 
     def protects(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``; True stays while there is room."""
@@ -348,21 +353,14 @@ def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Ten
     lowest = torch.finfo(scores_BHS.dtype).min
     keys_BHS = scores_BHS.clamp(min=lowest, max=-lowest).masked_fill(protected_BHS, float("inf"))
     keys_BHS = keys_BHS.masked_fill(~valid_BHS, float("-inf"))
-    order_BHS = keys_BHS.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    place_S = torch.arange(keys_BHS.shape[-1], device=keys_BHS.device).expand_as(order_BHS)
-    return torch.empty_like(order_BHS).scatter_(-1, order_BHS, place_S).flip(-1)
+    worst_first_BHS = keys_BHS.argsort(dim=-1, stable=True)  # of equals the older one, which is then the worse
+    place_S = torch.arange(keys_BHS.shape[-1] - 1, -1, -1, device=keys_BHS.device).expand_as(worst_first_BHS)
+    return torch.empty_like(worst_first_BHS).scatter_(-1, worst_first_BHS, place_S)
 
 
 def share_of(budgets_BH: Tensor, ratio: float) -> Tensor:
     """``ratio`` of each budget (int64), rounded down."""
     return (budgets_BH.double() * ratio).long()
-
-
-def rows_of(stay_BHS: Tensor, keep: int) -> Tensor:
-    """Row indices ``[B, H, keep]`` (int64, ascending) of a boolean with ``keep`` True in each head."""
-    place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place after them
-    row_S = torch.arange(place_BHS.shape[-1], device=place_BHS.device).expand_as(place_BHS)
-    return place_BHS.new_empty(*place_BHS.shape[:-1], keep + 1).scatter_(-1, place_BHS, row_S)[..., :keep]
 
 
 @dataclass(frozen=True)
@@ -441,11 +439,10 @@ class Policy:
     def protected(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
         selection leaves to score and scopes."""
-        protected_BHS = torch.zeros_like(slots.valid) if slots.pinned is None else slots.pinned.clone()
         own = replace(slots, keep=slots.keep - self.selection.aside(slots.keep))
-        for scope in self.scopes:
-            protected_BHS |= scope.protects(own)
-        return protected_BHS
+        found = [] if slots.pinned is None else [slots.pinned]
+        found += [scope.protects(own) for scope in self.scopes if not scope.idle]
+        return reduce(torch.logical_or, found) if found else torch.zeros_like(slots.valid)
 
     def verdicts(self, slots: Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
         """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query

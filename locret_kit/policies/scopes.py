@@ -17,6 +17,10 @@ class Sinks(Scope):
     def reserved(self, budget: int, chunk: int, stabilizers: int) -> int:
         return self.n
 
+    @property
+    def idle(self) -> bool:
+        return not self.n
+
     def protects(self, slots: Slots) -> Tensor:
         return (slots.positions < self.n) & slots.valid
 
