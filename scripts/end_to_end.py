@@ -22,11 +22,15 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from triton.errors import TritonError
 
+from locret_kernels.backend import choose
 from locret_kernels.cases import Shape, cases
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
+from locret_kit.cache.attention import operator
 from locret_kit.naming import first_line
-from locret_kit.planning.plan import ITEM_BYTES, Backbone, Setting, head_parameters, plan_inference
+from locret_kit.planning.cards import card_of
+from locret_kit.planning.plan import Backbone, Setting, head_parameters, plan_inference
+from locret_kit.runtime import speed
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 WARM, TIMED = 8, 48
@@ -152,11 +156,22 @@ def operations(config: Any, setting: Setting) -> float:
 
 
 def bytes_read(config: Any, dtype: str, rows: int) -> int:
-    """Bytes that a decoded token must read: the weights, of input embeddings one row at most, and keys and values."""
-    backbone = Backbone.of(config)
-    spec, table = backbone.spec, 0 if config.tie_word_embeddings else backbone.vocab * backbone.hidden
-    numbers = backbone.parameters - table + 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows
-    return ITEM_BYTES[dtype] * numbers
+    """Bytes that a decoded token must read."""
+    return speed.bytes_read(Backbone.of(config), config.tie_word_embeddings, dtype, rows)
+
+
+def predicted(run: Run) -> speed.Speed | None:
+    """What the cost model says of this run, where it knows the card."""
+    card = card_of(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
+    return None if card is None else speed.predict(run.config, run.setting, card)
+
+
+def attention(run: Run) -> str:
+    """What a chunk's attention over cached rows and one token's run through."""
+    head_size, dtype = Backbone.of(run.config).spec.head_dim, getattr(torch, run.setting.dtype)
+    backend = choose(None, run.device, head_size, dtype)
+    token = "sdpa" if backend == "reference" else "ragged_decode"
+    return f"{operator(run.device, dtype, head_size, backend)}; one token: {token}"
 
 
 def wait(device: torch.device) -> None:
@@ -286,6 +301,10 @@ def shares(run: Run) -> Iterator[Figure]:
         aside = f"{said}; the heads' products are {least:.2g}% of all operations" if name == "scoring" else said
         yield Figure(f"share of prefill in {name}", 100 * part / total, "%", aside)
     yield Figure("share of prefill in all three", 100 * sum(took) / total, "%", said)
+    products = 2 * (full[-1][0] - first) * heads / run.flops
+    beyond = max(0.0, sum(took) - products) / total
+    aside = f"{said}; the products at the matmul ceiling take {100 * products / total:.2g}%"
+    yield Figure("share of prefill in all three beyond the heads' products", 100 * beyond, "%", aside)
 
 
 def prefilling(run: Run) -> Iterator[Figure]:
@@ -296,6 +315,9 @@ def prefilling(run: Run) -> Iterator[Figure]:
     work = f"{run.floor(tokens) * run.flops / tokens / 1e9:.4g} GFLOP per token"
     yield Figure("prefill", tokens / seconds, "tokens/s")
     yield Figure("prefill, of the floating-point floor", 100 * run.share, "%", work)
+    if (told := predicted(run)) is not None:
+        share = 100 * told.chunk_floor / told.chunk
+        yield Figure("prefill, of the floating-point floor, predicted", share, "%", told.card.name)
     yield Figure("peak memory, planned", planned / 2**30, "GiB")
     if most is None:
         yield Figure("peak memory, allocated", None, "GiB", "not measured: no CUDA device's allocator here")
@@ -331,6 +353,9 @@ def decoding(run: Run) -> Iterator[Figure]:
                 floor = bytes_read(run.config, s.dtype, rows) / run.bandwidth
                 share, least = 100 * floor / seconds, f"{1e3 * floor:.4g} ms"
                 yield Figure(f"decode at a full cache, {form}, of the copy floor", share, "%", least)
+    if (told := predicted(run)) is not None:
+        share = 100 * told.token_floor / told.token
+        yield Figure("decode at a full cache, graph, of the copy floor, predicted", share, "%", told.card.name)
     for form in ("dynamic", "graph"):
         if len(times := [took[c, form] for c in dict.fromkeys(contexts) if (c, form) in took]) == 2:
             name = f"decode after the whole prompt against a short one, {form}"

@@ -1,4 +1,5 @@
-"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: what a run needs, before it is run. No GPU, no weights, no Hub."""
+"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: what a run needs, before it is run (with ``--speed`` its speed). No GPU,
+no weights, no Hub."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.plan import PLAN, PlanOptions
 from ..config.reader import Values, read
 from .command import command
+
+if TYPE_CHECKING:
+    from ..planning.plan import Setting
+    from ..policies.base import Policy
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 """Where neither the user nor the recipe says."""
@@ -71,6 +76,13 @@ def run(args: PlanOptions) -> int:
     from ..planning.sizes import parse_bytes, show
     from ..policies.grammar import parse_policy
 
+    if args.gpu is not None and not args.speed:
+        raise ValueError(f"gpu={args.gpu} is the card of a predicted speed: give --speed too")
+    if args.gpu_memory is None:
+        if not args.speed:
+            raise ValueError("gpu_memory is missing: --gpu-memory SIZE, such as 24GiB (or --speed)")
+        args.load_plugin()
+        return _speed(args)
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
@@ -100,14 +112,7 @@ def run(args: PlanOptions) -> int:
         return 0
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
-    published = {"budget": BUDGET, "chunk": CHUNK} | {
-        key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")
-    }
-    run_settings = replace(replace(args.run, one_shot=False).resolved(published, args.context), one_shot=args.one_shot)
-    setting = p.Setting(
-        args.context, run_settings, dtype=args.dtype, d_hidden=d_hidden,
-        policy=policy, weight_bits=bits,
-    )  # fmt: skip
+    setting = _setting(args, recipe, policy)
     plan = fit.require_fit(backbone, setting, cap)
     if (sessions := args.sessions) is not None:
         caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
@@ -141,6 +146,34 @@ def run(args: PlanOptions) -> int:
             f"training these heads: the longest sample that fits is {fit.largest_sample(backbone, step, cap)} tokens"
         )
     print("\n".join(say))
+    return 0
+
+
+def _setting(args: PlanOptions, recipe: Values, policy: Policy) -> Setting:
+    """The run that is planned."""
+    from ..planning.plan import Setting
+
+    published = {"budget": BUDGET, "chunk": CHUNK} | {
+        key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")
+    }
+    run_settings = replace(replace(args.run, one_shot=False).resolved(published, args.context), one_shot=args.one_shot)
+    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN)
+    return Setting(
+        args.context, run_settings, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=args.weight_bits
+    )
+
+
+def _speed(args: PlanOptions) -> int:
+    """Print the predicted speed on one card, or on all."""
+    from ..planning.cards import CARDS
+    from ..policies.grammar import parse_policy
+    from ..runtime.speed import predict, record
+
+    config, recipe = resolve(args.model)
+    setting = _setting(args, recipe, parse_policy(args.policy))
+    recorded = record(config, setting)
+    cards = CARDS.values() if args.gpu is None else [CARDS[args.gpu]]
+    print("\n\n".join("\n".join(predict(config, setting, card, recorded).lines()) for card in cards))
     return 0
 
 
