@@ -76,6 +76,8 @@ class Row:
     transformers: str
     commit: str
     date: str
+    attention: str = ""
+    """What attention ran through."""
 
 
 class Step(NamedTuple):
@@ -146,6 +148,8 @@ class Table:
         slug = re.sub(r"[^a-z0-9]+", "-", self.origin["device"].lower())
         self.out = out or BENCHMARKS / "results" / f"{slug}.csv"
         self.cap, self.began, self.seconds = cap, time.monotonic(), seconds
+        self.attention = ""
+        """Of the model that is measured now."""
 
     def left(self) -> float:
         """Seconds."""
@@ -155,7 +159,10 @@ class Table:
         (name, value, unit, note), goal = figure, targets.target(figure.name, model)
         context, said = (0, "") if setting is None else (setting.context, str(setting))
         where = {**self.origin, "transformers": transformers.__version__}
-        bench.append(self.out, Row(model, part, name, value, unit, goal, note, context, said, self.cap, **where))
+        bench.append(
+            self.out,
+            Row(model, part, name, value, unit, goal, note, context, said, self.cap, **where, attention=self.attention),
+        )
         number = "-" if value is None else f"{value:.4g}"
         aim = f" (target: {goal})" if goal else ""
         print(f"{model:<12} {part:<8} {name:<58} {number:>10} {unit}{aim}{'; ' if note else ''}{note}", flush=True)
@@ -205,6 +212,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
             if on_gpu:
                 cap_gpu_memory(args.gpu_memory, str(device))
             run.build()
+            table.attention = e2e.attention(run)
             gate, *rest = steps(args.part)
             reason = table.make(gate, run)
             right &= not run.wrong
@@ -214,6 +222,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
             right = False
             table.lack(name, "gate", "everything after this row", failure(error), setting)
         del run
+        table.attention = ""
     if "ops" in args.part:
         right &= operations(table, {name: bench.SHAPES.get(name, bench.TINY) for name in args.model}, device)
     return table.out, right

@@ -142,11 +142,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         rows = read_rows(files)
         cells, ground = summarize(rows), provenance(rows, files)
-        gpus = targets.to_markdown(read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows))
+        gpus = read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows)
         sections = (
             ("README.md", "summary", short(cells, SUMMARY)),
             ("docs/results/needles.md", "needles", f"{ground}\n{needles(cells)}"),
-            ("docs/results/gpu.md", "gpu", gpus),
+            ("docs/results/gpu.md", "gpu", targets.to_markdown(gpus, targets.predicted())),
         )
         texts = {args.root / "checkpoints" / HEADS / "RESULTS.md": f"# Results\n\n{ground}\n{to_markdown(cells)}"}
         for name, marker, table in sections:

@@ -4,13 +4,15 @@ what its rows reach."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 
 TOKENS, CAP = 131072, "24GiB"
 MODELS = {"phi3-mini": "Phi-3-mini", "llama3.1-8b": "Llama-3.1-8B"}
 """Recipe -> name."""
 TARGETS: dict[str, tuple[str, str | dict[str, str]]] = {
     "prefill, of the floating-point floor": ("%", "at least 60"),
-    "share of prefill in all three": ("%", "at most 3"),
+    "share of prefill in all three beyond the heads' products": ("%", "at most 3"),
     "peak memory, allocated against planned": ("times", "0.95 to 1.05"),
     "prefill against full attention": ("times faster", {"phi3-mini": "at least 2.5", "llama3.1-8b": "at least 1.8"}),
     "cache against full attention": ("times smaller", {"phi3-mini": "at least 14", "llama3.1-8b": "at least 7"}),
@@ -31,9 +33,37 @@ def target(figure: str, model: str) -> str:
     return goal if isinstance(goal, str) else goal.get(model, "")
 
 
-def to_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+@cache
+def predicted() -> Mapping[tuple[str, str], str]:
+    """What the cost model says of the cards of `locret_kit/planning/cards.py`, in their order, by model and figure."""
+    from locret_kit.cli.plan import resolve
+    from locret_kit.planning.cards import CARDS
+    from locret_kit.planning.plan import Setting
+    from locret_kit.runtime.speed import predict, record
+    from locret_kit.settings import RunSettings
+
+    found = {}
+    for model in MODELS:
+        config, recipe = resolve(model)
+        names = ("budget", "chunk", "stabilizers", "local_len")
+        run = RunSettings.of({name: recipe.get(f"infer.{name}") for name in names})
+        setting = Setting(TOKENS, run, "bfloat16", recipe["heads.d_hidden"])
+        made = record(config, setting)
+        speeds = [predict(config, setting, card, made) for card in CARDS.values()]
+        for figure, shares in (
+            ("prefill, of the floating-point floor", [x.chunk_floor / x.chunk for x in speeds]),
+            ("decode at a full cache, graph, of the copy floor", [x.token_floor / x.token for x in speeds]),
+        ):
+            found[model, figure] = " / ".join(f"{100 * share:.0f}" for share in shares)
+    return found
+
+
+def to_markdown(
+    rows: Sequence[Mapping[str, str]], predicted: Mapping[tuple[str, str], str] = MappingProxyType({})
+) -> str:
     """A table for each device and commit, newest first, of every target and what rows of `scripts/gpu.py` reach of it; one of
-    "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the same thing the last counts."""
+    "not measured yet" without rows, and what is ``predicted``. Rows of other lengths or caps are left out; of rows for the
+    same thing the last counts."""
     runs: dict[str, dict[tuple[str, str], Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if (row["context"], row["cap"]) != (str(TOKENS), CAP):
@@ -41,19 +71,22 @@ def to_markdown(rows: Sequence[Mapping[str, str]]) -> str:
         versions = f"torch {row['torch']}, triton {row['triton']}, transformers {row['transformers']}"
         where = f"{row['device']}, driver {row['driver']}, {versions}, commit {row['commit']}, {row['date']}"
         runs.setdefault(where, {})[row["model"], row["measurement"]] = row
-    return "\n".join(_table(where, found) for where, found in reversed((runs or {"no GPU so far": {}}).items()))
+    every = reversed((runs or {"no GPU so far": {}}).items())
+    return "\n".join(_table(where, found, predicted) for where, found in every)
 
 
-def _table(where: str, found: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
+def _table(
+    where: str, found: Mapping[tuple[str, str], Mapping[str, str]], predicted: Mapping[tuple[str, str], str]
+) -> str:
     lines = [[f"{TOKENS:,} tokens under {CAP} ({where})", "target", *MODELS.values()], ["---"] * (2 + len(MODELS))]
     for figure, (unit, _) in TARGETS.items():
         goals = dict.fromkeys(target(figure, model) for model in MODELS)
-        cells = [_measured(found.get((model, figure))) for model in MODELS]
+        cells = [_measured(found.get((model, figure)), predicted.get((model, figure))) for model in MODELS]
         lines.append([f"{figure} ({unit})", " and ".join(goals), *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _measured(row: Mapping[str, str] | None) -> str:
+def _measured(row: Mapping[str, str] | None, predicted: str | None) -> str:
     if row is None:
-        return "not measured yet"
+        return "not measured yet" + (f" (predicted: {predicted})" if predicted else "")
     return f"{float(row['value']):.3g}" if row["value"] else row["note"]
