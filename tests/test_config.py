@@ -50,6 +50,13 @@ def test_the_comparison_differs_only_in_target_and_loss():
     assert (ours.loss.top_weight, paper.loss.top_weight) == (20.0, 1.0)
 
 
+def test_the_narrow_heads_differ_in_width_alone():
+    paper, narrow = load_config(["recipe=phi3-mini"]), load_config(["recipe=phi3-mini-narrow"])
+    assert (paper.heads.d_hidden, narrow.heads.d_hidden) == (1024, 256)
+    same = ("backbone", "target", "loss", "data", "optim", "trainer", "infer", "seed")
+    assert all(getattr(paper, name) == getattr(narrow, name) for name in same)
+
+
 def test_overrides():
     config = load_config(
         [*TINY, "optim.lr=1e-4", "data.sources=[synthetic,a.jsonl]", "data.weights=[2, 1]", "out=x/${recipe}"]
