@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from locret_kernels.compact import kept_rows
 from locret_kit.policies.allocation import Adaptive, Pyramid
-from locret_kit.policies.base import Slots, TopK, rank_of, rows_of
+from locret_kit.policies.base import Slots, TopK, rank_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.methods.kvcrush import KMeans, Representatives
 from locret_kit.policies.methods.locret import Cis
@@ -137,11 +138,11 @@ def test_importance_is_compared_across_heads_in_its_own_unit():
 
 @given(S=st.integers(1, 40), share=st.floats(0, 1), seed=st.integers(0, 999))
 @MANY
-def test_rows_of_what_stays(S, share, seed):
+def test_kept_rows_of_what_stays(S, share, seed):
     keep = int(share * S)
     order = torch.rand(2, 3, S, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     stay = torch.zeros(2, 3, S, dtype=torch.bool).scatter_(-1, order[..., :keep], True)
-    assert torch.equal(rows_of(stay, keep), stay.nonzero()[:, 2].view(2, 3, keep))
+    assert torch.equal(kept_rows(stay, keep), stay.nonzero()[:, 2].view(2, 3, keep))
 
 
 def slots_of(scores, valid, seed: int = 0) -> Slots:
