@@ -61,8 +61,10 @@ def test_backends_agree(model, policy, bits, kernel, positions):
     assert common.INTERPRETED
     with mock.patch.object(decoding, "function", wraps=decoding.function) as used:
         mine, theirs = (run(model, policy, bits, backend, positions) for backend in ("triton", "reference"))
-    calls = [call.args for call in used.call_args_list]
-    assert calls == [(kernel, backend) for backend in ("triton", "reference") for _ in range(2 * DECODED) if kernel]
+    calls = [call.args for call in used.call_args_list if call.args[0] != "rotate_rows"]
+    # With kernels one token reads rows of every kind as they lie.
+    wanted = [(kernel or "ragged_decode", "triton")] * 2 * DECODED
+    assert calls == wanted + ([(kernel, "reference")] * 2 * DECODED if kernel else [])
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
 
