@@ -155,8 +155,8 @@ def turns(args: argparse.Namespace) -> None:
     with attach(model):
         for pinned in (True, False):
             chat = Chat(model, tokenizer, settings=args.budget, heads=heads, max_new_tokens=8)
-            short = [statement.split(" Remember")[0] for statement, _, _ in told]
-            list(chat.say("Remember these facts.\n" + "\n".join(short)))
+            short = [f"{statement.split(' Remember')[0]}\n" for statement, _, _ in told]
+            list(chat.say("Remember these facts.\n" + "".join(short)))
             if pinned:
                 chat.pin()
             answered = {}
