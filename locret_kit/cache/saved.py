@@ -119,6 +119,23 @@ class Saved:
             return replace(made(Resolved, self.settings, whole=True), backend=None)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where the numbers of a cache come from, by content. To make one reads all weights of the heads: a server makes it once."""
+
+    model: dict[str, object]
+    heads: str | None
+
+    @classmethod
+    def of(cls, model: Any, heads: RetainingHeads | None) -> Origin:
+        """Of a backbone and retaining heads."""
+        return cls(identity_of(model), None if heads is None else fingerprint(heads.parameters()))
+
+    def of_cache(self, cache: BoundedCache) -> Origin:
+        """Of a cache, which may be scored without the heads."""
+        return self if cache.heads is not None else replace(self, heads=None)
+
+
 def save_cache(
     cache: BoundedCache, path: str | Path, document: Record | None = None, more: Mapping[str, Tensor] | None = None
 ) -> None:
@@ -135,8 +152,9 @@ def save_cache(
     write(Path(path), {**record, "document": document}, {**tensors, **(more or {})})
 
 
-def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
-    """The record and the tensors of a cache, in logical order. Raises ValueError as ``save_cache``."""
+def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, dict[str, Tensor]]:
+    """The record and the tensors of a cache, in logical order; ``origin`` where it is known. Raises ValueError as
+    ``save_cache``."""
     cache.refuse_interrupted()
     ctx = cache.context
     if ctx.policy.keeps_everything and ctx.settings.kv_bits is not None and cache.schedule.prompt_length is None:
@@ -162,11 +180,12 @@ def export(cache: BoundedCache) -> tuple[Record, dict[str, Tensor]]:
         tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32)
     if len(cache.pins) > MOST_PINS:
         raise ValueError(f"pins: {len(cache.pins)} ranges must be at most {MOST_PINS} in a file")
+    known = (origin or Origin.of(ctx.model, cache.heads)).of_cache(cache)
     record: Record = {
         "kit": versions("locret_kit")["locret_kit"],
         "created": time.strftime(CREATED, time.gmtime()),
-        "model": identity_of(ctx.model),
-        "heads": fingerprint(cache.heads.parameters()) if cache.heads is not None else None,
+        "model": known.model,
+        "heads": known.heads,
         "policy": cache.policy.name,
         "parts": parts,
         "pool": _pool(cache.policy),
@@ -235,18 +254,20 @@ def restore(
     *,
     where: str,
     force: bool = False,
+    origin: Origin | None = None,
 ) -> BoundedCache:
-    """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load_cache``."""
+    """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load_cache``;
+    ``origin`` where it is known."""
     with blaming(where, ValueError):
         cache = BoundedCache(
             saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
         )  # nothing is allocated yet
         # The same model under another name or revision is the same: those two are for people.
-        model_here = identity_of(model)
+        known = (origin or Origin.of(model, cache.heads)).of_cache(cache)
         here: dict[str, object] = {
-            "model": model_here | {name: saved.model.get(name) for name in NAMES},
+            "model": known.model | {name: saved.model.get(name) for name in NAMES},
             "parts": parts_of(cache.policy),
-            "heads": fingerprint(heads.parameters()) if cache.heads is not None and heads is not None else None,
+            "heads": known.heads,
             "pool": _pool(cache.policy),
         }
         _refuse({name: getattr(saved, name) for name in here}, here)

@@ -198,7 +198,7 @@ class Engine:
         self.sessions, self.queue, self.store = sessions, queue, store
         self.fits = Fits(model, settings, heads, (policy, *policies))
         if store is not None:
-            store.scan(lambda saved, about: self.fits.check(saved, session=not about))
+            store.scan(lambda saved, about: self.fits.check(saved, session=not about), self.fits.origin)
         self.figures = Figures()
         self._turns: Turns[Text] = Turns(replace(settings, one_shot=False).resolved({}, 1).chunk, piece)
         self._batch = Batch(model, stop_ids(model, tokenizer), most=1 << 30, piece=piece, turns=self._turns)

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
+from ..backbones.identity import NAMES, first_difference
 from ..cache.bounded import BoundedCache
-from ..cache.saved import Saved
+from ..cache.saved import Origin, Saved
 from ..heads import RetainingHeads
 from ..policies.base import Policy
 from ..policies.grammar import parts_of
@@ -30,12 +30,9 @@ class Fits:
         self.model, self.settings, self.heads, self.policies = model, settings, heads, policies
 
     @cached_property
-    def _model(self) -> dict[str, object]:
-        return identity_of(self.model)
-
-    @cached_property
-    def _heads(self) -> str | None:
-        return None if self.heads is None else fingerprint(self.heads.parameters())
+    def origin(self) -> Origin:
+        """The model and the heads, by content."""
+        return Origin.of(self.model, self.heads)
 
     def check(self, saved: Saved, *, session: bool = False) -> None:
         """Refuse a saved cache.
@@ -47,9 +44,9 @@ class Fits:
             ValueError: it is another model's, its policy is not allowed here, or it has more slots than a session.
         """
         names = {name: saved.model.get(name) for name in NAMES}
-        heads = None if saved.heads is None else self._heads
+        heads = None if saved.heads is None else self.origin.heads
         there: dict[str, object] = {"model": saved.model, "heads": saved.heads}
-        if found := first_difference(there, {"model": self._model | names, "heads": heads}):
+        if found := first_difference(there, {"model": self.origin.model | names, "heads": heads}):
             raise ValueError(found)
         policies = self.policies[:1] if session else self.policies
         if not any(saved.parts == parts_of(policy) for policy in policies):
@@ -57,7 +54,7 @@ class Fits:
             raise ValueError(f"policy={saved.policy[:64]!r} is not allowed here; allowed: {allowed}")
         if saved.batch != 1:
             raise ValueError(f"batch={saved.batch} must be 1")
-        mine = replace_prompt(self.settings, self.policies[0], self.heads, saved.prompt_length)
+        mine = settings_of(self.settings, self.policies[0], self.heads, saved.prompt_length)
         theirs = saved.resolved
         if theirs.share is not None:
             raise ValueError(f"budget={theirs.share} is a share of the prompt: the slots of a session are fixed")
@@ -75,7 +72,7 @@ class Fits:
                 raise ValueError(found)
 
 
-def replace_prompt(
+def settings_of(
     settings: RunSettings, policy: Policy, heads: RetainingHeads | None, prompt_length: int | None
 ) -> dict[str, object]:
     """The settings of a session whose prompt has so many tokens."""

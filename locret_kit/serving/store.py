@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..cache.bounded import BoundedCache
 from ..cache.file import read, read_record, write
-from ..cache.saved import APART, CREATED, Saved, export, restore
+from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
 from ..documents.document import Document
 from ..files import locked, write_beside
 from ..heads import RetainingHeads
@@ -75,6 +75,7 @@ class Store:
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
         self._mine: dict[str, dict[str, Past]] = {}
+        self._origin: Origin | None = None
         self.failing: str | None = None
         """Why the last file could not be written; None where it was."""
         self.written = self.failures = 0
@@ -90,10 +91,11 @@ class Store:
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
-    def scan(self, check: Callable[[Saved, str], None]) -> None:
+    def scan(self, check: Callable[[Saved, str], None], origin: Origin) -> None:
         """Find what an earlier server left. Damaged files are removed; those that ``check(record, about)`` refuses stay and
         count, since a server with other settings may want them. Both are said in one line each.
         """
+        self._origin = origin
         damaged, other = [], []
         found = []
         for path in self.folder.glob(f"*/*{SUFFIX}"):
@@ -184,7 +186,7 @@ class Store:
         about = {"about": past.about, "tokens": past.tokens, "sha256": past.sha256}
 
         def to(path: Path) -> None:
-            record, tensors = export(cache)
+            record, tensors = export(cache, self._origin)
             write(path, {**record, "document": about}, tensors)
 
         held = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
@@ -244,7 +246,7 @@ class Store:
                 raise ValueError(f"{path}: it has read something else than it had")
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             mine = policy if saved.policy == policy.name else None
-            cache = restore(saved, own, model, heads, mine, where=str(path))
+            cache = restore(saved, own, model, heads, mine, where=str(path), origin=self._origin)
             if cache.get_seq_length() != past.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {past.tokens}")
         except (OSError, ValueError) as error:
