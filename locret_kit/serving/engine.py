@@ -406,21 +406,27 @@ class Engine:
     def _admit(self) -> None:
         """Give those that wait their turns and their caches, in the order in which they came."""
         for job in list(self._queue):
-            if job.loading:
-                continue
-            if job.cache is not None:  # a document's, or a session's from its file
-                self._enter(job, given(job.cache), job.cache.get_seq_length())
-                continue
-            idle, stored = self._idle_for(job), self._stored_for(job)
-            seen = idle.past.tokens if idle is not None else 0
-            if stored is not None and stored.tokens > seen:
-                if self._room():
-                    self._load(job, stored)
-            elif idle is None:
-                self._begin(job)
-            elif not idle.saving and self._enter(job, given(idle.cache), seen):
-                job.cache, job.name, job.document = idle.cache, idle.past.name, None
-                del self._idle[idle.past.name]
+            if not job.loading:
+                try:
+                    self._admit_one(job)
+                except Exception as error:  # of one request, which ends alone
+                    self._leave_queue(job, "error", error)
+
+    def _admit_one(self, job: Job) -> None:
+        """Let a request enter, or begin to read its session from its file; it goes on waiting where neither can be yet."""
+        if job.cache is not None:  # a document's, or a session's from its file
+            self._enter(job, given(job.cache), job.cache.get_seq_length())
+            return
+        idle, stored = self._idle_for(job), self._stored_for(job)
+        seen = idle.past.tokens if idle is not None else 0
+        if stored is not None and stored.tokens > seen:
+            if self._room():
+                self._load(job, stored)
+        elif idle is None:
+            self._begin(job)
+        elif not idle.saving and self._enter(job, given(idle.cache), seen):
+            job.cache, job.name, job.document = idle.cache, idle.past.name, None
+            del self._idle[idle.past.name]
 
     def _idle_for(self, job: Job) -> Idle | None:
         """The cache in memory that has read most of the prompt's beginning and nothing else."""
@@ -561,7 +567,11 @@ class Engine:
         assert text is not None
         if job.cache is not None and job.cache.layers:
             job.evictions, job.kept_rows = job.cache.counters.evictions, max(job.cache.kept_rows)
-        stays = job.ends(text.tokens) if job.ends is not None and text.tokens else None
+        try:
+            stays = job.ends(text.tokens) if job.ends is not None and text.tokens else None
+        except Exception as error:
+            stays = None
+            self._batch.fail(error, [text])
         if stays is not None:
             self._batch.cancel(text, "stop")
             if job.cache is not None and (more := job.cache.get_seq_length() - len(job.ids) - stays) > 0:
