@@ -23,7 +23,7 @@ from locret_kit.settings import RunSettings
 
 SETTINGS = RunSettings(budget=96, chunk=32, stabilizers=4, local_len=5)
 KEYS = ("key-of-anna", "key-of-bert")
-LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=100_000, documents=3)
+LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=1_000_000, documents=3)
 
 
 @contextmanager
