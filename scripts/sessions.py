@@ -5,7 +5,7 @@
 
 ``questions`` hides 20 facts at 20 depths of the Jargon File, reads it in one process (``read``, unless that was done before),
 loads the file in another and asks there. ``turns`` tells 20 facts in the first message and asks for them in a short
-conversation and after many turns.
+conversation and after many turns: pinned, not pinned, and under full attention, which shows what the model itself can do.
 Each rewrites its block of the page, between HTML comments.
 """
 
@@ -147,48 +147,52 @@ def questions(args: argparse.Namespace) -> None:
 
 
 def turns(args: argparse.Namespace) -> None:
-    """A conversation with its first message pinned, and the same without."""
+    """A conversation with its first message pinned, the same without, and under full attention while the model's window lasts."""
     model, tokenizer, heads = load(args.ckpt)
     told = facts(args.questions, args.seed)
-    columns, checks = [], sorted({1, min(200, args.turns), args.turns})
-    memory = {}
+    window = model.config.max_position_embeddings
+    kinds = {
+        "first message pinned": {"settings": args.budget, "heads": heads},
+        "not pinned": {"settings": args.budget, "heads": heads},
+        "full attention": {"settings": window, "policy": "full"},
+    }
+    checks = sorted({turn for turn in args.checks if turn <= args.turns} | {args.turns})
+    answered: dict[tuple[str, int], list[bool]] = {}
+    memory = []
     with attach(model):
-        for pinned in (True, False):
-            chat = Chat(model, tokenizer, settings=args.budget, heads=heads, max_new_tokens=8)
-            short = [f"{statement.split(' Remember')[0]}\n" for statement, _, _ in told]
-            list(chat.say("Remember these facts.\n" + "".join(short)))
-            if pinned:
+        for kind, given in kinds.items():
+            chat = Chat(model, tokenizer, max_new_tokens=8, **given)
+            lines = [f"{statement.split(' Remember')[0]}\n" for statement, _, _ in told]
+            list(chat.say("Remember these facts.\n" + "".join(lines)))
+            if kind == "first message pinned":
                 chat.pin()
-            answered = {}
             for turn in range(1, args.turns + 1):
                 if turn > 1:
                     list(chat.say(FILLERS[turn % len(FILLERS)]))
-                if turn in (10, args.turns):
-                    memory[pinned, turn] = psutil.Process().memory_info().rss
+                if len(chat.ids) > window - 256 and kind == "full attention":
+                    break
+                if kind == "not pinned" and turn in (min(10, args.turns), args.turns):
+                    memory.append(psutil.Process().memory_info().rss)
                 if turn in checks:
-                    answered[turn] = [asked(chat, question, key) for _, question, key in told]
-            columns.append(answered)
-    at_first = columns[0][1]
+                    answered[kind, turn] = [asked(chat, question, key) for _, question, key in told]
     lines = [
         f"`python scripts/sessions.py turns --ckpt {args.ckpt} --turns {args.turns} --budget {args.budget} --seed {args.seed}`; "
         f"{ground()}.",
         "",
-        f"Of {len(told)} facts, {sum(at_first)} are answered in the short conversation. Of these, after so many turns:",
+        f"{len(told)} facts are told in the first message, fillers follow. Right answers after so many turns:",
         "",
-        "| turns | first message pinned | without |",
-        "|---|---|---|",
+        f"| turns | {' | '.join(kinds)} |",
+        f"|---|{'---|' * len(kinds)}",
         *(
-            f"| {turn} | {sum(a and b for a, b in zip(at_first, columns[0][turn], strict=True))} "
-            f"| {sum(a and b for a, b in zip(at_first, columns[1][turn], strict=True))} |"
+            f"| {turn} | "
+            + " | ".join(str(sum(answered[kind, turn])) if (kind, turn) in answered else "-" for kind in kinds)
+            + " |"
             for turn in checks
         ),
         "",
+        f"Resident memory after turn {args.turns} against turn {min(10, args.turns)}, not pinned: "
+        f"{(memory[-1] - memory[0]) / 2**20:+.1f} MiB.",
     ]
-    grown = {pinned: memory[pinned, args.turns] - memory.get((pinned, 10), 0) for pinned in (True, False)}
-    lines.append(
-        f"Resident memory after turn {args.turns} against turn 10: {grown[True] / 2**20:+.1f} MiB pinned, "
-        f"{grown[False] / 2**20:+.1f} MiB without."
-    )
     put("turns", lines)
 
 
@@ -219,6 +223,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument(
+        "--checks", type=int, nargs="*", default=[1, 4, 12, 50], help="turns after which the facts are asked for"
+    )
     parser.add_argument("--kv-bits", type=int, choices=[2, 4])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", type=Path, default=Path("document.locret"))
