@@ -37,7 +37,9 @@ def test_every_package_is_installed(monkeypatch):
     roots = {"locret_kit": ROOT, "locret_kernels": ROOT / "kernels"}
     files = [(base, file) for package, base in roots.items() for file in (base / package).rglob("*.py")]
     found = {".".join(file.parent.relative_to(base).parts) for base, file in files}
-    assert sorted(given["packages"]) == sorted(found | {"locret_recipes"}), "a folder lacks its __init__.py"
+    assert sorted(given["packages"]) == sorted(found | {"locret_recipes", "locret_examples"}), (
+        "a folder lacks its __init__.py"
+    )
     for package in given["packages"]:
         top, *rest = package.split(".")
         assert ROOT.joinpath(given["package_dir"].get(top, top), *rest, "__init__.py").exists()

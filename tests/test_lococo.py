@@ -179,6 +179,10 @@ class Recorder(Selection):
     def __init__(self, selection) -> None:
         self.selection, self.seen = selection, []
 
+    @property
+    def by_query_head(self) -> bool:
+        return self.selection.by_query_head
+
     def select(self, scores, protected, valid, budgets, slots):
         stay = self.selection.select(scores, protected, valid, budgets, slots)
         self.seen.append([slots.layer, *(x.clone() for x in (scores, protected, slots.positions, valid, stay))])

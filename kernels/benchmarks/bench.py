@@ -94,8 +94,8 @@ def outputs(case: Case, key: str) -> list[object]:
 def agree(mine: list[object], theirs: list[object], what: str, *, exact: bool = False) -> None:
     """Compare a kernel's outputs with its reference's.
 
-    Integers, booleans and infinities must be equal; floats within ``ERROR`` and ``LARGEST`` of the reference's root mean
-    square, or with ``exact`` equal too.
+    Integers, booleans and infinities must be equal; floats within ``ERROR`` and, but for two of their last bits, ``LARGEST`` of
+    the reference's root mean square, or with ``exact`` equal too.
 
     Raises:
         Disagreement: an output that differs; names it.
@@ -121,8 +121,10 @@ def difference(mine: object, theirs: object, *, exact: bool = False) -> str | No
     if not torch.equal(a.isfinite(), finite) or not torch.equal(a[~finite], b[~finite]):
         return "infinities or NaN elsewhere than in the reference"
     size, errors = b[finite].square().mean().sqrt(), (a - b)[finite]
+    # Large numbers of half precision may differ by two of their last bits, which Triton's interpreter cuts instead of rounding.
+    beyond = errors.abs() - 2 * torch.finfo(theirs.dtype).eps * b[finite].abs()
     for name, error, bound in (
-        ("root mean square", errors.square().mean().sqrt(), ERROR), ("largest", errors.abs().amax(), LARGEST),
+        ("root mean square", errors.square().mean().sqrt(), ERROR), ("largest", beyond.amax(), LARGEST),
     ):  # fmt: skip
         if not error <= bound * size:  # written so that NaN fails
             return f"its {name} error is {float(error / size):.2g} of the reference's root mean square, above {bound}"

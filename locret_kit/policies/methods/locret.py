@@ -51,9 +51,10 @@ class Cis(Score):
 
 
 LOCRET: Parts = {"score": Cis(), "scopes": (Stabilizers(), Sinks(0))}
-NAMES = {"most": None, "n": "sinks"}
+NAMES = {"most": None, "n": "sinks", "decay": None}
 
-register("locret", "Locret, arXiv 2410.01805", LOCRET, names=NAMES)
+# A parameter's place is part of what people write, so the decay comes last, and in the others by score=cis(decay=...).
+register("locret", "Locret, arXiv 2410.01805", dict(reversed(LOCRET.items())), names={**NAMES, "decay": "decay"})
 register("ada-locret", "Locret with Ada-KV's heads", {**LOCRET, "allocation": Adaptive()}, names=NAMES)
 register("pyramid-locret", "Locret with PyramidKV's layers", {**LOCRET, "allocation": Pyramid()}, names=NAMES)
 register("merge-locret", "Locret, section 4.4", {**LOCRET, "merge": Nearest()}, names=NAMES)
@@ -62,11 +63,11 @@ register(
     "windowed-locret",
     "Locret with StreamingLLM's reading",
     {"score": Cis(), "scopes": (Stabilizers(Sliding.newest),), "prefill_mask": Sliding()},
-    names={"most": "newest"},
+    names={"most": "newest", "decay": None},
 )
 register(
     "rereading-locret",
     "Locret, then InfiniRetri's second reading, arXiv 2502.12962",
     {**LOCRET, "reread": Passages()},
-    names={"most": None, "n": None},
+    names={"most": None, "n": None, "decay": None},
 )
