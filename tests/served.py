@@ -61,7 +61,9 @@ def serving(engine: Engine | None, limits: Limits = LIMITS, **given: object) -> 
     server = Server(engine, "tiny", KEYS, ("h2o",), limits, **given)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        runner = uvicorn.Server(uvicorn.Config(make_app(server), http=HeadersInTime, log_level="error"))
+        runner = uvicorn.Server(
+            uvicorn.Config(make_app(server), http=HeadersInTime, log_config=None, log_level="error")
+        )
         thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
         thread.start()
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"

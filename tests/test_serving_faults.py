@@ -52,7 +52,7 @@ def url(server):
     engine = server.engine
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        runner = uvicorn.Server(uvicorn.Config(make_app(server), log_level="error"))
+        runner = uvicorn.Server(uvicorn.Config(make_app(server), log_config=None, log_level="error"))
         thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
         thread.start()
         while not runner.started:

@@ -102,6 +102,7 @@ def run(args: ServeOptions) -> int:
         config = uvicorn.Config(
             make_app(server, start),
             http=HeadersInTime,
+            log_config=None,  # its own would close the handlers of others
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=10,
