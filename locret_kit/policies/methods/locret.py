@@ -54,7 +54,8 @@ LOCRET: Parts = {"score": Cis(), "scopes": (Stabilizers(), Sinks(0))}
 NAMES = {"most": None, "n": "sinks", "decay": None}
 
 # A parameter's place is part of what people write, so the decay comes last, and in the others by score=cis(decay=...).
-register("locret", "Locret, arXiv 2410.01805", dict(reversed(LOCRET.items())), names={**NAMES, "decay": "decay"})
+LAST: Parts = {"scopes": LOCRET["scopes"], "score": LOCRET["score"]}
+register("locret", "Locret, arXiv 2410.01805", LAST, names={**NAMES, "decay": "decay"})
 register("ada-locret", "Locret with Ada-KV's heads", {**LOCRET, "allocation": Adaptive()}, names=NAMES)
 register("pyramid-locret", "Locret with PyramidKV's layers", {**LOCRET, "allocation": Pyramid()}, names=NAMES)
 register("merge-locret", "Locret, section 4.4", {**LOCRET, "merge": Nearest()}, names=NAMES)
