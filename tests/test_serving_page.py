@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from browser import BROWSER, BROWSERS, browsing
-from served import KEYS, running_engine, serving
+from served import KEYS, LIMITS, running_engine, serving
 from test_documents import text_of
 
 from locret_kit.serving.engine import Busy
@@ -180,7 +180,7 @@ def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):
     tab.click("#send")
     tab.wait("document.querySelector('#status').textContent.includes('Try again in 7 s.')")
     large = tmp_path / "large.txt"
-    large.write_text("x" * 150_000)
+    large.write_text("x" * (LIMITS.upload_bytes + 1))
     tab.choose("#file", large)
     assert "large.txt: That is too large" in tab.wait("document.querySelector('#notice').textContent")
     tab.said.clear()
