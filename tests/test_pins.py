@@ -18,7 +18,7 @@ from locret_kit import attach
 from locret_kit.cache import step
 from locret_kit.cache.pins import pins_of, without
 from locret_kit.policies.allocation import Adaptive
-from locret_kit.policies.base import Policy, Scope, Score, Uniform
+from locret_kit.policies.base import Policy, Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.rounding import raised
 from locret_kit.runtime.session import prefill
@@ -145,6 +145,9 @@ def test_choice_by_definition(case, selection, allocation, pinned_share, scope_s
     enough = (asked >= slots.pinned.sum(-1)).all(-1, keepdim=True)
     assert torch.equal(stay.sum(-1).where(enough, 0), asked.where(enough, 0))
     free, left = valid & ~slots.pinned, stay.sum(-1) - slots.pinned.sum(-1)
+    slots.verdicts = lambda valid, budgets: ((rank_of(scores, scoped & valid, valid) < budgets[..., None]) & valid)[
+        :, :, None
+    ]
     assert torch.equal(stay, selection.select(scores, scoped & free, free, left, slots) | slots.pinned)
 
 
