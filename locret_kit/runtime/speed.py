@@ -71,7 +71,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one layer launches, and the whole of a decoded token."""
+    """Launches of one layer, and of a whole decoded token."""
 
     chunk: tuple[Operation, ...]
     """Of one layer, in a prefill chunk that begins with a full cache."""

@@ -15,7 +15,7 @@ from ..samples.chat import has_template, render_messages
 REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities", "logit_bias")
 """Fields that change the answer and that this server does not have."""
 ROLES = {"developer": "system"}
-"""What templates call roles."""
+"""Names of roles in chat templates."""
 
 
 def check_text(name: str, text: str) -> None:

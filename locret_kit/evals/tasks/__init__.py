@@ -74,7 +74,7 @@ SAYS = {
     "perplexity_prefill": "the likelihood of the prompt's second half, while it is read",
     "reconstruction": "the tokens after a quotation of the text",
 }
-"""What a synthetic task asks for."""
+"""The question of each synthetic task, in a few words."""
 AGAINST_FULL: dict[str, Callable[[Task], Task]] = {"fidelity": fidelity_of, "agreement": agreement_of}
 """Makers of the task 'PREFIX:NAME'."""
 
