@@ -25,6 +25,9 @@ _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or fa
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _BEYOND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "too_short")
 
+NAME = "{name}"
+"""The name of what is checked, in a validator's own words."""
+
 
 class Schema(Protocol):
     """A dataclass."""
@@ -62,7 +65,7 @@ def checked(name: str, annotation: object, value: object) -> object:
     except ValueError as error:  # another one than pydantic's at an integer of more digits than Python converts
         reasons = error.errors() if isinstance(error, ValidationError) else []
     if reasons and reasons[-1]["type"] == "value_error":  # a validator's own words
-        raise ValueError(str(reasons[-1]["ctx"]["error"]))
+        raise ValueError(str(reasons[-1]["ctx"]["error"]).replace(NAME, name))
     near = nearest(str(value), map(str, choices(annotation))) if isinstance(value, str) else ""
     beyond = any(reason["type"] in _BEYOND and not any(type(x) is int for x in reason["loc"]) for reason in reasons)
     raise ValueError(

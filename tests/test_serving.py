@@ -19,8 +19,9 @@ from locret_kit import BoundedCache, Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, generate
 from locret_kit.samples.chat import render_messages
-from locret_kit.serving.app import Server, make_app
+from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
+from locret_kit.serving.state import Server
 from locret_kit.settings import RunSettings
 
 

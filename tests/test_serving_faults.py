@@ -19,9 +19,10 @@ from test_serving import KEYS, SETTINGS, bearer, expected, user
 
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling
-from locret_kit.serving.app import Limits, Server, make_app
+from locret_kit.serving.app import make_app
 from locret_kit.serving.convert import Unwanted, convert
 from locret_kit.serving.engine import Busy, Engine, Job
+from locret_kit.serving.state import Limits, Server
 
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
 

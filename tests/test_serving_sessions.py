@@ -21,8 +21,8 @@ from test_documents import parts, text_of
 
 from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.serving.app import Held, Server
 from locret_kit.serving.engine import Engine
+from locret_kit.serving.state import Held, Server
 from locret_kit.serving.store import Store, owner_of
 from locret_kit.settings import RunSettings
 

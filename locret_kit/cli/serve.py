@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config.reader import read
 from ..config.serve import SERVE, ServeOptions
 from .command import command
 from .loading import check_run, choose
+
+if TYPE_CHECKING:
+    from ..serving.opening import Opening
+
+LAST = 30
+"""Seconds after the grace in which a forward ends, files are written and the last words go out."""
 
 
 def keys_of(args: ServeOptions) -> tuple[str, ...]:
@@ -41,19 +49,57 @@ def run(args: ServeOptions) -> int:
     """Listen, load, serve. Raises ValueError or OSError with a one-line message."""
     import uvicorn
 
+    from ..serving.in_time import HeadersInTime
+    from ..serving.opening import Opening
+    from ..serving.stopping import Stoppable
+
+    if isinstance(args.budget, float):
+        raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
+    keys = keys_of(args)
+    opening = Opening()
+    failed: list[Exception] = []
+
+    def opened() -> None:
+        try:
+            print(f"ready: {load(args, keys, opening)}", file=sys.stderr, flush=True)
+        except Exception as error:
+            failed.append(error)
+            served.should_exit = True
+
+    with listen(args.host, args.port) as listener:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        config = uvicorn.Config(
+            opening,
+            http=HeadersInTime,
+            ws="none",
+            lifespan="off",
+            log_config=None,  # its own would close the handlers of others
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(args.grace) + LAST,
+        )
+        served = Stoppable(config, lambda: opening.stop(args.grace))
+        threading.Thread(target=opened, name="locret-load", daemon=True).start()  # Ctrl-C does not wait for it
+        served.run([listener])
+    if failed:
+        raise failed[0]
+    return 0
+
+
+def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
+    """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
     from ..backbones.families import spec_of, text_config
     from ..planning.plan import Setting
     from ..planning.serving import Caches, refuse_unbounded
     from ..planning.sizes import parse_bytes
     from ..policies.grammar import parse_policy
-    from ..serving.app import Limits, Server, make_app
+    from ..serving.app import make_app
     from ..serving.engine import Engine
-    from ..serving.in_time import HeadersInTime
+    from ..serving.state import Limits, Server
     from ..serving.store import Store
 
-    if isinstance(args.budget, float):
-        raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
-    keys = keys_of(args)
     policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     refuse_unbounded(chosen.policy, *policies)
@@ -66,52 +112,22 @@ def run(args: ServeOptions) -> int:
     server = Server(None, name, keys, tuple(args.policies), limits)
     if store is not None:
         server.salt = store.salt
-
-    def load() -> Engine:
-        model, tokenizer = chosen.load(args)
-        settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
-        engine = Engine(
-            model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
-            store=store, policies=policies, beginnings=args.beginnings, shares=args.share_beginnings,
-        )  # fmt: skip
-        spec, dtype = spec_of(text_config(model)), str(model.dtype).removeprefix("torch.")
-        caches = Caches.of(
-            spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.fits.policies, args.sessions,
-            args.documents, args.beginnings,
-        )  # fmt: skip
-        server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * caches.each))
-        server.restore(engine)
-        said.append(str(caches))
-        return engine
-
-    async def start() -> None:
-        try:
-            server.engine = await asyncio.to_thread(load)
-        except Exception as error:
-            failed.append(error)
-            uvicorn_server.should_exit = True
-            return
-        print(f"ready: {name}, {said[0]}", file=sys.stderr, flush=True)
-
-    said: list[str] = []
-    failed: list[Exception] = []
-    with listen(args.host, args.port) as listener:
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
-        config = uvicorn.Config(
-            make_app(server, start),
-            http=HeadersInTime,
-            log_config=None,  # its own would close the handlers of others
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=10,
-        )
-        uvicorn_server = uvicorn.Server(config)
-        uvicorn_server.run([listener])
-    if failed:
-        raise failed[0]
-    return 0
+    opening.put(make_app(server), server.stop)
+    model, tokenizer = chosen.load(args)
+    settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
+    engine = Engine(
+        model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
+        store=store, policies=policies, beginnings=args.beginnings, shares=args.share_beginnings,
+    )  # fmt: skip
+    spec, dtype = spec_of(text_config(model)), str(model.dtype).removeprefix("torch.")
+    caches = Caches.of(
+        spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.fits.policies, args.sessions,
+        args.documents, args.beginnings,
+    )  # fmt: skip
+    server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * caches.each))
+    server.restore(engine)
+    server.engine = engine
+    return f"{name}, {caches}"
 
 
 @command("locret-serve", also=(RuntimeError,), usage=2)

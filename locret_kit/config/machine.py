@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Predicate
 
+from ..validation import NAME
+
 
 def is_size(text: str) -> bool:
-    """Whether a text is a number of bytes. Raises ValueError with what is."""
+    """Whether a text is a number of bytes. Raises ValueError with what is, which names the option."""
     from ..planning.sizes import parse_bytes
 
-    return parse_bytes(text, "gpu_memory") > 0
+    return parse_bytes(text, NAME) > 0
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -46,6 +46,8 @@ class Service:
     """Tokens of a prompt, at most."""
     max_answer_tokens: Annotated[int, Ge(1)] = 4096
     """Tokens of an answer, at most."""
+    grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0
+    """Seconds that answers which run are given after Ctrl-C or SIGTERM; then they end with an error that says so."""
     api_key_file: str | None = None
     """A file with one API key per line. Default: no key is asked for."""
     policies: Annotated[list[str], Each()] = field(default_factory=list)

@@ -281,7 +281,7 @@ class Engine:
         with self._changed:
             self._inbox += [("cancel", job) for job in (*self._queue, *self._jobs)]
             self._changed.notify()
-        self._thread.join(wait)
+        self._thread.join(max(wait, 10.0))  # a forward cannot be cut short
         for threads in (self._saver, self._loader):
             threads.shutdown()
         if self.store is not None:

@@ -1,0 +1,133 @@
+"""Answers on their way from the engine to the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..naming import first_line
+from .bodies import Generation
+from .engine import Engine, Job, Stopping
+from .errors import Failed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Final text of an answer, and which of its tokens begin in it."""
+
+    text: str
+    start: int
+    end: int
+
+
+class Stream:
+    """One answer on its way to the client: final text, cut at the first stop text."""
+
+    def __init__(self, engine: Engine, body: Generation, job: Job) -> None:
+        self.engine, self.job, self.stops = engine, job, body.stops
+        self.reason, self.told = "stop", 0
+        self._starts: list[int] = []  # of tokens, in characters of the text; where they are wanted
+        self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._window = 8 + 4 * max((len(stop) for stop in self.stops), default=0)  # a character has 4 tokens at most
+        job.on_change, job.ends = self._tell, self._stopped if self.stops else None
+
+    def _tell(self) -> None:
+        """Wake the event loop, from the engine's thread."""
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    def _stopped(self, tokens: Sequence[int]) -> int | None:
+        """How many tokens come before a stop text, where the newest of them show one; asked by the engine's thread, so that
+        nothing is written after it."""
+        newest = self._decode(tokens[-self._window :])
+        if not any(stop in newest for stop in self.stops):
+            return None
+        end = self._end(self._decode(tokens))
+        return next((at for at in range(len(tokens), 0, -1) if end is None or len(self._decode(tokens[:at])) <= end), 0)
+
+    def _end(self, said: str) -> int | None:
+        """Where the first stop text begins."""
+        return min((at for stop in self.stops if (at := said.find(stop)) >= 0), default=None)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.engine.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def leave(self) -> None:
+        """Cancel what is still running."""
+        if self.job.text is None or self.job.text.finish_reason is None:
+            self.engine.cancel(self.job)
+
+    async def whole(self) -> str:
+        """All of the answer."""
+        return "".join([piece.text async for piece in self.pieces()])
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces of final text.
+
+        Raises:
+            ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
+        """
+        shown, held = 0, max((len(stop) for stop in self.stops), default=1) - 1
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            text = self.job.text
+            if text is None:
+                continue
+            ended, tokens = text.finish_reason, list(text.tokens)
+            if ended == "cancelled":
+                raise Stopping("the server is stopping")
+            if text.error is not None:
+                raise text.error if isinstance(text.error, ValueError) else Failed(first_line(text.error))
+            said = self._decode(tokens)
+            end = self._end(said)
+            if end is not None:
+                said, ended = said[:end], "stop"
+                self.leave()
+            elif ended is None:  # neither half a character, nor what may begin a stop text
+                if said.endswith("\ufffd"):
+                    continue
+                said = said[: max(shown, len(said) - held)]
+            start, self.told = self.told, self._count(tokens, None if ended and end is None else len(said))
+            if len(said) > shown or self.told > start:
+                yield Piece(said[shown:], start, self.told)
+                shown = max(shown, len(said))
+            if ended is not None:
+                self.reason = "length" if ended == "length" else "stop"
+                return
+
+    def _count(self, tokens: list[int], end: int | None) -> int:
+        """How many tokens begin before a character; 0 where nobody wants to know."""
+        if self.job.top_logprobs is None:
+            return 0
+        for at in range(len(self._starts), len(tokens)):
+            self._starts.append(len(self._decode(tokens[:at]).rstrip("\ufffd")))
+        return len(tokens) if end is None else max(self.told, sum(start < end for start in self._starts))
+
+    def logprobs(self, kind: str, start: int, end: int) -> dict[str, object] | None:
+        """Log-probabilities of some tokens, as the protocol has them."""
+        text, most = self.job.text, self.job.top_logprobs
+        if text is None or most is None:
+            return None
+        spell = lru_cache(lambda token: str(self.engine.tokenizer.decode([token])))
+        pairs = list(zip(text.tokens[start:end], text.logprobs[start:end], strict=True))
+        if kind == "chat.completion":
+
+            def entry(token: int, value: float) -> dict[str, object]:
+                return {"token": spell(token), "logprob": value, "bytes": list(spell(token).encode())}
+
+            return {
+                "content": [
+                    entry(token, one.token) | {"top_logprobs": [entry(*pair) for pair in one.top]}
+                    for token, one in pairs
+                ]
+            }
+        return {
+            "tokens": [spell(token) for token, _ in pairs],
+            "token_logprobs": [one.token for _, one in pairs],
+            "top_logprobs": [
+                {spell(id): value for id, value in one.top} | {spell(token): one.token} for token, one in pairs
+            ],
+            "text_offset": self._starts[start:end],
+        }

@@ -1,0 +1,136 @@
+"""Completions of chats and of texts: from a body to the engine's jobs, and the answer, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ..policies.base import Policy
+from ..policies.grammar import parse_policy
+from .answers import Stream
+from .bodies import ChatBody, Generation, TextBody
+from .engine import Job
+from .errors import problem
+from .replies import choice, events, usage
+from .state import Server
+
+
+def add_completions(app: FastAPI, server: Server) -> None:
+    """Serve ``/v1/chat/completions`` and ``/v1/completions``."""
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await complete(server, request, body, "chat.completion")
+
+    @app.post("/v1/completions")
+    async def completion(body: TextBody, request: Request) -> Response:
+        return await complete(server, request, body, "text_completion")
+
+
+async def complete(server: Server, request: Request, body: ChatBody | TextBody, kind: str) -> Response:
+    """Answer a completion, streamed or whole."""
+    owner, engine = server.owner(request), server.ready()
+    document = None
+    if body.document_id is not None:
+        held = server.held(owner, body.document_id)
+        if held.document is None:
+            return problem(409, f"document {held.id} is {held.shown()['status']}", "document_id")
+        document = held.document
+        if body.repetition_penalty != 1.0 and not document.has_text:
+            return problem(400, "repetition_penalty needs the document's text, which is not in its file")
+        if engine.store is not None:
+            engine.store.used(held.id)
+    most = getattr(body, "max_completion_tokens", None) or body.max_tokens or min(512, server.limits.answer_tokens)
+    if most > server.limits.answer_tokens:
+        return problem(400, f"max_tokens={most} must be at most {server.limits.answer_tokens}", "max_tokens")
+    top_logprobs = body.wanted_logprobs
+    policy = allowed_policy(server, body)
+    settings = engine.session_settings(body.budget)
+    ids = await asyncio.to_thread(body.ids, engine.tokenizer, document)
+    if not 0 < len(ids) <= server.limits.prompt_tokens:
+        return problem(
+            400, f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken", "messages"
+        )
+    beginning = 0
+    if document is None and engine.beginnings:
+        beginning = await asyncio.to_thread(body.beginning, engine.tokenizer, ids)
+    seed = secrets.randbelow(2**32) if body.seed is None else body.seed
+    answers = [
+        Stream(
+            engine,
+            body,
+            Job(
+                owner,
+                ids,
+                document,
+                most,
+                body.sampling,
+                (seed + i) % 2**32,
+                lambda: None,
+                settings,
+                policy,
+                about=body.document_id or "",
+                top_logprobs=top_logprobs,
+                beginning=beginning,
+            ),
+        )
+        for i in range(body.n)
+    ]
+    engine.submit(*(answer.job for answer in answers))
+    head = {"id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time())}
+    head |= {"model": server.name}
+    if body.stream:
+        return Streamed(answers, events(answers, body, kind, head))
+    try:
+        done = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
+        if done is None:
+            return problem(499, "the client has gone")
+    finally:
+        for answer in answers:
+            answer.leave()
+    choices = [
+        choice(kind, i, text, answer.reason, answer.logprobs(kind, 0, answer.told))
+        for i, (text, answer) in enumerate(zip(done, answers, strict=True))
+    ]
+    return JSONResponse({**head, "object": kind, "choices": choices, "usage": usage(answers)})
+
+
+def allowed_policy(server: Server, body: Generation) -> Policy | None:
+    """The policy that a request asks for. Raises HTTPException 400 where it is not among those that are allowed."""
+    if body.policy is None:
+        return None
+    if body.policy not in server.policies:
+        allowed = ", ".join(server.policies) or "none but the server's"
+        raise HTTPException(400, f"policy={body.policy[:64]!r} is not allowed here; allowed: {allowed}")
+    return parse_policy(body.policy)
+
+
+async def unless_gone(request: Request, work: asyncio.Future[list[str]]) -> list[str] | None:
+    """The result of ``work``; None where the client goes away before."""
+    while not work.done():
+        await asyncio.wait([work], timeout=0.2)
+        if not work.done() and await request.is_disconnected():
+            work.cancel()
+            return None
+    return work.result()
+
+
+class Streamed(StreamingResponse):
+    """Events of answers, which end with it, also where the client goes before the first."""
+
+    def __init__(self, answers: Sequence[Stream], events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self.answers:
+                answer.leave()

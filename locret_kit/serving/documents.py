@@ -1,0 +1,141 @@
+"""Documents: uploaded, read once among other requests, listed, shown and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from array import array
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated, BinaryIO
+
+from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
+from fastapi.responses import JSONResponse, Response
+from transformers import PreTrainedModel
+
+from ..cache.bounded import BoundedCache
+from ..documents.document import Document, Progress
+from ..naming import first_line
+from .convert import Unwanted, convert
+from .engine import Engine
+from .errors import problem
+from .page import kept_page
+from .state import Held, Server
+
+LOG = logging.getLogger("locret_kit.serving")
+SAVED = (".locret", ".safetensors")
+"""Ends of the names of saved caches."""
+
+
+def add_documents(app: FastAPI, server: Server) -> None:
+    """Serve ``/v1/documents``."""
+
+    @app.post("/v1/documents")
+    async def upload(file: UploadFile, request: Request) -> Response:
+        owner, engine = server.owner(request), server.ready()
+        saved = (file.filename or "").lower().endswith(SAVED)
+        data: bytes | Path = await asyncio.to_thread(aside, file.file) if saved else await file.read()
+        if len(server.documents) >= server.limits.documents:  # after the last await: two uploads cannot both pass
+            discard(data)
+            said = f"{len(server.documents)} documents are held already: delete one first"
+            return problem(429, said, headers={"retry-after": "60"})
+        held = Held(f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time()))
+        server.documents[held.id] = held
+        task = asyncio.create_task(read_document(server, engine, held, data))
+        server.tasks.add(task)
+        task.add_done_callback(server.tasks.discard)
+        return JSONResponse(held.shown(), 202)
+
+    @app.get("/v1/documents")
+    async def documents(request: Request) -> dict[str, object]:
+        owner = server.owner(request)
+        return {
+            "object": "list",
+            "data": [held.shown() for held in server.documents.values() if held.owner == owner and not held.deleted],
+        }
+
+    @app.get("/v1/documents/{name}")
+    async def document(name: str, request: Request) -> dict[str, object]:
+        return server.held(server.owner(request), name).shown()
+
+    @app.get("/v1/documents/{name}/kept")
+    async def kept(
+        name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
+    ) -> dict[str, object]:  # fmt: skip
+        held = server.held(server.owner(request), name)
+        if held.document is None:
+            raise HTTPException(409, f"document {held.id} is {held.shown()['status']}")
+        return {"id": held.id, "object": "document.kept"} | await asyncio.to_thread(
+            kept_page, held.document, start, limit
+        )
+
+    @app.delete("/v1/documents/{name}")
+    async def delete(name: str, request: Request) -> dict[str, object]:
+        held = server.held(server.owner(request), name)
+        held.deleted = True
+        if held.document is not None or held.error is not None:
+            del server.documents[held.id]
+        server.ready().forget(held.id)
+        return {"id": held.id, "object": "document", "deleted": True}
+
+
+def aside(file: BinaryIO) -> Path:
+    """A temporary copy of an upload, for its owner alone."""
+    with NamedTemporaryFile(prefix="locret-", suffix=SAVED[0], delete=False) as copy:
+        shutil.copyfileobj(file, copy)
+    return Path(copy.name)
+
+
+def discard(data: bytes | Path) -> None:
+    """Remove a temporary copy."""
+    if isinstance(data, Path):
+        data.unlink(missing_ok=True)
+
+
+async def read_document(server: Server, engine: Engine, held: Held, data: bytes | Path) -> None:
+    """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
+    deleted meanwhile ends here."""
+
+    def progress(done: int, total: int) -> None:
+        if held.deleted:
+            raise Unwanted
+        held.read, held.total = done, total
+
+    def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, told: Progress | None) -> None:
+        if len(ids) > server.limits.prompt_tokens:
+            raise ValueError(f"it has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken")
+        engine.read(model, ids, cache, told)
+
+    def read(text: str) -> Document:
+        heads = engine.heads if engine.policy.needs_heads else None
+        return Document.read(
+            engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=held.title,
+            progress=progress, reader=reader,
+        )  # fmt: skip
+
+    loop = asyncio.get_running_loop()
+    try:
+        async with server.converting:
+            if isinstance(data, Path):
+                document = await loop.run_in_executor(server.readers, engine.load_document, data)
+            else:
+                text = await loop.run_in_executor(
+                    server.readers, partial(convert, data, held.title, unwanted=lambda: held.deleted)
+                )
+        held.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
+    except Exception as error:
+        held.error = first_line(error).replace(str(data), held.title) if isinstance(data, Path) else first_line(error)
+        LOG.info("document %s failed: %s", held.id, type(error).__name__)
+    else:
+        if not held.deleted:
+            engine.save_document(held.id, held.owner, held.document)
+    finally:
+        discard(data)
+    if held.deleted:
+        server.documents.pop(held.id, None)
+        engine.forget(held.id)

@@ -1,0 +1,65 @@
+"""What is refused before a body is held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastapi import HTTPException, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import problem
+from .state import Server
+
+
+class Guard:
+    """Refuse, before a body is held: a request without a key, and bodies beyond a size, with or without a Content-Length, or
+    slower than a time.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        limits, upload = self.server.limits, scope["path"].startswith("/v1/documents")
+        most = limits.upload_bytes if upload else limits.body_bytes
+        seconds = limits.upload_seconds if upload else limits.body_seconds
+        had, whole, answered = 0, False, False
+        end = time.monotonic() + seconds
+
+        async def bounded() -> Message:
+            nonlocal had, whole
+            if whole:  # what comes now is that the client goes
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
+            except asyncio.TimeoutError:
+                raise Refused(408, f"the body took more than {seconds:g} s") from None
+            had, whole = had + len(message.get("body", b"")), not message.get("more_body", False)
+            if had > most:
+                raise Refused(413, f"the body must be at most {most} bytes")
+            return message
+
+        async def noting(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            if scope["path"].startswith(("/v1/", "/metrics")):
+                self.server.owner(Request(scope))
+            length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
+            if length > most:
+                raise Refused(413, f"the body must be at most {most} bytes")
+            await self.app(scope, bounded, noting)
+        except HTTPException as error:
+            if not answered:
+                await problem(error.status_code, str(error.detail), headers={"connection": "close"})(
+                    scope, receive, send
+                )
+
+
+class Refused(HTTPException):
+    """A body that is not read to its end."""

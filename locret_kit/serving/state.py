@@ -1,0 +1,143 @@
+"""What requests share: the engine, the keys, and the documents of their owners."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fastapi import HTTPException, Request
+
+from ..documents.document import Document
+from ..naming import first_line
+from .engine import Engine
+from .store import owner_of
+
+LOG = logging.getLogger("locret_kit.serving")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds that every request meets before any work."""
+
+    prompt_tokens: int = 131072
+    answer_tokens: int = 4096
+    body_bytes: int = 8 << 20
+    """Of a JSON body."""
+    upload_bytes: int = 64 << 20
+    documents: int = 8
+    """Documents in memory, of all owners."""
+    body_seconds: float = 60.0
+    """From the first byte of a JSON body to its last."""
+    upload_seconds: float = 600.0
+
+
+@dataclass
+class Held:
+    """A document of an owner."""
+
+    id: str
+    owner: str
+    title: str
+    created: int
+    document: Document | None = None
+    read: int = 0
+    total: int = 0
+    error: str | None = None
+    deleted: bool = False
+    """While it is still being read, its memory counts."""
+
+    def shown(self) -> dict[str, object]:
+        """As the protocol has it."""
+        status = "failed" if self.error else "ready" if self.document is not None else "reading"
+        shown: dict[str, object] = {
+            "id": self.id, "object": "document", "created_at": self.created, "title": self.title, "status": status,
+            "read_tokens": self.read, "total_tokens": self.total,
+        }  # fmt: skip
+        if self.error:
+            shown["error"] = self.error
+        if self.document is not None:
+            cache = self.document.cache
+            shown |= {"total_tokens": self.document.tokens, "read_tokens": self.document.tokens, "bytes": cache.nbytes}
+        return shown
+
+
+@dataclass
+class Server:
+    """Everything that requests share."""
+
+    engine: Engine | None
+    name: str
+    keys: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    """Policies that a request may ask for."""
+    limits: Limits = field(default_factory=Limits)
+    documents: dict[str, Held] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    readers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
+    )
+    """Threads that wait for documents, apart from those that answers need."""
+    converting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One file at a time, so that the memory of a conversion is that of one."""
+    salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Of the owners' names."""
+
+    @cached_property
+    def owners(self) -> dict[bytes, str]:
+        """The owner's name of each key, by the key's hash; without keys all callers are one owner."""
+        return {hashlib.sha256(key.encode()).digest(): owner_of(key, self.salt) for key in self.keys or ("",)}
+
+    def ready(self) -> Engine:
+        """The engine. Raises HTTPException 503 while it is loading."""
+        if self.engine is None:
+            raise HTTPException(503, "the model is being loaded")
+        return self.engine
+
+    def owner(self, request: Request) -> str:
+        """Who asks, as a salted hash of the key. Raises HTTPException 401."""
+        if not self.keys:
+            return next(iter(self.owners.values()))
+        given = request.headers.get("authorization", "").encode("latin-1").removeprefix(b"Bearer ")
+        digest = hashlib.sha256(given).digest()
+        known = [owner for key, owner in self.owners.items() if hmac.compare_digest(digest, key)]
+        if not known:  # every key was compared, by its hash: equal time, whatever its length
+            raise HTTPException(401, "the API key is missing or wrong")
+        return known[0]
+
+    def held(self, owner: str, name: str) -> Held:
+        """An owner's document. Raises HTTPException 404, for another owner's too."""
+        found = self.documents.get(name)
+        if found is None or found.owner != owner or found.deleted:
+            raise HTTPException(404, f"document {name[:64]!r} is not there")
+        return found
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
+        for held in self.documents.values():
+            held.deleted = True
+        if self.engine is not None:
+            self.engine.stop(grace)
+        self.readers.shutdown(wait=False, cancel_futures=True)
+
+    def restore(self, engine: Engine) -> None:
+        """Load the documents that an earlier server saved, as many as there may be, those first that were used last."""
+        left = 0
+        for name, owner, created, path in engine.store.documents({*self.owners.values()}) if engine.store else ():
+            if len(self.documents) >= self.limits.documents:
+                left += 1
+                continue
+            try:
+                document = engine.load_document(path)
+            except (ValueError, OSError) as error:
+                LOG.warning("a document's file is not usable and removed: %s", first_line(error))
+                engine.forget(name)
+                continue
+            self.documents[name] = Held(name, owner, document.title or "document", created, document)
+        if left:
+            LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
