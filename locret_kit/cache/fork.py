@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 
@@ -26,9 +27,10 @@ def check_lengths(old: Schedule, new: Schedule, seen: int) -> None:
 
 def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: int) -> None:
     """Raise CannotFork where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
+    # Integers alone: the evictions of both runs so far, simulated once for layers of equal budgets.
+    earlier, later = cache(partial(old.schedule.evictions, seen)), cache(partial(new.schedule.evictions, seen))
     for i, (mine, theirs, window) in enumerate(zip(old.budgets, new.budgets, windows, strict=True)):
-        # Integers alone: the evictions of both runs so far, simulated.
-        before, after = old.schedule.evictions(seen, mine), new.schedule.evictions(seen, theirs)
+        before, after = earlier(mine), later(theirs)
         if window is None and before != after:
             raise CannotFork(
                 f"prompt_length={new.schedule.prompt_length}: after {seen} tokens a fresh run would have evicted "

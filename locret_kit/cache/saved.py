@@ -25,7 +25,7 @@ from ..backbones.families import text_config
 from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
 from ..naming import blaming
 from ..policies.base import Policy
-from ..policies.grammar import parse_policy, parts_of
+from ..policies.grammar import parse_policy, parts_of, spelled_out
 from ..policies.registry import parts_named
 from ..settings import INT32_MAX, Resolved
 from ..validation import check, made, shown
@@ -270,7 +270,7 @@ def restore(
             "heads": known.heads,
             "pool": _pool(cache.policy),
         }
-        _refuse({name: getattr(saved, name) for name in here}, here)
+        _refuse({name: getattr(saved, name) for name in here} | {"parts": spelled_out(saved.parts)}, here)
         # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
         cache.bind(model)
         _refuse({"ropes": saved.ropes}, {"ropes": rotations(cache.context)})
