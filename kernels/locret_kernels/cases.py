@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 from . import backend
 from .column_stats import STATISTICS
 from .ragged_decode import PackedRows, Rotation, Spans
+from .sparse_attend import Blocks
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,12 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
     few = min(16, T)  # the smaller tile of queries, and splits of the rows
     yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
+
+    for queries, unit in ((128, 128), (64, 1)):  # a third of the rows: blocks of them, or each by itself
+        seen_BQNU = torch.rand(1, Q, -(-T // queries), -(-S // unit), device=device) < 1 / 3
+        seen_BQNU[..., 0] = True
+        form, work = f"sparse_attend, units of {unit}", 4 * Q * D * T * S / 3
+        yield case(form, chunk, q, k, v, scaling, Blocks(seen_BQNU, queries, unit), flops=work)
 
     buffers = (k.clone(), v.clone(), x(1, H, S, dtype=torch.float32))
     stay = torch.rand(1, H, S, device=device).argsort(-1)[..., :budget].sort(-1).values

@@ -14,6 +14,18 @@ def check_queries(q_BQTD: Tensor, k_BHSD: Tensor) -> None:
         )
 
 
+def check_units(q_BQTD: Tensor, k_BHSD: Tensor, seen_BQNU: Tensor, queries: int, unit: int) -> None:
+    """Raise ValueError unless the blocks are those of the queries, and the units those of the rows."""
+    if queries < 1 or unit < 1:
+        raise ValueError(f"blocks: queries={queries} and unit={unit} must be at least 1")
+    (B, Q, T), S = q_BQTD.shape[:3], k_BHSD.shape[2]
+    wanted = (B, Q, -(-T // queries), -(-S // unit))
+    if tuple(seen_BQNU.shape) != wanted:
+        raise ValueError(
+            f"blocks: seen {list(seen_BQNU.shape)} must be {list(wanted)}: {T} queries by {queries}, {S} rows by {unit}"
+        )
+
+
 def check_some(name: str, count: int, what: str) -> None:
     """Raise ValueError, naming the argument, where there are no ``what``."""
     if count < 1:
