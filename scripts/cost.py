@@ -66,10 +66,11 @@ def main() -> None:
                     )
                     seconds = bounded_prefill(model, ids, cache)
                     first = first or seconds
-                    ms = 1e3 * seconds / len(ids)
+                    ms, share = 1e3 * seconds / len(ids), cache.counters.computed_share
+                    sparse = "" if share is None else f", {share:.1%} of the attention computed"
                     print(
                         f"run {repeat} length {len(ids)} budget {budget} {policy}: {ms:.3f} ms a token, "
-                        f"{seconds / first:.2f} of {args.policy[0]}",
+                        f"{seconds / first:.2f} of {args.policy[0]}{sparse}",
                         flush=True,
                     )
             if args.full:

@@ -48,6 +48,7 @@ KIND_SAYS = {
     "selection": "how slots are taken by score",
     "merge": "where evicted slots go",
     "prefill_mask": "which slots a token of the prompt attends to, once slots have been evicted",
+    "sparse": "which rows blocks of the prompt's tokens attend to, so that the rest is never computed",
     "reread": "which passages of the text are read again before the answer",
 }
 PYTHON: dict[str, Sequence[str]] = {
@@ -248,7 +249,7 @@ def settings() -> str:
 
 def policies() -> str:
     """Every named policy and every part."""
-    from locret_kit.policies.grammar import parse_policy, parts_of
+    from locret_kit.policies.grammar import composed_of, parse_policy, parts_of
     from locret_kit.policies.registry import KINDS, parameters_of, parts_named
     from locret_kit.policies.registry import policies as named_policies
 
@@ -268,17 +269,17 @@ def policies() -> str:
             f"statistics of attention ({', '.join(sorted(policy.statistics))})": bool(policy.statistics),
             "queries of the newest tokens": policy.recent(512) > 0,
         }
-        parts = (
-            "keeps every slot" if policy.keeps_everything else " ".join(f"{k}={v}" for k, v in parts_of(policy).items())
-        )
+        parts = composed_of(policy)
+        full = parts == "-"
         links = dict.fromkeys(
             f"[{kind}={name}](#{kind}{name})"
             for kind, text in parts_of(policy).items()
+            if kind == "sparse" or not policy.keeps_everything
             for name in re.findall(r"(?:^|\+)([\w-]+)", re.sub(r"\([^)]*\)", "", text))
         )
         rows = [
-            ("parts", parts if policy.keeps_everything else f"`{parts}`"),
-            ("formulas", "" if policy.keeps_everything else ", ".join(links)),
+            ("parts", "keeps every slot" if full else f"`{parts}`"),
+            ("formulas", ", ".join(links)),
             ("parameters", ", ".join(f"`{key}={one.default}`" for key, one in named.parameters().items())),
             ("source", plain(policy.source)),
             ("needs", "; ".join(what for what, yes in needs.items() if yes)),

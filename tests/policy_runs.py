@@ -22,8 +22,10 @@ FITTED = {
     "expected-attention": "expected-attention(future=9)", "compactor": "compactor(block=8)",
     "windowed-locret": "windowed-locret(6,2)",
 }  # fmt: skip
-# Those that read the prompt's end twice, which model.generate does not, are in test_answering.py.
-POLICIES = [FITTED.get(name, name) for name in policies() if parse_policy(name).reread is None]
+# Those that read the prompt's end twice, which model.generate does not, are in test_answering.py, sparse prefill is in
+# test_sparse_prefill.py.
+ALIKE = [name for name in policies() if parse_policy(name).reread is None and parse_policy(name).sparse is None]
+POLICIES = [FITTED.get(name, name) for name in ALIKE]
 POLICIES += ["kvcrush(base=ada-snapkv(6,3),level=chunk)", "score=entropy allocation=adaptive selection=sampled"]
 POLICIES += ["score=lagkv(lag=7) allocation=adaptive", "score=compactor(block=8) allocation=pyramid(3)+adaptive(1)"]
 EVICTING = [policy for policy in POLICIES if policy != "full"]

@@ -356,7 +356,7 @@ def test_the_grammar(pool):
         ("h2o merge=lococo", "merge=lococo: parameter 'pool' is missing"),
         ("h2o merge=lococo(no/such)", "pool='no/such' holds no pool"),
         ("h2o merg=nearest", "Did you mean 'merge'?"),
-        ("full merge=nearest", "full evicts nothing, so no part of it can be changed"),
+        ("full merge=nearest", "full evicts nothing, so of its parts only sparse can be changed"),
         ("h2o2 merge=nearest", "policy='h2o2' is unknown. Did you mean 'h2o'?"),
         ("merge=nearest", "names no score"),
     ):

@@ -38,8 +38,17 @@ class CacheCounters:
     score_s: Annotated[float, Ge(0)] = 0.0
     select_s: Annotated[float, Ge(0)] = 0.0
     compact_s: Annotated[float, Ge(0)] = 0.0
+    computed_pairs: Annotated[int, Ge(0)] = 0
+    """Pairs of a query and a row whose attention sparse prefill computed, all heads and layers together."""
+    dense_pairs: Annotated[int, Ge(0)] = 0
+    """Those that dense attention computes in the same blocks; 0 where prefill was not sparse."""
     decoding: str = "dynamic"
     """How tokens were decoded: "graph", or "dynamic" and why."""
+
+    @property
+    def computed_share(self) -> float | None:
+        """Share of the attention that sparse prefill computed; None where prefill was not sparse."""
+        return self.computed_pairs / self.dense_pairs if self.dense_pairs else None
 
     def clear(self) -> None:
         """Back to zero, for another text."""
@@ -111,6 +120,8 @@ class Context:
             heads.to(model.device, model.dtype)
         if policy.merge is not None:  # a pool moves to the device, as heads do
             policy.merge.bind(spec, model.device)
+        if policy.sparse is not None:
+            policy.sparse.bind(spec)
         budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
         if policy.keeps_everything or None not in spec.windows:  # rows of a window keep their place in the text
             span = s.prompt_length or 0

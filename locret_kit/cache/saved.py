@@ -297,7 +297,12 @@ def _policy(saved: Saved, given: str | Policy | None) -> Policy:
         raise ValueError(
             f"policy={shown(saved.policy)} has its pool in a folder of the machine that wrote the file: pass policy="
         )
-    return parse_policy(given or saved.policy)
+    policy = parse_policy(given or saved.policy)
+    if given is None and getattr(policy.sparse, "patterns", None) is not None:
+        raise ValueError(
+            f"policy={shown(saved.policy)} has its patterns in a file of the machine that wrote it: pass policy="
+        )
+    return policy
 
 
 def _refuse(there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -314,7 +319,9 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
     if len({counts.get("seen") for counts in saved.layers}) != 1:
         raise ValueError("layers have seen different numbers of tokens")
     with blaming("counters", ValueError):
-        check(counters := made(CacheCounters, saved.counters, "counter", whole=True))
+        # Files of the first version have no counts of sparse prefill.
+        given = {"computed_pairs": 0, "dense_pairs": 0, **saved.counters}
+        check(counters := made(CacheCounters, given, "counter", whole=True))
     # Tensors by layer: "layers.3.keys" is held[3]["keys"]. A number of many digits is no layer.
     held: list[dict[str, Tensor]] = [{} for _ in saved.layers]
     for name, tensor in tensors.items():

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 
-from ..backbones.rope import Rope, rotate, rotate_lean
+from ..backbones.rope import rotate, rotate_lean
 from ..policies.base import Entry, Merge, PrefillMask, Slots
 from .attention import attend_rows, attend_rows_lse
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
+from .sparse import attend_chosen
 from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import slots_of, turned_back
 
@@ -142,14 +143,14 @@ def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: in
     out = []
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
-        out.append(_attend_part(ctx, ctx.read_rope(layer, rows), rows, part, q[part.batch, queries]))
+        out.append(_attend_part(ctx, layer, rows, part, q[part.batch, queries]))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
 
 
-def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
+def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
     """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, unless the policy's
     prefill mask hides some of them."""
-    T, seen = q.shape[2], None
+    T, seen, rope = q.shape[2], None, ctx.read_rope(layer, rows)
     if (mask := _mask(ctx, rows)) is not None:
         seen = mask.visible(part.keys.shape[2], rows.since_eviction)
     keys, values = _picked(part.keys, seen), _picked(part.values, seen)
@@ -167,6 +168,8 @@ def _attend_part(ctx: Context, rope: Rope | None, rows: BoundedLayer, part: Equa
         lean = T == 1 and q.device.type == "cpu"
         turned = rotate_lean if lean else function("rotate_rows", ctx.backend)
         keys, q = turned(keys, cos, sin), turned(q, *newest)
+    if (sparse := ctx.policy.sparse) is not None and T > 1 and rows.window is None:
+        return attend_chosen(ctx, layer, sparse, part.heads, q, keys, values, rows.scaling)
     # Statistics need the log-sum-exp of every query; without them plain attention is faster.
     if not len(part.stats):
         return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend)

@@ -265,6 +265,9 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         transient["quantise while decoding"] = (
             2 * spec.head_dim * S + 4 * backbone.vocab
         ) * item + QUANTISE_BYTES * rows
+    if policy.sparse is not None:  # at most: keys in float32, what 64 queries weigh, and the rows of each block of 64
+        choice = spec.n_heads * S * (12 * min(64, T) + 10 * -(-T // 64))
+        transient["choose rows"] = held * item + 4 * rows + choice
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers
     return Plan(

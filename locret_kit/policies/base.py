@@ -1,9 +1,10 @@
 """Policy interface: the parts of an eviction policy, what they are given, and how they choose the slots that stay.
 
 A policy answers four questions, each with one part: how much is a slot worth (``Score``), which slots may not be evicted now
-(``Scope``), how many slots does each layer and each head get (``Allocation``), and which slots stay (``Selection``). Three
+(``Scope``), how many slots does each layer and each head get (``Allocation``), and which slots stay (``Selection``). Four
 parts may be absent: ``Merge`` folds evicted slots into those that stay, ``PrefillMask`` limits what a token of the prompt
-sees, ``Reread`` reads passages of the text again for the answer. Parts know nothing of models, caches or files.
+sees, ``Sparse`` leaves out what its attention would hardly weigh, ``Reread`` reads passages of the text again for the answer.
+Parts know nothing of models or caches.
 
 A part is a frozen dataclass. Its fields are its parameters: their names, types, bounds and defaults stand there and nowhere
 else. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots of a head, ``T`` new tokens, ``D`` channels.
@@ -25,6 +26,8 @@ from ..validation import Says, check
 from .rounding import raised
 
 if TYPE_CHECKING:
+    from locret_kernels.sparse_attend import Blocks
+
     from ..backbones.families import BackboneSpec
     from ..backbones.rope import Rope
 
@@ -329,6 +332,19 @@ class PrefillMask(Part, Protocol):
         """The rows that a token sees of a head's ``rows``, of which ``fresh`` entered since the last eviction; None for all."""
 
 
+class Sparse(Part, Protocol):
+    """Rows that blocks of the prompt's tokens attend to, where the others would get little of their attention. Derive from it,
+    and write ``choose``. Decoded tokens attend to all."""
+
+    def bind(self, spec: BackboneSpec) -> None:
+        """Make ready for a backbone. Raises ValueError where it does not fit."""
+        return
+
+    def choose(self, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Blocks:
+        """What the query ``heads`` of a layer attend to for the newest ``T`` of the ``S`` rows: their own among it. Queries and
+        keys as attention takes them (rotated)."""
+
+
 class Reread(Part, Protocol):
     """Passages of the text that are read once more before the answer."""
 
@@ -378,8 +394,23 @@ class Policy:
     """None drops what is evicted."""
     prefill_mask: PrefillMask | None = None
     """None: a token of the prompt sees every slot."""
+    sparse: Sparse | None = None
+    """None: a token of the prompt attends to all that it sees."""
     reread: Reread | None = None
     """None: the prompt's end is read once and sees every slot."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where parts do not go together."""
+        if self.sparse is None:
+            return
+        said = f"policy={self.name!r}: sparse prefill"
+        if summed := sorted(self.statistics - {"count"}):
+            raise ValueError(
+                f"{said} leaves attention out, and score or scope read of all of it: {', '.join(summed)}; "
+                "choose others, such as score=cis or score=window"
+            )
+        if self.prefill_mask is not None:
+            raise ValueError(f"{said} chooses what a token attends to, and so does prefill_mask: leave one out")
 
     @property
     def needs_heads(self) -> bool:

@@ -48,10 +48,10 @@ def parse_policy(text: str) -> Policy:
         if "score" not in parts:
             raise ValueError(f"policy={text!r} names no score; known: {', '.join(parts_named('score'))}")
         return Policy(text, **parts)
-    base = _named(items[0])
-    if base.keeps_everything:
-        raise ValueError(f"policy={text!r}: {items[0]} evicts nothing, so no part of it can be changed")
-    return replace(base, name=text, **_parts(items[1:]))
+    base, parts = _named(items[0]), _parts(items[1:])
+    if base.keeps_everything and parts.keys() - {"sparse"}:
+        raise ValueError(f"policy={text!r}: {items[0]} evicts nothing, so of its parts only sparse can be changed")
+    return replace(base, name=text, **parts)
 
 
 def _named(text: str) -> Policy:
@@ -215,12 +215,18 @@ def _spelled_out(kind: str, text: str) -> str:
     return text.split("(")[0] + (f"({inside})" if inside else "")
 
 
+def composed_of(policy: Policy) -> str:
+    """The policy written out in the grammar; '-' for one that keeps every slot and attends to all."""
+    if not policy.keeps_everything:
+        return " ".join(f"{kind}={text}" for kind, text in parts_of(policy).items())
+    return "-" if policy.sparse is None else f"full sparse={spell(policy.sparse)}"
+
+
 def describe_policies() -> list[str]:
     """One line per named policy: name, its parts in the grammar, its parameters with their defaults, its source."""
     lines = []
     for name, named in policies().items():
         policy = parse_policy(name)
         parameters = ", ".join(f"{key}={one.default}" for key, one in named.parameters().items()) or "-"
-        composed = "-" if policy.keeps_everything else " ".join(f"{k}={v}" for k, v in parts_of(policy).items())
-        lines.append(f"{name:<14} {composed}  parameters: {parameters}  {policy.source}".rstrip())
+        lines.append(f"{name:<14} {composed_of(policy)}  parameters: {parameters}  {policy.source}".rstrip())
     return [*lines, f"{UNBOUNDED:<14} an unbounded oracle; {ORACLE}  arXiv 2505.23416"]

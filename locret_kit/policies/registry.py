@@ -25,10 +25,10 @@ from typing_extensions import dataclass_transform
 from ..naming import blaming, first_line
 from ..validation import annotations_of
 from . import methods
-from .base import Allocation, Merge, Policy, PrefillMask, Reread, Scope, Score, Selection, TopK, Uniform
+from .base import Allocation, Merge, Policy, PrefillMask, Reread, Scope, Score, Selection, Sparse, TopK, Uniform
 
 GROUP = "locret_kit.policies"
-KINDS = ("score", "scope", "allocation", "selection", "merge", "prefill_mask", "reread")
+KINDS = ("score", "scope", "allocation", "selection", "merge", "prefill_mask", "sparse", "reread")
 """Kinds of parts, in the grammar's order."""
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class Parts(TypedDict, total=False):
     selection: Selection
     merge: Merge
     prefill_mask: PrefillMask
+    sparse: Sparse
     reread: Reread
 
 

@@ -37,6 +37,8 @@ class Report:
     peak_bytes: int
     device: str
     dtype: str
+    computed_share: float | None
+    """Share of the prompt's attention that sparse prefill computed, 0 to 1; None where prefill was not sparse."""
     decoding: str
     """'graph', or 'dynamic' and why."""
     versions: dict[str, str]
@@ -50,7 +52,7 @@ class Report:
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
-            decoding=c.decoding, versions=versions(), **measured,
+            computed_share=c.computed_share, decoding=c.decoding, versions=versions(), **measured,
         )  # fmt: skip
 
     @property
@@ -78,9 +80,10 @@ class Report:
         low, high = min(self.kept_rows), max(self.kept_rows)
         rows = f"{high}" if low == high else f"{low} to {high}"
         s = self.settings
+        sparse = "" if self.computed_share is None else f"; {self.computed_share:.1%} of the attention computed"
         bits, share = f" ({s.kv_bits} bits)" if s.kv_bits else "", f" ({s.share} of the prompt)" if s.share else ""
         return [
-            f"prefill: {self.prompt_tokens} tokens in {self.prefill_s:.1f} s ({self.prefill_rate:.0f} tok/s); "
+            f"prefill: {self.prompt_tokens} tokens in {self.prefill_s:.1f} s ({self.prefill_rate:.0f} tok/s){sparse}; "
             f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s)",
             f"cache: {rows} rows a head and layer after prefill, {self.evictions} evictions, "
             f"{self.cache_bytes / 2**20:.1f} MiB of buffers{bits}; peak memory {self.peak_bytes / 2**20:.0f} MiB",

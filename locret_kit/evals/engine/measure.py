@@ -149,7 +149,7 @@ def _cost_of_given_text(
 
 def _cost(report: Report, start: Start) -> Fields:
     """Cost and settings of a run; its prefill with the seconds in which the start was read."""
-    names = ("new_tokens", "decode_s", "peak_bytes", "cache_bytes", "device", "dtype", "versions")
+    names = ("new_tokens", "decode_s", "peak_bytes", "cache_bytes", "computed_share", "device", "dtype", "versions")
     return {
         **{name: getattr(report, name) for name in names},
         **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},

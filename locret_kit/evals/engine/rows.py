@@ -96,6 +96,8 @@ class Row(RunSettings):
     far."""
     cache_bytes: int = 0
     """Bytes of the cache's buffers; those of `full` have room for the longest prompt that shares a beginning."""
+    computed_share: float | None = None
+    """Share of the prompt's attention that sparse prefill computed, 0 to 1; None where prefill was not sparse."""
     slots: int = 0
     """Slots that the budget came to; 0 for `full`, and in older rows, whose ``budget`` says it."""
     ending: str = ""

@@ -1,0 +1,334 @@
+"""Sparse prefill against MInference and XAttention written out from their papers in float64, and in whole runs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from policy_runs import backbone, held, make, tokens
+from tiny_models import tiny_model
+
+from locret_kernels.sparse_attend import Blocks
+from locret_kit import attach
+from locret_kit.backbones.families import text_config
+from locret_kit.cache.saved import load_cache, save_cache
+from locret_kit.cache.sparse import pairs_of
+from locret_kit.policies.grammar import describe_policies, parse_policy
+from locret_kit.policies.methods.minference import VerticalSlash
+from locret_kit.policies.methods.xattention import Antidiagonal
+from locret_kit.runtime.report import Report
+from locret_kit.runtime.session import prefill
+
+LONG = 250
+"""Tokens of a prompt, above what MInference always computes."""
+
+
+# ---- the definitions ---------------------------------------------------------------------------------------------------
+
+
+def weights_of(q, k, scaling, own):
+    """Softmax of one head's queries over the rows up to their own."""
+    logits = np.where(np.arange(len(k)) <= np.array(own)[:, None], q @ k.T * scaling, -np.inf)
+    logits = np.exp(logits - logits.max(-1, keepdims=True))
+    return logits / logits.sum(-1, keepdims=True)
+
+
+def minference(q, k, scaling, vertical, slash, last=64):
+    """What each query of one head attends to: algorithm 2, the 30 first columns and 100 nearest diagonals of the code, and
+    diagonals in tiles of 64 queries."""
+    T, S = len(q), len(k)
+    L = min(last, T)
+    a = weights_of(q[T - L :], k, scaling, range(S - L, S))
+    column = [a[:, s].sum() for s in range(S)]
+    diagonal = [sum(a[i, S - L + i - o] for i in range(L) if S - L + i - o >= 0) for o in range(S)]
+    columns = sorted(range(S), key=lambda s: (s >= 30, -column[s] if s >= 30 else 0, s))[: max(30, vertical)]
+    offsets = sorted(range(S), key=lambda o: (o >= 100, -diagonal[o] if o >= 100 else 0, o))[: max(50, slash)]
+    return tiles(T, S, columns, offsets)
+
+
+def tiles(T, S, columns, offsets):
+    seen = np.zeros((T, S), dtype=bool)
+    for start in range(0, T, 64):
+        block = range(start, min(start + 64, T))
+        rows = set(columns) | {S - T + start + i - o for o in offsets for i in range(64)} | {S - T + t for t in block}
+        for t in block:
+            seen[t, [r for r in rows if 0 <= r <= S - T + t]] = True
+    return seen
+
+
+def xattention(q, k, scaling, threshold, stride, block):
+    """What each query of one head attends to: algorithm 1, the first block and the diagonal of the code."""
+    T, S = len(q), len(k)
+    first, U = S - T, -(-S // block)
+    seen = np.zeros((T, S), dtype=bool)
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        own = {r // block for r in range(first + start, first + end)}
+        score, votes = np.zeros(U), 0
+        for w in range(start, end - stride + 1, stride):
+            squares = [c for c in range(0, S - stride + 1, stride) if c <= first + w]
+            sums = [sum(q[w + stride - 1 - i] @ k[c + i] for i in range(stride)) * scaling / stride for c in squares]
+            sums = np.exp(np.array(sums) - max(sums))
+            for c, part in zip(squares, sums / sums.sum(), strict=True):
+                score[c // block] += part
+            votes += 1
+        chosen = own | {0}
+        if not votes:
+            chosen = set(range(U))
+        for u in sorted(range(U), key=lambda u: (-score[u], u)):
+            if sum(score[c] for c in chosen) < threshold * votes:
+                chosen.add(u)
+        for t in range(start, end):
+            seen[t, [r for r in range(first + t + 1) if r // block in chosen]] = True
+    return seen
+
+
+def spread(blocks: Blocks, T: int, S: int) -> np.ndarray:
+    """What each query ``[Q, T, S]`` sees of its block's rows."""
+    seen = blocks.seen_BQNU[0].repeat_interleave(blocks.queries, 1)[:, :T].repeat_interleave(blocks.unit, 2)[:, :, :S]
+    return (seen & (torch.arange(S) <= torch.arange(S - T, S)[:, None])).numpy()
+
+
+def heads(T: int, S: int, seed: int = 0):
+    """Queries of four heads and keys of two, whose attention is uneven."""
+    make_ = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(1, n, rows, 8, generator=make_, dtype=torch.float64) for n, rows in ((4, T), (2, S)))
+    return 2 * q, 2 * k
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (5, 5), (16, 16), (40, 40), (37, 100), (16, 61), (64, 192), (3, 77)])
+@pytest.mark.parametrize("part", [Antidiagonal(0.5, 4, 16), Antidiagonal(0.9, 8, 8), Antidiagonal(0.8, 3, 12)], ids=str)
+def test_antidiagonal_is_the_paper(part, T, S):
+    q, k = heads(T, S)
+    seen = spread(part.choose(0, slice(0, 4), q, k, 0.3), T, S)
+    for head in range(4):
+        wanted = xattention(q[0, head].numpy(), k[0, head // 2].numpy(), 0.3, part.threshold, part.stride, part.block)
+        assert (seen[head] == wanted).all()
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (7, 7), (64, 64), (100, 300), (70, 333)])
+@pytest.mark.parametrize("part", [VerticalSlash(40, 110), VerticalSlash(0, 0, 5), VerticalSlash(35, 160, 16)], ids=str)
+def test_vertical_slash_is_the_paper(part, T, S):
+    q, k = heads(T, S)
+    seen = spread(part.choose(0, slice(0, 4), q, k, 0.3), T, S)
+    for head in range(4):
+        wanted = minference(q[0, head].numpy(), k[0, head // 2].numpy(), 0.3, part.vertical, part.slash, part.last)
+        assert (seen[head] == wanted).all()
+
+
+def test_patterns_of_a_file(tmp_path):
+    """Heads have their own; those that the file does not name have the policy's."""
+    file = tmp_path / "patterns.json"
+    layer = {
+        "0": ["stream_llm", 7, 20, 1.0],
+        "2": ["block_sparse", 100, 0, 2.5],
+        "3": ["vertical_and_slash", 33, 120, 3],
+    }
+    file.write_text(json.dumps([{}, layer]))
+    part, (q, k) = VerticalSlash(40, 110, patterns=str(file)), heads(130, 330)
+    seen = spread(part.choose(1, slice(0, 4), q, k, 0.3), 130, 330)
+    first, second = ((q[0, h].numpy(), k[0, h // 2].numpy()) for h in (1, 3))
+    assert (seen[0] == tiles(130, 330, range(7), range(20))).all()
+    assert (seen[1] == minference(*first, 0.3, 40, 110)).all()
+    assert (seen[3] == minference(*second, 0.3, 33, 120)).all()
+    assert (seen[2] == (np.arange(330) <= np.arange(200, 330)[:, None])).all()  # 100 tiles are more than there are
+    last = spread(part.choose(1, slice(3, 4), q[:, 3:], k[:, 1:], 0.3), 130, 330)  # a head by itself
+    assert (last[0] == seen[3]).all()
+    plain = spread(part.choose(0, slice(0, 4), q, k, 0.3), 130, 330)
+    assert (plain[0] == minference(q[0, 0].numpy(), k[0, 0].numpy(), 0.3, 40, 110)).all()
+
+
+def test_pooled_tiles_are_the_largest_means(monkeypatch, tmp_path):
+    monkeypatch.setattr("locret_kit.policies.methods.minference.POOLED", 2)
+    file = tmp_path / "patterns.json"
+    file.write_text(json.dumps([{"1": ["block_sparse", 2, 0, 1]}]))
+    q, k = heads(100, 330)
+    seen = spread(VerticalSlash(patterns=str(file)).choose(0, slice(0, 4), q, k, 0.3), 100, 330)[1]
+    for block, (start, end) in enumerate(((0, 64), (64, 100))):
+        first = 230 + start
+        mean = {u: float(q[0, 1, start:end].mean(0) @ k[0, 0, 64 * u : 64 * u + 64].mean(0)) for u in range(6)}
+        best = sorted((u for u in mean if 64 * u <= first), key=lambda u: -mean[u])[:2]
+        rows = {r for u in best for r in range(64 * u, 64 * u + 64)} | set(range(first, 230 + end))
+        for t in range(start, end):
+            assert set(np.flatnonzero(seen[t])) == {r for r in rows if r <= 230 + t}, block
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------------
+
+
+class Masked:
+    """Dense attention in float64 of what a definition leaves of each chunk: a handler beside the kit's."""
+
+    wants_unrotated = False
+
+    def __init__(self, see):
+        self.see, self.rows = see, {}
+
+    def attend(self, layer, q, k, v, scaling):
+        before = self.rows.get(layer, (k[:, :, :0], v[:, :, :0]))
+        keys, values = self.rows[layer] = tuple(torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+        out, G = torch.empty_like(q), q.shape[1] // k.shape[1]
+        for head in range(q.shape[1]):
+            one, those = q[0, head], keys[0, head // G]
+            mask = torch.from_numpy(self.see(one.numpy(), those.numpy(), scaling))
+            logits = (one @ those.T * scaling).masked_fill(~mask, float("-inf"))
+            out[0, head] = logits.softmax(-1) @ values[0, head // G]
+        return out
+
+
+RUNS = {
+    "xattention(0.6,4,16)": lambda q, k, s: xattention(q, k, s, 0.6, 4, 16),
+    "minference(30,100)": lambda q, k, s: minference(q, k, s, 30, 100),
+}
+
+
+@pytest.mark.parametrize("policy", RUNS)
+def test_a_prompt_in_chunks_is_the_definition_in_chunks(policy):
+    """Every chunk chooses for itself; the held-back tail is one more."""
+    model, ids = backbone(), tokens(LONG)
+    cache = make(policy, length=LONG, chunk=100, local_len=20)
+    with attach(model) as attachment, torch.no_grad():
+        prefill(model, ids, cache)
+        handler, seen = Masked(RUNS[policy]), 0
+        with attachment.handled_by(handler):
+            for end in (100, 200, 230, LONG):
+                places = torch.arange(seen, end)[None]
+                model(input_ids=torch.tensor([ids[seen:end]]), position_ids=places, use_cache=False)
+                seen = end
+    for layer, rows in enumerate(cache.bounded):
+        torch.testing.assert_close(rows.slots("values"), handler.rows[layer][1], rtol=1e-9, atol=1e-9)
+    share = cache.counters.computed_share
+    assert share is not None and 0.2 < share < 0.95
+
+
+@pytest.mark.parametrize("policy", ["ada-locret", "snapkv(6,3)"])
+def test_everything_chosen_is_dense_attention(policy):
+    """Beside evictions, in heads of one length and of their own."""
+    caches = []
+    for text in (policy, f"{policy} sparse=antidiagonal(1.0,2,8)", f"{policy} sparse=vertical-slash"):
+        cache, model = make(text, budget=40, length=150, chunk=50), backbone()
+        with attach(model), torch.no_grad():
+            prefill(model, tokens(150), cache)
+        caches.append(cache)
+    assert held(caches[1]) == held(caches[2]) == held(caches[0]) and caches[0].counters.evictions > 1
+    assert caches[0].counters.computed_share is None and caches[2].counters.computed_share == 1
+
+
+def test_beside_evictions_the_share_counts():
+    cache, model = make("locret sparse=antidiagonal(0.3,2,4)", budget=40), backbone()
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+        read = cache.counters.computed_pairs
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+    share = cache.counters.computed_share
+    assert 0 < share < 1
+    report = Report.of(model, cache, prompt_tokens=83, new_tokens=1, prefill_s=1.0, decode_s=1.0, kept_rows=[40])
+    assert f"; {share:.1%} of the attention computed; decoding" in report.lines()[0]
+    assert report.to_dict()["computed_share"] == share
+    assert cache.counters.computed_pairs == read, "decoding is never sparse"
+
+
+def test_layers_with_a_window_are_dense():
+    model = tiny_model("gemma3").double()
+    cache = make("xattention(0.3,2,4)", length=60, family="gemma3")
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(60), cache)
+    full = sum(window is None for window in cache.context.spec.windows)
+    heads_ = text_config(model).num_attention_heads
+    chunks = [(13, 13), (13, 26), (13, 39), (13, 52), (3, 55), (5, 60)]
+    dense = sum(
+        pairs_of(Blocks(torch.ones(1, heads_, -(-t // 4), -(-s // 4), dtype=torch.bool), 4, 4), t, s)[1]
+        for t, s in chunks
+    )
+    assert 0 < full < len(cache.bounded) and cache.counters.dense_pairs == full * dense
+
+
+def test_pairs_by_hand():
+    """5 queries of 8 rows, in blocks of 3 and units of 4: the first three see up to row 5, the others up to row 7."""
+    seen = torch.tensor([[[[True, False], [True, True]], [[False, True], [False, False]]]])
+    assert pairs_of(Blocks(seen, 3, 4), 5, 8) == (3 * 4 + 2 * 8 + 3 * 2, 2 * (3 * 6 + 2 * 8))
+
+
+def test_a_saved_cache_keeps_its_counts_and_older_files_load(tmp_path, monkeypatch):
+    cache, model = make("xattention(0.3,2,4)", length=60), backbone()
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(60), cache)
+    save_cache(cache, tmp_path / "a.locret")
+    again = load_cache(tmp_path / "a.locret", model)
+    assert again.counters.computed_share == cache.counters.computed_share is not None
+    from locret_kit.cache import saved
+
+    def without(counters):
+        return {name: value for name, value in vars(counters).items() if not name.endswith("_pairs")}
+
+    monkeypatch.setattr(saved, "asdict", without)
+    save_cache(cache, tmp_path / "b.locret")
+    monkeypatch.undo()
+    assert load_cache(tmp_path / "b.locret", model).counters.computed_share is None
+
+
+def test_patterns_are_read_for_a_backbone_and_never_for_a_file(tmp_path):
+    """A saved cache may come from elsewhere: what it names is not opened."""
+    with pytest.raises(ValueError, match="patterns='nowhere.json': No such file"):
+        make("minference(patterns=nowhere.json)").bind(backbone())
+    file, model = tmp_path / "patterns.json", backbone()
+    file.write_text(json.dumps([{}] * 3))
+    policy = f"minference(patterns={file})"
+    cache = make(policy, length=30)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(30), cache)
+    save_cache(cache, tmp_path / "a.locret")
+    with pytest.raises(ValueError, match="has its patterns in a file of the machine that wrote it: pass policy="):
+        load_cache(tmp_path / "a.locret", model)
+    assert load_cache(tmp_path / "a.locret", model, policy=policy).get_seq_length() == 30
+
+
+# ---- what does not go together -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("h2o sparse=antidiagonal", "sparse prefill leaves attention out, and score or scope read of all of it: sum"),
+        ("windowed-locret sparse=vertical-slash", "and so does prefill_mask: leave one out"),
+        ("full merge=nearest", "full evicts nothing, so of its parts only sparse can be changed"),
+        ("full sparse=antidiagonl", "Did you mean 'antidiagonal'"),
+        ("xattention(stride=7)", "stride=7 must divide block=128"),
+        ("xattention(threshold=1.5)", "threshold=1.5 must be"),
+    ],
+)
+def test_errors(text, said):
+    with pytest.raises(ValueError) as caught:
+        parse_policy(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "must hold a list with an object per layer"),
+        ([{"a": ["stream_llm", 1, 2, 3]}], "layer 0: head 'a' must be a number"),
+        ([{"1": ["tri", 1, 2, 3]}], "layer 0, head 1: ['tri', 1, 2, 3] must be [PATTERN, VERTICAL, SLASH, SCORE]"),
+        ([{"1": ["stream_llm", 1, -2, 3]}], "layer 0, head 1"),
+        ([{}], "has 1 layers, and the backbone 3"),
+        ([{}, {"6": ["stream_llm", 1, 2, 3]}, {}], "names head 6, and the backbone has 6"),
+    ],
+)
+def test_what_is_no_file_of_patterns(content, said, tmp_path):
+    file = tmp_path / "patterns.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError) as caught:
+        make(f"minference(patterns={file})").bind(backbone())
+    assert said in str(caught.value)
+
+
+def test_both_are_listed_with_their_papers():
+    lines = {line.split()[0]: line for line in describe_policies()}
+    assert (
+        "full sparse=vertical-slash(vertical=1000,slash=6096" in lines["minference"]
+        and "2407.02490" in lines["minference"]
+    )
+    assert "full sparse=antidiagonal(threshold=0.9" in lines["xattention"] and "2503.16428" in lines["xattention"]
+    assert parse_policy("full sparse=antidiagonal(0.9)").sparse == parse_policy("xattention").sparse
