@@ -7,8 +7,13 @@ import logging
 import socket
 import threading
 import time
+import zlib
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import httpx
 import pytest
@@ -225,6 +230,64 @@ def test_uploads_at_once_never_pass_the_limit(url, server):
             assert int(answer.headers["retry-after"]) > 0
         else:
             httpx.delete(f"{url}/v1/documents/{answer.json()['id']}", headers=bearer())
+
+
+def zipped(size: int) -> bytes:
+    """A Word file whose text has so many bytes, in a thousandth of them."""
+    out = BytesIO()
+    with ZipFile(out, "w", ZIP_DEFLATED, compresslevel=1) as archive, archive.open("word/document.xml", "w") as text:
+        for _ in range(size >> 20):
+            text.write(bytes(1 << 20))
+    return out.getvalue()
+
+
+def pdf(size: int) -> bytes:
+    """A PDF whose page unpacks, in two steps, to so many bytes."""
+    pack = zlib.compressobj(1)
+    page = zlib.compress(b"".join([pack.compress(bytes(1 << 20)) for _ in range(size >> 20)]) + pack.flush())
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 4 0 R>>",
+        b"<</Length %d/Filter[/FlateDecode/FlateDecode]>>stream\n%s\nendstream" % (len(page), page),
+    ]  # fmt: skip
+    body = b"".join(b"%d 0 obj%s\nendobj\n" % item for item in enumerate(objects, 1))
+    return b"%PDF-1.4\n" + body + b"trailer<</Root 1 0 R>>\n%%EOF"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "mib", "words"),
+    [("a.docx", zipped, 257, "bytes unpacked, more than limit"), ("a.pdf", pdf, 256, "took more than 20 s or")],
+)
+def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name, make, mib, words):
+    data = make(mib << 20)
+    assert len(data) < 2 << 20
+    monkeypatch.setattr("locret_kit.serving.documents.convert", partial(convert, seconds=20, memory=320 << 20))
+    monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
+    held = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(), timeout=60).json()
+    for _ in range(400):
+        held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
+        if held["status"] != "reading":
+            break
+        time.sleep(0.05)
+    assert held["status"] == "failed" and words in held["error"], held
+    assert httpx.delete(f"{url}/v1/documents/{held['id']}", headers=bearer()).status_code == 200
+    assert not server.documents
+    quiet(engine)
+    works(url)
+
+
+def test_readers_that_do_not_read(url, engine):
+    """Their answers end, and so do their sessions; nobody waits for them."""
+    body = json.dumps({"messages": user(text_of(30)), "max_tokens": 64, "stream": True, "ignored": "x" * 100}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n"
+    lines = [socket.create_connection(httpx.URL(url).netloc.decode().split(":")) for _ in range(6)]
+    for line in lines:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        line.sendall(head % (KEYS[0].encode(), len(body)) + body)
+    works(url)
+    quiet(engine)
+    for line in lines:
+        line.close()
 
 
 def test_a_conversion_ends_at_its_limits():
