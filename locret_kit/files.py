@@ -232,3 +232,20 @@ def locked(path: Path, busy: str, wait: float = 0.0) -> Iterator[None]:
             yield
     except Timeout as error:
         raise OSError(busy) from error
+
+
+@contextmanager
+def shared(path: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file together with others who hold it so, and with nobody who has it ``locked``. On POSIX alone.
+
+    Raises:
+        OSError: another process has it for itself.
+    """
+    import fcntl
+
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(busy) from error
+        yield

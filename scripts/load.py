@@ -281,6 +281,7 @@ def run(args: argparse.Namespace) -> None:
             }
             own = {"budget": 1023} if args.server == "locret" else {}
             httpx.post(f"{server.url}/v1/chat/completions", json=warm | own, timeout=120).raise_for_status()
+            time.sleep(1.5)  # what it freed goes back to the system within half a second
             ready = server.memory()
             made = asyncio.run(drive(args, server, found, model))
         finally:
@@ -413,7 +414,7 @@ def main() -> None:
     right.add_argument("--most", type=int, default=MOST_REQUESTS)
     right.set_defaults(do=check)
     table = commands.add_parser("page", help="write a table")
-    table.add_argument("name", choices=["load", "decoding"])
+    table.add_argument("name", choices=["load", "open", "decoding"])
     table.add_argument("files", nargs="+")
     table.set_defaults(do=page)
     args = parser.parse_args()

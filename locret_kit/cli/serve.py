@@ -55,6 +55,8 @@ def run(args: ServeOptions) -> int:
 
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
+    if args.share_session_dir and args.session_dir is None:
+        raise ValueError("share_session_dir=true needs --session-dir, the folder to share")
     keys = keys_of(args)
     opening = Opening()
     failed: list[Exception] = []
@@ -97,6 +99,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine import Engine
+    from ..serving.memory import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
 
@@ -108,7 +111,8 @@ def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
     limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
     store = None
     if args.session_dir is not None:
-        store = Store(args.session_dir, parse_bytes(args.session_disk, "session_disk"))
+        most = parse_bytes(args.session_disk, "session_disk")
+        store = Store(args.session_dir, most, shares=args.share_session_dir)
     server = Server(None, name, keys, tuple(args.policies), limits)
     if store is not None:
         server.salt = store.salt
@@ -126,6 +130,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
     )  # fmt: skip
     server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * caches.each))
     server.restore(engine)
+    give_back(server.ended)
     server.engine = engine
     return f"{name}, {caches}"
 

@@ -35,7 +35,8 @@ def add_completions(app: FastAPI, server: Server) -> None:
 
 async def complete(server: Server, request: Request, body: ChatBody | TextBody, kind: str) -> Response:
     """Answer a completion, streamed or whole."""
-    owner, engine = server.owner(request), server.ready()
+    engine = server.ready()
+    owner = await server.asks(request, body.document_id)
     document = None
     if body.document_id is not None:
         held = server.held(owner, body.document_id)

@@ -52,22 +52,19 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/documents")
     async def documents(request: Request) -> dict[str, object]:
-        owner = server.owner(request)
-        return {
-            "object": "list",
-            "data": [held.shown() for held in server.documents.values() if held.owner == owner and not held.deleted],
-        }
+        owner = await server.asks(request)
+        return {"object": "list", "data": await asyncio.to_thread(server.listed, owner)}
 
     @app.get("/v1/documents/{name}")
     async def document(name: str, request: Request) -> dict[str, object]:
-        return server.held(server.owner(request), name).shown()
+        return server.held(await server.asks(request, name), name).shown()
 
     @app.get("/v1/documents/{name}/kept")
     async def kept(
         name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
     ) -> dict[str, object]:  # fmt: skip
-        held = server.held(server.owner(request), name)
+        held = server.held(await server.asks(request, name), name)
         if held.document is None:
             raise HTTPException(409, f"document {held.id} is {held.shown()['status']}")
         return {"id": held.id, "object": "document.kept"} | await asyncio.to_thread(
@@ -76,7 +73,7 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, object]:
-        held = server.held(server.owner(request), name)
+        held = server.held(await server.asks(request, name), name)
         held.deleted = True
         if held.document is not None or held.error is not None:
             del server.documents[held.id]

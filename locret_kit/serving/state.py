@@ -10,13 +10,14 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Event, Lock
 
 from fastapi import HTTPException, Request
 
-from ..documents.document import Document
+from ..documents.document import Document, describe
 from ..naming import first_line
 from .engine import Engine
-from .store import owner_of
+from .store import Store, owner_of
 
 LOG = logging.getLogger("locret_kit.serving")
 
@@ -51,6 +52,8 @@ class Held:
     error: str | None = None
     deleted: bool = False
     """While it is still being read, its memory counts."""
+    on_disk: bool = False
+    """Whether it had a file when somebody asked last, where servers share the folder."""
 
     def shown(self) -> dict[str, object]:
         """As the protocol has it."""
@@ -87,6 +90,9 @@ class Server:
     """One file at a time, so that the memory of a conversion is that of one."""
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Of the owners' names."""
+    ended: Event = field(default_factory=Event)
+    """Set when it stops."""
+    _looking: Lock = field(default_factory=Lock)
 
     @cached_property
     def owners(self) -> dict[bytes, str]:
@@ -119,16 +125,23 @@ class Server:
 
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
+        self.ended.set()
         for held in self.documents.values():
             held.deleted = True
         if self.engine is not None:
             self.engine.stop(grace)
         self.readers.shutdown(wait=False, cancel_futures=True)
 
-    def restore(self, engine: Engine) -> None:
-        """Load the documents that an earlier server saved, as many as there may be, those first that were used last."""
-        left = 0
-        for name, owner, created, path in engine.store.documents({*self.owners.values()}) if engine.store else ():
+    def restore(self, engine: Engine, *, owner: str | None = None, name: str | None = None) -> None:
+        """Load documents that are on disk and not in memory, as many as there may be, those first that were used last.
+
+        Args:
+            owner, name: of one document; by default all of every owner.
+        """
+        left, owners = 0, {owner} if owner is not None else {*self.owners.values()}
+        for found, whose, created, path in engine.store.documents(owners) if engine.store else ():
+            if found in self.documents or name not in (None, found):
+                continue
             if len(self.documents) >= self.limits.documents:
                 left += 1
                 continue
@@ -136,8 +149,39 @@ class Server:
                 document = engine.load_document(path)
             except (ValueError, OSError) as error:
                 LOG.warning("a document's file is not usable and removed: %s", first_line(error))
-                engine.forget(name)
+                engine.forget(found)
                 continue
-            self.documents[name] = Held(name, owner, document.title or "document", created, document)
+            self.documents[found] = Held(found, whose, document.title or "document", created, document)
         if left:
             LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
+
+    async def asks(self, request: Request, document: str | None = None) -> str:
+        """Who asks, as ``owner``; where servers share their folder, what others have written of his is known then, and a
+        document is loaded that another has read."""
+        owner, engine = self.owner(request), self.engine
+        if engine is not None and engine.store is not None and engine.store.shares:
+            await asyncio.to_thread(self._look, engine, engine.store, owner, document)
+        return owner
+
+    def _look(self, engine: Engine, store: Store, owner: str, document: str | None) -> None:
+        with self._looking:
+            store.refresh(owner)
+            for held in [held for held in self.documents.values() if held.owner == owner]:
+                on_disk = store.has(held.id)
+                if held.on_disk and not on_disk:  # another server has deleted it
+                    held.deleted = True
+                    self.documents.pop(held.id, None)
+                held.on_disk = on_disk
+            if document is not None:
+                self.restore(engine, owner=owner, name=document)
+
+    def listed(self, owner: str) -> list[dict[str, object]]:
+        """An owner's documents; with status 'saved' those that other servers have read."""
+        mine = [held for held in self.documents.values() if held.owner == owner and not held.deleted]
+        store = self.engine.store if self.engine is not None else None
+        others = []
+        if store is not None and store.shares:
+            for name, _, created, path in store.documents({owner}):
+                if name not in self.documents:
+                    others.append(Held(name, owner, describe(path)[1].title or "document", created).shown())
+        return [held.shown() for held in mine] + [shown | {"status": "saved"} for shown in others]

@@ -16,7 +16,7 @@ import time
 from calendar import timegm
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -27,7 +27,7 @@ from ..cache.bounded import BoundedCache
 from ..cache.file import read, read_record, write
 from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
 from ..documents.document import Document
-from ..files import locked, write_beside
+from ..files import locked, shared, write_beside
 from ..heads import RetainingHeads
 from ..naming import first_line
 from ..policies.base import Policy
@@ -38,6 +38,8 @@ SUFFIX, SALT = ".locret", "salt"
 SESSION = re.compile(r"session_[0-9a-f]{32}")
 DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")
 OWNER = re.compile(r"[0-9a-f]{32}")
+ABANDONED = 3600
+"""Seconds after which nobody goes on writing a file, where servers share the folder."""
 MARGIN = 1 << 13
 """Bytes of a file beside its tensors, about; a layer's part of its header has an eighth at most."""
 
@@ -50,39 +52,48 @@ class File:
     bytes: int
     past: Past | None = None
     fits: bool = True
+    written: int = 0
+    """When its content was, in nanoseconds."""
 
 
 class Store:
-    """The folder. One server at a time has it.
+    """The folder. One server at a time has it, or several that all share it: then what one has written the others find.
 
     Args:
-        most: bytes of all files, at most.
+        most: bytes of all files, at most; of servers that share it, each counts the files that it knows.
 
     Raises:
         OSError: it cannot be written, or another server has it.
     """
 
-    def __init__(self, folder: str | Path, most: int) -> None:
-        self.folder, self.most = Path(folder), most
+    def __init__(self, folder: str | Path, most: int, *, shares: bool = False) -> None:
+        self.folder, self.most, self.shares = Path(folder), most, shares
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.chmod(0o700)
         except OSError as error:
             raise OSError(f"session_dir={str(folder)!r} cannot be used: {error.strerror}") from error
         self._open = ExitStack()
-        self._open.enter_context(locked(self.folder / ".lock", f"session_dir={str(folder)!r}: another server has it"))
-        (self.folder / ".lock").chmod(0o600)
+        lock, busy = self.folder / ".lock", f"session_dir={str(folder)!r}: another server has it"
+        self._open.enter_context(shared(lock, busy) if shares else locked(lock, busy))
+        lock.chmod(0o600)
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
         self._mine: dict[str, dict[str, Past]] = {}
         self._origin: Origin | None = None
+        self._check: Callable[[Saved, str], None] = lambda saved, about: None
+        self._damaged: list[str] = []
+        self._others: list[str] = []
         self.failing: str | None = None
         """Why the last file could not be written; None where it was."""
         self.written = self.failures = 0
         salt = self.folder / SALT
-        if not salt.exists():
-            write_beside(salt, lambda path: path.write_bytes(secrets.token_bytes(32)))
-            salt.chmod(0o600)
+        with locked(
+            self.folder / ".salt.lock", f"{salt} is being made", wait=60
+        ):  # once, by one of those that share it
+            if not salt.exists():
+                write_beside(salt, lambda path: path.write_bytes(secrets.token_bytes(32)))
+                salt.chmod(0o600)
         self.salt = salt.read_bytes()
 
     def close(self) -> None:
@@ -95,40 +106,65 @@ class Store:
         """Find what an earlier server left. Damaged files are removed; those that ``check(record, about)`` refuses stay and
         count, since a server with other settings may want them. Both are said in one line each.
         """
-        self._origin = origin
-        damaged, other = [], []
-        found = []
-        for path in self.folder.glob(f"*/*{SUFFIX}"):
-            name, owner = path.stem, path.parent.name
-            if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
-                continue
-            past, fits = None, True
-            try:
-                record = read_record(path)
-                record.pop("digest", None)
-                saved = Saved.of(record, path)
-                about = saved.document or {}
-                if SESSION.fullmatch(name):
-                    past = _past(name, owner, about)
-            except ValueError as error:
-                damaged.append(first_line(error))
-                path.unlink(missing_ok=True)
-                continue
-            try:
-                check(saved, past.about if past is not None else name)
-            except ValueError as error:
-                other.append(f"{path}: {first_line(error)}")
-                past, fits = None, False
-            stat = path.stat()
-            found.append((stat.st_mtime_ns, name, File(path, stat.st_size, past, fits)))
+        self._origin, self._check = origin, check
+        found = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
         for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
-            left.unlink(missing_ok=True)
-        for lines, words in ((damaged, "removed"), (other, "left as they are")):
+            if not self.shares or time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink(missing_ok=True)
+        for lines, words in ((self._damaged, "removed"), (self._others, "left as they are")):
             if lines:
                 LOG.warning("%d files of sessions are not usable and %s; the first: %s", len(lines), words, lines[0])
         with self._lock:
-            for _, name, file in sorted(found, key=lambda item: item[:2]):
-                self._add(name, file)
+            for file in sorted(found, key=lambda file: (file.written, file.path.stem)):
+                self._add(file.path.stem, file)
+
+    def _look(self, path: Path) -> File | None:
+        """What a file is; None for one that is not of this folder, that is gone, or that is damaged and removed."""
+        name, owner = path.stem, path.parent.name
+        if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
+            return None
+        past, fits = None, True
+        try:
+            stat = path.stat()
+            record = read_record(path)
+            record.pop("digest", None)
+            saved = Saved.of(record, path)
+            if SESSION.fullmatch(name):
+                past = _past(name, owner, saved.document or {})
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            self._damaged.append(first_line(error))
+            path.unlink(missing_ok=True)
+            return None
+        try:
+            self._check(saved, past.about if past is not None else name)
+        except ValueError as error:
+            self._others.append(f"{path}: {first_line(error)}")
+            past, fits = None, False
+        return File(path, stat.st_size, past, fits, stat.st_mtime_ns)
+
+    def refresh(self, owner: str) -> None:
+        """Find what other servers have written and removed of an owner's, where they share the folder."""
+        if not self.shares:
+            return
+        there = {path.stem: path for path in (self.folder / owner).glob(f"*{SUFFIX}")}
+        with self._lock:
+            known = {name: file for name, file in self._files.items() if file.path.parent.name == owner}
+            for name in known.keys() - there.keys():
+                self._drop(name)
+        for name, path in there.items():
+            with suppress(FileNotFoundError):
+                if name not in known or known[name].written != path.stat().st_mtime_ns:
+                    file = self._look(path)
+                    if file is not None:
+                        with self._lock:
+                            self._add(name, file)
+
+    def has(self, name: str) -> bool:
+        """Whether a session or a document has a file that this server knows."""
+        with self._lock:
+            return name in self._files
 
     def sessions(self, owner: str) -> list[Past]:
         """What an owner's sessions have read."""
@@ -142,7 +178,10 @@ class Store:
         for name, file in files:
             owner = file.path.parent.name
             if DOCUMENT.fullmatch(name) and file.fits and owner in owners:
-                created = str(read_record(file.path)["created"])
+                try:
+                    created = str(read_record(file.path)["created"])
+                except (OSError, ValueError):  # another server has removed it
+                    continue
                 yield name, owner, timegm(time.strptime(created, CREATED)), file.path
 
     @property
@@ -157,12 +196,17 @@ class Store:
         if file.past is not None:
             self._mine.setdefault(file.past.owner, {})[name] = file.past
 
+    def _drop(self, name: str) -> File | None:
+        file = self._files.pop(name, None)
+        if file is not None:
+            self._mine.get(file.path.parent.name, {}).pop(name, None)
+        return file
+
     def remove(self, name: str) -> None:
         """Remove a session or a document."""
         with self._lock:
-            file = self._files.pop(name, None)
+            file = self._drop(name)
             if file is not None:
-                self._mine.get(file.path.parent.name, {}).pop(name, None)
                 file.path.unlink(missing_ok=True)
 
     def forget(self, document: str) -> None:
@@ -177,7 +221,8 @@ class Store:
         with self._lock:
             if name in self._files:
                 self._files.move_to_end(name)
-                os.utime(self._files[name].path)
+                with suppress(FileNotFoundError):  # another server has removed it
+                    os.utime(self._files[name].path)
 
     # ---- writing and reading ---------------------------------------------------------------------------------------
 
@@ -205,7 +250,7 @@ class Store:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             to(path)
             path.chmod(0o600)
-            held = path.stat().st_size
+            stat = path.stat()
         except (OSError, ValueError) as error:
             self.failures += 1
             if self.failing is None:
@@ -217,7 +262,7 @@ class Store:
         self.failing = None
         self.written += 1
         with self._lock:
-            self._add(name, File(path, held, past))
+            self._add(name, File(path, stat.st_size, past, written=stat.st_mtime_ns))
         self._make_room(0, "")  # where the file was larger than it seemed
 
     def _make_room(self, size: int, name: str) -> None:
@@ -243,6 +288,9 @@ class Store:
             record, tensors = read(path)
             saved = Saved.of(record, path)
             if _past(past.name, past.owner, saved.document or {}) != past:
+                if self.shares:  # it went on at another server
+                    self.refresh(past.owner)
+                    return None
                 raise ValueError(f"{path}: it has read something else than it had")
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             mine = policy if saved.policy == policy.name else None

@@ -1,0 +1,28 @@
+"""Which requests belong together, so that one replica answers them. Knows no Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+
+def name_of(path: str, headers: Mapping[str, str], body: bytes) -> str:
+    """The name of what a request goes on from: a document's id, the client's own name of a session (``x-session-id``, Open
+    WebUI's chat id), else a hash of how the conversation begins, which every turn sends again. '' for none of them.
+    """
+    if path.startswith("/v1/documents/"):
+        return path.split("/")[3]
+    if not path.endswith("/completions"):
+        return ""
+    try:
+        asked = json.loads(body)
+        if asked.get("document_id"):
+            return str(asked["document_id"])[:100]
+        messages = asked.get("messages") or []
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+        begins = json.dumps(messages[: first + 1]) if messages else str(asked.get("prompt"))[:256]
+    except (ValueError, LookupError, TypeError, AttributeError):  # the server says what is wrong with it
+        return ""
+    said = headers.get("x-session-id") or headers.get("x-openwebui-chat-id") or begins
+    return hashlib.sha256(f"{headers.get('authorization', '')}\n{said}".encode("utf-8", "replace")).hexdigest()[:32]
