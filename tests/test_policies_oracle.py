@@ -290,6 +290,7 @@ def test_every_named_policy_is_here():
     elsewhere |= {"merge", "merge-locret"}  # test_merging.py
     elsewhere |= {"windowed-locret"}  # test_reading.py
     elsewhere |= {"rereading-locret"}  # test_answering.py
+    elsewhere |= {"centroids"}  # test_centroids.py
     elsewhere |= {"minference", "xattention"}  # test_sparse_prefill.py
     assert {policy.split("(")[0] for policy in POLICIES} >= policies().keys() - elsewhere
 

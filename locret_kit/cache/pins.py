@@ -44,9 +44,10 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
     )
     if ctx.policy.keeps_everything or not budgets or not pins:
         return
-    smallest = min(budgets)
-    beside = max(s.stabilizers, s.tail)
-    most, why = smallest - beside - 1, f"its {beside} stabilizers or tail tokens and one slot more need room too"
+    smallest, aside = min(budgets), ctx.policy.aside
+    beside, centroids = max(s.stabilizers, s.tail), f", {aside} centroids" if aside else ""
+    most = smallest - aside - beside - 1
+    why = f"its {beside} stabilizers or tail tokens{centroids} and one slot more need room too"
     if reread is not None and (size := reread.size(smallest, s.tail)) <= most:
         most, why = size - 1, f"{size} tokens are read again, one of them by choice"
     # What is still to come counts in full; of what was read, the slots that are left.

@@ -459,6 +459,13 @@ def _check_tensor(name: str, tensor: Tensor | None, kinds: tuple[torch.dtype, ..
         raise ValueError(f"{shown(name)}: {there} in the file, must be {kinds[0]} {shape}")
 
 
+def _check_tokens(tokens_BHS: Tensor, centroids: int, seen: int) -> None:
+    if tokens_BHS.numel() and not (tokens_BHS.min() >= 0 and tokens_BHS.max() <= seen):
+        raise ValueError(f"tokens must be from 0 to {seen}")
+    if int((tokens_BHS > 0).sum(-1).max()) > centroids:
+        raise ValueError(f"tokens: a head has more than {centroids} centroids")
+
+
 def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor]) -> None:
     """Raise ValueError for values that no such layer has, or that would be read out of bounds."""
     if not held:
@@ -468,6 +475,8 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
     for name in FINITE:
         if name in held and not held[name].isfinite().all():
             raise ValueError(f"{name} must be finite")
+    if rows.centroids:
+        _check_tokens(held["tokens"], rows.centroids, int(counts["seen"]))
     if not isinstance(rows, QuantisedLayer):
         return
     group, groups, total = held["group"], held["key_step"].shape[2], held["group"].shape[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -172,7 +172,8 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
         return attend_chosen(ctx, layer, sparse, part.heads, q, keys, values, rows.scaling)
     # Statistics need the log-sum-exp of every query; without them plain attention is faster.
     if not len(part.stats):
-        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend)
+        bias = None if part.bias is None else _picked(part.bias, seen)
+        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend, bias)
     out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
     # Each row's statistic [b, h, S] sums over the group and the block's queries.
     began = time.perf_counter()
@@ -239,12 +240,17 @@ def evict(
         return
     stabilizers = 0 if ctx.schedule.is_last(rows.seen) and not decoding else ctx.schedule.stabilizers
     # The last eviction before the tail protects no newest slots: the tail follows them.
-    slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
+    slots = own = slots_of(ctx, layer, rows, keep, min(stabilizers, keep - policy.aside), seen)
+    if slots.tokens is not None:  # the merger's own slots are not the policy's to choose
+        own = replace(slots, keep=keep - policy.aside, valid=slots.valid & (slots.tokens == 0))
     t0 = time.perf_counter()
-    scores_BHS = policy.score.score_slots(slots)
-    rows.set_entry_scores(slots.entry_scores)
+    scores_BHS = policy.score.score_slots(own)
+    rows.set_entry_scores(own.entry_scores)
     t1 = time.perf_counter()
-    stay_BHS = policy.choose(slots, scores_BHS)
+    stay_BHS = policy.choose(own, scores_BHS)
+    if policy.merge is not None and slots.tokens is not None:
+        places_BHS = policy.merge.places(slots, stay_BHS)
+        stay_BHS, slots = stay_BHS | places_BHS, replace(slots, tokens=slots.tokens.clamp(min=1).where(places_BHS, 0))
     t2 = time.perf_counter()
     # Counted and merged before rows move: positions and slots still belong together.
     counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
@@ -282,3 +288,5 @@ def _merge(
         if merger.remembers and new.gained_R is not None:
             absorbed = rows.head("absorbed", b, h)
             absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
+        if new.tokens_R is not None:
+            rows.head("tokens", b, h)[at] = new.tokens_R.round().int()

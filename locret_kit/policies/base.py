@@ -115,6 +115,8 @@ class Slots:
     """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
     ``Score.recent`` asked for."""
     scaling: float = 1.0
+    tokens: Tensor | None = None
+    """``[B, H, S]`` int32: tokens that a slot stands for where it is the merger's own, 0 elsewhere; None without such slots."""
     seed: int = 0
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
@@ -307,6 +309,8 @@ class Folded:
     values_RD: Tensor
     gained_R: Tensor | None = None
     """Logarithm of the weight that each takes over, where a merger remembers it."""
+    tokens_R: Tensor | None = None
+    """Tokens that each stands for now, where a merger has slots of its own."""
 
 
 class Merge(Part, Protocol):
@@ -314,6 +318,16 @@ class Merge(Part, Protocol):
 
     remembers: ClassVar[bool]
     """Whether a slot carries the weight that it took over."""
+
+    @property
+    def aside(self) -> int:
+        """Slots of each head that are the merger's own, if it has any: score, scopes and selection choose among the others, with
+        so many fewer. ``log`` of the tokens that such a slot stands for is added to its logits."""
+        return 0
+
+    def places(self, slots: Slots, stay_BHS: Tensor) -> Tensor:
+        """Boolean ``[B, H, S]``: the merger's own slots, ``aside`` of each head. ``stay``: those that the policy keeps."""
+        return torch.zeros_like(stay_BHS)
 
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Make ready for a backbone. Raises ValueError where it does not fit."""
@@ -401,6 +415,24 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raise ValueError where parts do not go together."""
+        self._check_sparse()
+        self._check_aside()
+
+    def _check_aside(self) -> None:
+        """A merger's own slots are the same number in each head, and no places in the text."""
+        if self.aside == 0:
+            return
+        reasons = {
+            "heads of one layer may evict nothing (allocation)": self.allocation.ragged,
+            "score or scope sum attention while it is computed": bool(self.statistics - {"count"}),
+            "a centroid is no passage to read again (reread)": self.reread is not None,
+            "a centroid's count is no part of sparse prefill": self.sparse is not None,
+        }
+        if found := [reason for reason, here in reasons.items() if here]:
+            raise ValueError(f"policy={self.name!r}: merge={self.merge} does not go with it: {found[0]}")
+
+    def _check_sparse(self) -> None:
+        """Sparse prefill leaves attention out."""
         if self.sparse is None:
             return
         said = f"policy={self.name!r}: sparse prefill"
@@ -416,6 +448,11 @@ class Policy:
     def needs_heads(self) -> bool:
         """Whether retaining heads are needed."""
         return self.score.needs_heads
+
+    @property
+    def aside(self) -> int:
+        """Slots of each head that are the merger's own."""
+        return 0 if self.merge is None else self.merge.aside
 
     @property
     def needs_adapter(self) -> bool:

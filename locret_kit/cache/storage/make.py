@@ -36,4 +36,5 @@ def _store(
         stored = RaggedQuantisedLayer if policy.ragged else QuantisedLayer
         return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
     make = RaggedLayer if policy.ragged else BoundedLayer
-    return make(capacity, None, statistics, recent, merges=policy.merge is not None and policy.merge.remembers)
+    merges = policy.merge is not None and policy.merge.remembers
+    return make(capacity, None, statistics, recent, merges=merges, centroids=policy.aside)

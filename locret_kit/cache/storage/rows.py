@@ -40,6 +40,8 @@ class EqualLengthHeads:
     """``[statistics, b, h, S]``"""
     positions: Tensor
     """``[b, h, S]``"""
+    bias: Tensor | None = None
+    """``[b, h, S]`` float32, added to the logits of each row; None for nothing."""
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -58,15 +60,24 @@ class BoundedLayer(CacheLayerMixin):
     """``[statistics, B, H, capacity]`` float32."""
     absorbed: Tensor
     """``[B, H, capacity]`` float32, where evicted slots are merged: logarithm of the weight that a slot has taken over."""
+    tokens: Tensor
+    """``[B, H, capacity]`` int32, where evicted slots go into centroids: tokens that a centroid stands for, 0 at other slots."""
     queries: Tensor
     """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
 
     def __init__(
-        self, capacity: int, window: int | None = None, statistics: int = 0, recent: int = 0, *, merges: bool = False
+        self,
+        capacity: int,
+        window: int | None = None,
+        statistics: int = 0,
+        recent: int = 0,
+        *,
+        merges: bool = False,
+        centroids: int = 0,
     ) -> None:
         super().__init__()
         self.capacity, self.window = capacity, window
-        self.statistics, self.recent, self.merges = statistics, recent, merges
+        self.statistics, self.recent, self.merges, self.centroids = statistics, recent, merges, centroids
         self.scaling = 1.0
         self.state: dict[str, Tensor] = {}
         self.rows = 0
@@ -93,12 +104,14 @@ class BoundedLayer(CacheLayerMixin):
     def columns(self) -> dict[str, Column]:
         """Buffers with a row per slot, which move with the rows: ``[B, H, capacity, ...]``."""
         absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
+        tokens: dict[str, Column] = {"tokens": (torch.int32, ())} if self.centroids else {}
         return {
             "keys": (self.dtype, (self.key_size,)),
             "values": (self.dtype, (self.value_size,)),
             "positions": (torch.int32, ()),
             "scores": (torch.float32, ()),
             **absorbed,
+            **tokens,
         }
 
     def _shape(self, rows: int) -> tuple[int, ...]:
@@ -139,6 +152,8 @@ class BoundedLayer(CacheLayerMixin):
             self.stats[..., new] = self.stats.new_zeros(())
         if self.merges:
             self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
+        if self.centroids:
+            self.tokens[..., new] = self.tokens.new_zeros(())
 
     def finish_block(self) -> None:
         """Bring new rows into the form in which they are kept, after their block's attention and eviction."""
@@ -155,7 +170,8 @@ class BoundedLayer(CacheLayerMixin):
     def can_take_back(self, tokens: int) -> bool:
         """Whether the newest tokens can be forgotten as though they had never come: they have changed nothing but their own
         rows, and an older one has come since the last eviction."""
-        own = type(self) is BoundedLayer and not (self.statistics or self.recent or self.state or self.merges)
+        own = type(self) is BoundedLayer and not (self.statistics or self.recent or self.state)
+        own = own and not (self.merges or self.centroids)
         return own and self.rows > tokens < self.since_eviction and (self.window is None or self.rows == self.seen)
 
     def take_back(self, tokens: int) -> None:
@@ -195,13 +211,14 @@ class BoundedLayer(CacheLayerMixin):
             self.slots("values"),
             self.slots("stats"),
             self.slots("positions"),
+            self.slots("tokens").clamp(min=1).log() if self.centroids else None,
         )
 
     @property
     def reads_flat(self) -> bool:
-        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it. PyTorch's
-        attention may plan anew for every length, and takes keys that are rotated already."""
-        return self.backend != "reference"
+        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, which add
+        nothing to logits. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
+        return self.backend != "reference" and not self.centroids
 
     def flat(self) -> VarlenRows:
         """The rows as they lie, of all heads together."""
