@@ -312,6 +312,9 @@ def recipes() -> str:
     for name in recipe_files.known_recipes():
         text = (recipe_files.recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8")
         blocks += [f"## {name}", f"```yaml\n{text.strip()}\n```"]
+    for path in sorted((recipe_files.recipes_folder() / "trials").glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        blocks += [f"## trials.file={path.stem}", f"```yaml\n{text.strip()}\n```"]
     return page("Recipes", *blocks)
 
 

@@ -20,8 +20,8 @@ from locret_kit.policies.base import Entry
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.samples.chat import Sample
 from locret_kit.samples.replay import FIRST, NEXT, QUOTED, with_replay
-from locret_kit.training.module import unit_of
 from locret_kit.training.observer import Observer
+from locret_kit.training.trial import unit_of
 from locret_kit.training.values import ValueNorms
 
 B, H, G, S, D = 2, 2, 3, 14, 4

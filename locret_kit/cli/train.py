@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
             raise
         raise OSError(out_of_memory(str(error), cfg)) from error
-    if folder is not None:
+    if folder is not None and cfg.trials.file is not None:
+        print(f"heads: {folder}/NAME, a folder for each trial")
+    elif folder is not None:
         flags = pool_flags(cfg, folder) if cfg.trains == "pool" else f"--ckpt {folder}"
         print(f"{cfg.trains}: {folder}\ntry:   locret-infer {flags} --question 'What is ...?' < long.txt")
     return 0

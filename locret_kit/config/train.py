@@ -71,6 +71,8 @@ class TargetConfig:
     """Adds the logarithm of the norm that a slot's value has after the output projection."""
     floor: Annotated[float, Lt(0)] = -12.0
     """Lower clip of 'log_prob' and 'log_mass' targets, nats."""
+    queries: Literal["all", "answers", "replay"] = "all"
+    """Of ``data.queries=both``: queries that ask for this target, 'all', the 'answers' alone or the 'replay' alone."""
     lead: Count = 0
     """Prompt tokens before each answer whose queries count as the answer's; the last one predicts its first token."""
 
@@ -198,6 +200,19 @@ class InferConfig(RunSettings):
 
 
 @dataclass
+class TrialsSection:
+    """Several sets of heads that learn from the same forwards, each by settings of its own."""
+
+    file: str | None = None
+    """YAML file of trials: settings by name (sections heads, target, loss and infer, and optim.lr, betas and weight_decay), or
+    the name of one of ``recipes/trials``. Every trial equals the same run alone, and its last heads are in ``out/heads/NAME``."""
+    only: list[str] = field(default_factory=list)
+    """Names of the trials to run; an empty list is all."""
+    rates: list[Annotated[float, Interval(gt=0, le=1)]] = field(default_factory=list)
+    """Learning rates that every trial is run with, once each, as NAME@RATE; an empty list runs each with its ``optim.lr``."""
+
+
+@dataclass
 class PoolSection:
     """LoCoCo's pool, where ``trains`` is 'pool'."""
 
@@ -233,6 +248,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     infer: InferConfig = field(default_factory=InferConfig)
     pool: PoolSection = field(default_factory=PoolSection)
+    trials: TrialsSection = field(default_factory=TrialsSection)
     out: str = "runs/${recipe}"
     """Folder for checkpoints and logs."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
@@ -257,6 +273,15 @@ class TrainConfig:
             raise ValueError(
                 "loss.kind=bce_mass needs probabilities: target.kind=log_prob or log_mass, without target.values"
             )
+        if self.target.queries != "all" and self.data.queries != "both":
+            raise ValueError(f"target.queries={self.target.queries} needs data.queries=both, not {self.data.queries}")
+        if self.trials.file is not None and (self.trains == "pool" or self.trainer.strategy not in ("auto", "ddp")):
+            raise ValueError(
+                f"trials.file={self.trials.file} needs trains=heads and trainer.strategy=auto or ddp, not "
+                f"trains={self.trains} with {self.trainer.strategy}"
+            )
+        if self.trials.file is None and (self.trials.only or self.trials.rates):
+            raise ValueError("trials.only and trials.rates have no effect without trials.file")
         if self.trains == "pool" and self.data.queries != "answers":
             raise ValueError(f"data.queries={self.data.queries} has no effect on a pool, which learns from answers")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer

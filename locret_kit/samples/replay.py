@@ -19,10 +19,11 @@ def with_replay(tokenizer, sample: Sample, chunk: int, *, answers: bool) -> Samp
     its own ones stay. Scored is the prompt, as it was."""
     end = sample.prompt_len
     ids, spans = (list(sample.ids), list[Span](sample.answers)) if answers else (list(sample.ids[:end]), [])
+    replayed = len(ids)
     first, following = (tokenizer(text, add_special_tokens=False).input_ids for text in (FIRST, NEXT))
     for start in range(0, end, chunk):
         ids += [*following, *sample.ids[max(0, start - QUOTED) : start]] if start else first
         again = sample.ids[start : min(end, start + chunk)]
         spans.append((len(ids), len(ids) + len(again)))
         ids += again
-    return Sample(tuple(ids), tuple(spans), scored=end)
+    return Sample(tuple(ids), tuple(spans), scored=end, replayed=replayed)

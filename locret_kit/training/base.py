@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +22,15 @@ from .board import flat
 from .strategy import finish_gradients
 
 T = TypeVar("T")
+TRAINING = "training.json"
+"""File beside trained weights: the settings that made them."""
 BAR = ("loss", "recall", "tok/s")
 """Figures that the progress bar shows, where a training has them."""
+
+
+def trained_with(cfg: TrainConfig) -> dict[str, object]:
+    """What ``TRAINING`` holds: every setting, and the samples that were set aside."""
+    return {**asdict(cfg), "set_aside": cfg.data.val_samples}
 
 
 class FrozenTraining(L.LightningModule, ABC):
@@ -62,6 +70,10 @@ class FrozenTraining(L.LightningModule, ABC):
     def used(self) -> nn.Module:
         """The part of the backbone that a step runs."""
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Weights that share an optimiser's settings, with those that are not the configuration's."""
+        return [{"params": list(self.parameters())}]
+
     # ---- hooks of Lightning ----------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
@@ -96,13 +108,13 @@ class FrozenTraining(L.LightningModule, ABC):
     def on_validation_epoch_start(self) -> None:
         self._validation, self.validated = [], {}
 
-    def require_finite(self, loss: float) -> None:
+    def require_finite(self, loss: float, lr: float | None = None, trial: str = "") -> None:
         """Raise ValueError for the loss of a step that is no finite number, before the update. It is the same in every
         process."""
         if not math.isfinite(loss):
             raise ValueError(
-                f"loss={loss} after {self.global_step} steps: the training has diverged; begin again in another out with less "
-                f"than optim.lr={self.cfg.optim.lr}"
+                f"loss={loss} after {self.global_step} steps: the training {f'of trial {trial} ' if trial else ''}has diverged; "
+                f"begin again in another out with less than optim.lr={lr or self.cfg.optim.lr}"
             )
 
     def _update(self) -> float:
@@ -129,7 +141,7 @@ class FrozenTraining(L.LightningModule, ABC):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optim = self.cfg.optim
         adamw = torch.optim.AdamW(
-            self.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+            self.groups(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
         )
 
         def factor(step: int) -> float:

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from ..backbones.load import load_backbone, pick_device, pick_dtype
 from ..config.train import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
-from .base import FrozenTraining
+from .base import TRAINING, FrozenTraining, trained_with
 from .callbacks import Bar, Last, SaveEvery, SeedSteps, Stopped, StopWhole, gather
 from .curves import write_curves
 from .data import SampleModule
@@ -160,7 +159,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
     if trained is None:
         return None
     folder = module.export(trained, out)
-    write_json(folder / "training.json", {**asdict(cfg), "set_aside": cfg.data.val_samples})
+    write_json(folder / TRAINING, trained_with(cfg))
     write_curves(out, folder / "curves.csv")
     return folder
 

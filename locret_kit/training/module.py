@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -15,26 +15,27 @@ from transformers import PreTrainedModel
 
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
 from ..config.train import TrainConfig
-from ..heads import HeadsConfig, RetainingHeads
-from ..naming import blaming
+from ..config.trials import trials_of
+from ..files import write_json
+from ..heads import RetainingHeads
 from ..samples.chat import Sample
-from .base import FrozenTraining
+from .base import TRAINING, FrozenTraining, trained_with
 from .board import cis_figure, marked_text, most_kept, pixels
 from .callbacks import KeepBest
 from .data import Step
-from .observer import Observer, PaddedBatch
+from .observer import Observer, Together
 from .strategy import shard
+from .trial import Trial
 from .values import ValueNorms
 
 
-def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
-    """The unit of the scores: only regression on a logarithm of attention gives scores that heads share."""
-    regression = cfg.loss.kind in ("smooth_l1", "mse")
-    return "log_prob" if regression and cfg.target.kind != "logit" else "logit"
+def tagged(trial: str, scalars: dict[str, float]) -> dict[str, float]:
+    """Scalars under the name of their trial; those of a training without trials as they are."""
+    return {f"{trial}/{tag}": value for tag, value in scalars.items()} if trial else scalars
 
 
 class HeadTraining(FrozenTraining):
-    """Trains retaining heads on a frozen backbone.
+    """Trains retaining heads on a frozen backbone: one set, or one for each trial, all from the same forwards.
 
     Each layer's loss is back-propagated inside the forward, as its q, k and v appear. Scalars are means over the samples of
     a step in all processes.
@@ -53,50 +54,47 @@ class HeadTraining(FrozenTraining):
             raise ValueError(
                 f"every layer of {cfg.backbone.model} has a window, and is never evicted from: nothing to train"
             )
-        self.heads = RetainingHeads(
-            HeadsConfig.for_backbone(
-                self.spec,
-                cfg.backbone.model,
-                cfg.heads.d_hidden,
-                form=cfg.heads.form,
-                target=unit_of(cfg),
-                adapter=cfg.backbone.adapter,
-                inference=cfg.infer.published() | ({"policy": cfg.infer.policy} if cfg.infer.policy else {}),
-            )
-        )
-        self._norms = ValueNorms(backbone) if cfg.target.values else None
-        if cfg.heads.init is not None:
-            self._begin_with(cfg.heads.init)
-
-    def _begin_with(self, source: str) -> None:
-        """Copy the weights of other heads of the same backbone, width and unit."""
-        with blaming(f"heads.init={source}", ValueError, OSError):
-            heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
-        heads.check_backbone(self.spec)
-        for key in ("form", "d_hidden", "target"):
-            mine, theirs = getattr(self.heads.config, key), getattr(heads.config, key)
-            if mine != theirs:
-                name = "target.kind" if key == "target" else f"heads.{key}"
-                raise ValueError(f"heads.init={source} has {name}={theirs}, not {mine}")
-        self.heads.load_state_dict(heads.state_dict())
-
-    @property
-    def saved_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.cfg.heads.dtype_saved == "bfloat16" else torch.float32
+        trials, drawn = trials_of(cfg), torch.get_rng_state()
+        norms = ValueNorms(backbone) if any(own.target.values for own in trials.values()) else None
+        self.trials: dict[str, Trial] = {}
+        for name, own in trials.items():
+            torch.set_rng_state(drawn)  # every trial begins as it would alone
+            self.trials[name] = Trial(own, self.spec, norms)
+        self.alone = cfg.trials.file is None
+        heads = [trial.heads for trial in self.trials.values()]
+        self.heads = heads[0] if self.alone else nn.ModuleList(heads)
 
     def configure_callbacks(self) -> list[Callback]:
-        return [KeepBest(Path(self.cfg.out) / "best", self.cfg.trainer.keep_best, self.saved_dtype)]
+        dtype = next(iter(self.trials.values())).saved_dtype
+        return [KeepBest(Path(self.cfg.out) / "best", self.cfg.trainer.keep_best, dtype)]
 
-    def rebuilt(self, state: dict[str, Tensor]) -> RetainingHeads:
-        heads = RetainingHeads(self.heads.config)
+    def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
+        made = [RetainingHeads(trial.heads.config) for trial in self.trials.values()]
+        heads = made[0] if self.alone else nn.ModuleList(made)
         heads.load_state_dict({name.removeprefix("heads."): weight for name, weight in state.items()})
         return heads
 
     def export(self, trained: nn.Module, out: Path) -> Path:
-        """``out/heads``, as ``locret-publish`` takes it, and ``out/heads.pt``."""
-        for target in (out / "heads", out / "heads.pt"):
-            cast(RetainingHeads, trained).save_pretrained(target, self.saved_dtype)
+        """``out/heads``, as ``locret-publish`` takes it, and ``out/heads.pt``; of trials a folder each in ``out/heads``."""
+        if self.alone:
+            (trial,) = self.trials.values()
+            for target in (out / "heads", out / "heads.pt"):
+                cast(RetainingHeads, trained).save_pretrained(target, trial.saved_dtype)
+            return out / "heads"
+        for (name, trial), heads in zip(self.trials.items(), cast(nn.ModuleList, trained), strict=True):
+            folder = out / "heads" / name
+            cast(RetainingHeads, heads).save_pretrained(folder, trial.saved_dtype)
+            write_json(folder / TRAINING, trained_with(trial.cfg))
         return out / "heads"
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "params": list(trial.heads.parameters()), "lr": trial.cfg.optim.lr,
+                "betas": tuple(trial.cfg.optim.betas), "weight_decay": trial.cfg.optim.weight_decay,
+            }
+            for trial in self.trials.values()
+        ]  # fmt: skip
 
     def used(self) -> nn.Module:
         return decoder_of(self.backbone)  # the language model's head is not used
@@ -104,27 +102,24 @@ class HeadTraining(FrozenTraining):
     def configure_model(self) -> None:
         if self.cfg.trainer.strategy == "fsdp":
             assert self.device_mesh is not None
-            shard(self.heads, self.backbone, self.device_mesh["data_parallel"])
+            shard(cast(RetainingHeads, self.heads), self.backbone, self.device_mesh["data_parallel"])
 
     def observe(
         self,
         batch: Sequence[Sample],
         backward: Callable[[Tensor], None] | None = None,
         watch: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> list[Observer]:
-        """One forward of the backbone over samples, the figures of each and (with ``backward``) every head's gradients."""
-        target = self.cfg.target
-        observers = [
-            Observer(
-                self.heads, ropes_of(self.backbone, len(sample.ids)), self.spec.windows, sample.answers, kind=target.kind,
-                floor=target.floor, lead=target.lead, window=target.window, loss=vars(self.cfg.loss), slots=sample.scored,
-                norms=self._norms, backward=backward, watch=watch,
-            )
-            for sample in batch
-        ]  # fmt: skip
+    ) -> list[list[Observer]]:
+        """One forward of the backbone over samples: for each sample the figures of every trial and (with ``backward``) the
+        gradients of all heads."""
+        observers = []
+        for sample in batch:
+            ropes = ropes_of(self.backbone, len(sample.ids))
+            mine = [trial.observer(sample, ropes, backward, watch, not self.alone) for trial in self.trials.values()]
+            observers.append(mine)
         lengths = [len(sample.ids) for sample in batch]
         ids = pad_sequence([torch.tensor(sample.ids) for sample in batch], batch_first=True)
-        handler = observers[0] if len(batch) == 1 else PaddedBatch(observers, lengths)
+        handler = observers[0][0] if len(batch) == 1 and self.alone else Together(observers, lengths)
         with torch.no_grad(), self._attachment.handled_by(handler):
             decoder_of(self.backbone)(input_ids=ids.to(self.device), use_cache=False)
         return observers
@@ -132,40 +127,61 @@ class HeadTraining(FrozenTraining):
     def training_step(self, step: Step, index: int) -> None:
         began = time.perf_counter()
         share = 1.0 / self.cfg.optim.accumulate
-        seen = []
+        for trial in self.trials.values():
+            trial.draws.begin()
+        seen, tokens = [], sum(len(sample.ids) for batch in step for sample in batch)
         for batch in step:
-            observers = self.observe(batch, lambda loss: self.manual_backward(loss * share))
-            for sample, observer in zip(batch, observers, strict=True):
-                means = observer.figures.means()
-                tokens = means["recall"].new_tensor(len(sample.ids))
-                seen.append(torch.stack([means["regression"], means["smooth"], means["recall"], tokens]))
-        mean = torch.stack(seen).mean(0)  # [4]
-        regression, smooth, recall, tokens = self.trainer.strategy.reduce(mean, reduce_op="mean").tolist()  # type: ignore[union-attr]
-        self.require_finite(regression + smooth)
+            for observers in self.observe(batch, lambda loss: self.manual_backward(loss * share)):
+                seen.append(torch.stack([torch.stack(list(one.figures.means().values())) for one in observers]))
+        mean = torch.cat([torch.stack(seen).mean(0).flatten(), seen[0].new_tensor([tokens])])  # [trials * 3 + 1]
+        *figures, tokens = self.trainer.strategy.reduce(mean, reduce_op="mean").tolist()  # type: ignore[union-attr]
+        scalars: dict[str, float] = {}
+        for i, (name, trial) in enumerate(self.trials.items()):
+            regression, smooth, recall = figures[3 * i : 3 * i + 3]
+            self.require_finite(regression + smooth, trial.cfg.optim.lr, name)
+            own = {
+                "loss": regression + smooth,
+                "train/regression": regression,
+                "train/smoothing": smooth,
+                "recall": recall,
+            }
+            scalars |= tagged(name, own)
         rate = self._update()
         seconds = time.perf_counter() - began
-        self.log_step({
-            "loss": regression + smooth, "train/regression": regression, "train/smoothing": smooth, "recall": recall,
-            "train/lr": rate, "tok/s": tokens * len(seen) * self.trainer.world_size / seconds,
-        })  # fmt: skip
+        self.log_step(scalars | {"train/lr": rate, "tok/s": tokens * self.trainer.world_size / seconds})
+
+    def on_validation_epoch_start(self) -> None:
+        """A loss that draws draws alike in every validation."""
+        super().on_validation_epoch_start()
+        torch.manual_seed(self.cfg.seed)
+        for trial in self.trials.values():
+            trial.draws.begin()
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample, so nothing is to be exchanged; the first one is the fixed prompt."""
         seen: list[tuple[Tensor, Tensor]] = []
-        watch = (lambda *pair: seen.append(pair)) if index == 0 and self.trainer.is_global_zero else None
-        figures = self.observe([sample], watch=watch)[0].figures
+        shown = index == 0 and self.trainer.is_global_zero and self.alone
+        (observers,) = self.observe([sample], watch=(lambda *pair: seen.append(pair)) if shown else None)
+        figures = [one.figures for one in observers]
         self._validation.append(
-            torch.stack([torch.stack(f) for f in (figures.regression, figures.smooth, figures.recall)])
+            torch.stack(
+                [torch.stack([torch.stack(f) for f in (one.regression, one.smooth, one.recall)]) for one in figures]
+            )
         )
         if seen:
             predicted_RS, target_RS = (torch.cat([pair[i][0] for pair in seen]).cpu() for i in (0, 1))
-            self._show(sample, predicted_RS, target_RS, float(figures.means()["recall"]))
+            self._show(sample, predicted_RS, target_RS, float(figures[0].means()["recall"]))
 
     def on_validation_epoch_end(self) -> None:
-        regression, smooth, recall = torch.stack(self._validation).mean(0)  # [3, scored layers]
-        self.validated = {"val/loss": float((regression + smooth).mean()), "val/recall": float(recall.mean())}
-        layers = {f"val/recall_layer/{layer:02d}": float(r) for layer, r in zip(self.scored, recall, strict=True)}
-        self.log("val/recall", self.validated["val/recall"], prog_bar=True, logger=False)
+        self.validated, layers = {}, {}
+        # of each trial [3, scored layers]
+        for name, (regression, smooth, recall) in zip(self.trials, torch.stack(self._validation).mean(0), strict=True):
+            own = {"val/loss": float((regression + smooth).mean()), "val/recall": float(recall.mean())}
+            self.validated |= tagged(name, own)
+            each = zip(self.scored, recall, strict=True)
+            layers |= tagged(name, {f"val/recall_layer/{layer:02d}": float(r) for layer, r in each})
+        if self.alone:
+            self.log("val/recall", self.validated["val/recall"], prog_bar=True, logger=False)
         self.logger.log_metrics({**self.validated, **layers}, step=self.global_step)  # type: ignore[union-attr]
 
     def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:

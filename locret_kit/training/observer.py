@@ -6,6 +6,7 @@ No gradient reaches the backbone, so a layer's graph holds one head and is freed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,9 @@ from ..backbones.rope import Rope, rotate
 from ..cache.attention import attend_text
 from ..cis import cis_loss, cis_target, top_recall
 from ..heads import RetainingHeads
+
+Targets = dict[tuple[object, ...], Tensor]
+"""Of one layer and sample, by what makes them."""
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Observer:
         norms: makes ``norms_BQS`` of ``cis_target`` from a layer, its values and the number of query heads.
         windows: attention window of each layer.
         watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
+        draws: what the loss draws from the default generator is drawn within it.
     """
 
     wants_unrotated = True
@@ -64,11 +69,13 @@ class Observer:
         norms: Callable[[int, Tensor, int], Tensor] | None = None,
         backward: Callable[[Tensor], None] | None = None,
         watch: Callable[[Tensor, Tensor], None] | None = None,
+        draws: AbstractContextManager[object] | None = None,
     ) -> None:
         self.heads, self.ropes, self.windows = heads, ropes, windows
         self.kind, self.floor, self.loss, self.backward, self.watch = kind, floor, loss, backward, watch
         self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
         self.window, self.norms = window, norms
+        self.draws = draws or nullcontext()
         self.slots = answers[-1][0] if slots is None else slots
         if kind == "log_mass":  # slots that no query comes after by more than the window have no target
             self.slots = max(1, min(self.slots, self.queries[-1] - window))
@@ -77,7 +84,7 @@ class Observer:
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         q_rot, k_rot = self.rotated(layer, q_BQTD, k_BHTD)
-        self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, scaling)
+        self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, scaling, {})
         return attend_text(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
 
     def rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,26 +92,20 @@ class Observer:
         cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
         return rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
 
-    def score(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float) -> None:
-        """Target, loss and gradients of one layer, from its q, k, v before and its q, k after RoPE."""
+    def score(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float, made: Targets
+    ) -> None:
+        """Target, loss and gradients of one layer, from its q, k, v before and its q, k after RoPE. ``made``: targets of the
+        layer and the sample that other observers have made, and this one's if it is new."""
         if self.windows[layer] is not None:
             return
-        at = torch.tensor(self.queries, device=q.device)
-        norms_BQS = None if self.norms is None else self.norms(layer, v, q.shape[1])
-        target_BHS = cis_target(
-            q_rot[:, :, at],
-            k_rot,
-            at,
-            scaling,
-            kind=self.kind,
-            floor=self.floor,
-            window=self.window,
-            norms_BQS=norms_BQS,
-        )
+        key = (self.kind, self.floor, self.window, self.norms is not None, *self.queries)
+        if key not in made:
+            made[key] = self.target(layer, q, v, q_rot, k_rot, scaling)
         prompt = slice(0, self.slots)
         home = next(self.heads[layer].parameters()).device  # a spread backbone is on many devices
-        target_BHS = target_BHS[..., prompt].to(home)
-        with torch.set_grad_enabled(self.backward is not None):
+        target_BHS = made[key][..., prompt].to(home)
+        with torch.set_grad_enabled(self.backward is not None), self.draws:
             predicted_BHS = self.heads[layer](*(x[:, :, prompt].to(home) for x in (q, k, v)))
             regression, smooth = cis_loss(predicted_BHS, target_BHS, **self.loss)
             if self.backward is not None:
@@ -115,25 +116,42 @@ class Observer:
         self.figures.smooth.append(smooth.detach())
         self.figures.recall.append(top_recall(predicted_BHS.detach(), target_BHS))
 
+    def target(self, layer: int, q: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float) -> Tensor:
+        """Target CIS ``[B, H, S]`` of every token of the sample."""
+        at = torch.tensor(self.queries, device=q.device)
+        return cis_target(
+            q_rot[:, :, at],
+            k_rot,
+            at,
+            scaling,
+            kind=self.kind,
+            floor=self.floor,
+            window=self.window,
+            norms_BQS=None if self.norms is None else self.norms(layer, v, q.shape[1]),
+        )
 
-class PaddedBatch:
-    """Samples of different length in one forward, each padded on its right; each is scored by its own observer.
 
-    Attention is causal, so no token sees the padding after it, and an observer is handed its own tokens alone.
+class Together:
+    """Samples in one forward, those of different length padded on the right, and for each of them one observer or several.
+
+    Attention is causal, so no token sees the padding after it, and an observer is handed its sample's own tokens alone. The
+    observers of a sample share its rotated queries and keys, and targets that are made alike.
     """
 
     wants_unrotated = True
 
-    def __init__(self, observers: Sequence[Observer], lengths: Sequence[int]) -> None:
+    def __init__(self, observers: Sequence[Sequence[Observer]], lengths: Sequence[int]) -> None:
         self.observers, self.lengths = observers, lengths
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         rotated = []
-        for b, (observer, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
+        for b, (observers, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
             q, k, v = (x[b : b + 1] for x in (q_BQTD, k_BHTD, v_BHTD))
-            q_rot, k_rot = observer.rotated(layer, q, k)
+            q_rot, k_rot = observers[0].rotated(layer, q, k)
             rotated.append((q_rot, k_rot))
             q, k, v, q_own, k_own = (x[:, :, :length] for x in (q, k, v, q_rot, k_rot))
-            observer.score(layer, q, k, v, q_own, k_own, scaling)
+            made: Targets = {}
+            for observer in observers:
+                observer.score(layer, q, k, v, q_own, k_own, scaling, made)
         q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
-        return attend_text(q_rot, k_rot, v_BHTD, scaling, self.observers[0].windows[layer])
+        return attend_text(q_rot, k_rot, v_BHTD, scaling, self.observers[0][0].windows[layer])
