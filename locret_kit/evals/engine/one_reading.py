@@ -1,0 +1,126 @@
+"""Several retaining heads from one reading: a prompt is read once with full attention while every set of heads scores it, and
+each then answers from the slots that it would have kept.
+
+This is what a cache does whose chunk is the prompt: one eviction, before the prompt's last tokens. Hidden states are those of
+full attention, so it measures what heads keep and not what a bounded context does to the rest of the text; and it costs one
+prefill for all heads and budgets, where a bounded prefill costs one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...backbones.intercept import attach
+from ...cache.bounded import BoundedCache
+from ...heads import RetainingHeads
+from ...policies.base import Entry, Policy, Score, TopK, rank_of
+from ...runtime.session import prefill
+from ...settings import RunSettings
+from .fidelity import nll_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHUNK = 512
+"""Most tokens that are given after the eviction."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """How a continuation is taken that is given token by token."""
+
+    heads: int | None
+    """Number of the heads that chose the slots; None is full attention."""
+    budget: int
+    """Slots of a head, the held-back tail counted; 0 is full attention."""
+    nll: float
+    """Mean negative log-likelihood of a token, nats."""
+    right: bool
+    """Whether greedy decoding would have written the continuation."""
+    agreement: float
+    """Share of the tokens after which greedy decoding goes on as with full attention."""
+
+
+class Everyone(Score):
+    """Scores of several sets of heads, kept beside the cache: to the cache itself nothing is worth more than the rest."""
+
+    needs_adapter: ClassVar[bool] = True
+
+    def __init__(self, heads: Sequence[RetainingHeads]) -> None:
+        self.heads = heads
+        self.pieces: list[list[list[Tensor]]] | None = [[[] for _ in one.layers] for one in heads]
+        """``[B, H, T]`` of every piece that entered, by heads and layer; None once they were taken."""
+
+    def score_new_tokens(self, entry: Entry) -> None:
+        for heads, pieces in zip(self.heads, self.pieces or [], strict=False):
+            pieces[entry.layer].append(heads[entry.layer](entry.q, entry.k, entry.v))
+
+    def take(self) -> list[list[Tensor]]:
+        """Scores ``[B, H, S]`` of all that entered, by heads and layer. Nothing is scored after it."""
+        pieces, self.pieces = self.pieces or [], None
+        return [[torch.cat(layer, -1) for layer in one] for one in pieces]
+
+
+@torch.inference_mode()
+def given(
+    model: PreTrainedModel,
+    heads: Sequence[RetainingHeads],
+    ids: Sequence[int],
+    continuation: Sequence[int],
+    budgets: Sequence[int],
+    tail: int,
+) -> Iterator[Given]:
+    """Full attention first, then every set of heads with every budget, each with a cache whose kept slots are close together.
+
+    Args:
+        heads: of the model. budgets: slots; of them ``tail`` are the prompt's last tokens, which no eviction touches.
+
+    Raises:
+        ValueError: a budget that has no room beside the tail, or is not below the prompt; more tokens than ``CHUNK`` after the
+            eviction; a backbone with windowed layers.
+    """
+    body, rest = list(ids[: len(ids) - tail]), [*ids[len(ids) - tail :], *continuation[:-1]]
+    if wrong := [budget for budget in budgets if not tail < budget < len(ids)]:
+        raise ValueError(f"budget={wrong[0]} must be above tail={tail} and below the prompt's {len(ids)} tokens")
+    if not continuation or len(rest) > CHUNK:
+        raise ValueError(
+            f"tail and continuation have {len(rest)} tokens, and must have at least one and at most {CHUNK}"
+        )
+    settings = RunSettings(budget=max(budgets), chunk=CHUNK, stabilizers=0, local_len=0, positions="compact")
+    everyone = Everyone(heads)
+    policy = Policy("full", everyone, (), TopK(), source="", keeps_everything=True)
+    cache = BoundedCache(settings, policy, prompt_length=len(body) + len(rest))
+    with attach(model):
+        cache.bind(model)
+        if any(rows.window is not None for rows in cache.bounded):
+            raise ValueError("one reading for all heads needs full attention: this backbone has windowed layers")
+        prefill(model, body, cache)
+        scores = everyone.take()
+        wanted_T = torch.tensor(continuation, device=model.device)
+        chosen_T = None
+        for i, budget in [(None, 0), *((i, budget) for i in range(len(heads)) for budget in budgets)]:
+            mine = cache.fork(len(body) + len(rest))
+            if i is not None:
+                keep_best(mine, scores[i], budget - tail)
+            step = torch.tensor([rest], device=model.device)
+            logits_TV = model(
+                input_ids=step, past_key_values=mine, use_cache=True, logits_to_keep=len(continuation)
+            ).logits[0]
+            mine_T = logits_TV.argmax(-1)
+            chosen_T = mine_T if chosen_T is None else chosen_T
+            yield Given(
+                i, budget, float(nll_of(logits_TV, continuation).mean()), bool((mine_T == wanted_T).all()),
+                float((mine_T == chosen_T).float().mean()),
+            )  # fmt: skip
+
+
+def keep_best(cache: BoundedCache, scores: Sequence[Tensor], keep: int) -> None:
+    """Keep the ``keep`` slots of highest score ``[B, H, S]`` in every head of every layer."""
+    for rows, score_BHS in zip(cache.bounded, scores, strict=True):
+        none = torch.zeros_like(score_BHS, dtype=torch.bool)
+        rows.keep(rank_of(score_BHS, none, ~none) < keep, keep)

@@ -1,0 +1,131 @@
+"""Several heads from one reading, beside a cache each that reads the prompt by itself in one chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scripts_loaded import load_script
+from tiny_models import tiny_model
+from tiny_tokenizer import save_tiny_backbone
+from torch.nn import functional as F
+
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.load import load_backbone
+from locret_kit.evals.engine.one_reading import given
+from locret_kit.evals.engine.rows import read_rows
+from locret_kit.runtime.session import prefill
+
+TAIL = 6
+
+
+def made(n: int = 2) -> tuple:
+    model = tiny_model("llama")
+    torch.manual_seed(1)
+    heads = [
+        RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "any", 8, form=form)) for form in ("mlp", "sink")
+    ]
+    ids = torch.randint(0, 97, (60,)).tolist()
+    return model, heads[:n], ids, [5, 17, 33, 60]
+
+
+@torch.inference_mode()
+def alone(model, heads, ids, continuation, budget) -> torch.Tensor:
+    """Logits ``[T, V]`` of the continuation through a plain cache, whose first chunk is all that it evicts from."""
+    rest = [*ids[-TAIL:], *continuation[:-1]]
+    cache = BoundedCache(
+        budget - TAIL + len(rest), "locret", heads, prompt_length=len(ids) - TAIL + len(rest), chunk=64, stabilizers=0,
+        local_len=len(rest), positions="compact",
+    ) if heads else None  # fmt: skip
+    with attach(model):
+        if cache is None:
+            return model(torch.tensor([[*ids, *continuation[:-1]]])).logits[0, -len(continuation) :]
+        prefill(model, ids[:-TAIL], cache)
+        assert cache.bounded[0].rows == budget - TAIL
+        step = torch.tensor([rest])
+        return model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=len(continuation)).logits[0]
+
+
+def test_it_is_each_cache_alone():
+    model, heads, ids, continuation = made()
+    found = list(given(model, heads, ids, continuation, [16, 30], TAIL))
+    assert [(one.heads, one.budget) for one in found] == [(None, 0), (0, 16), (0, 30), (1, 16), (1, 30)]
+    full = alone(model, None, ids, continuation, 0)
+    nlls = set()
+    for one in found:
+        logits = full if one.heads is None else alone(model, heads[one.heads], ids, continuation, one.budget)
+        assert one.nll == pytest.approx(F.cross_entropy(logits.float(), torch.tensor(continuation)).item(), rel=1e-4)
+        assert one.agreement == (logits.argmax(-1) == full.argmax(-1)).float().mean().item()
+        assert one.right == (logits.argmax(-1).tolist() == continuation)
+        nlls.add(round(one.nll, 4))
+    assert len(nlls) == 5  # none of them is another one
+
+
+def test_what_full_attention_writes_is_right():
+    model, heads, ids, _ = made(1)
+    written: list[int] = []
+    for _ in range(3):
+        written.append(int(model(torch.tensor([[*ids, *written]])).logits[0, -1].argmax()))
+    first, evicted = given(model, heads, ids, written, [58], TAIL)
+    assert first.right and first.agreement == 1.0
+    assert evicted.right == (evicted.agreement == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "continuation", "said"),
+    [
+        ([TAIL], [1], "budget=6 must be above tail=6 and below the prompt's 60 tokens"),
+        ([60], [1], "budget=60 must be"),
+        ([16], [], "have 6 tokens, and must have at least one and at most 512"),
+    ],
+)
+def test_what_it_cannot_do_is_said(budgets, continuation, said):
+    model, heads, ids, _ = made(1)
+    with pytest.raises(ValueError, match="must") as error:
+        list(given(model, heads, ids, continuation, budgets, TAIL))
+    assert said in str(error.value)
+
+
+def test_windows_are_refused():
+    model, ids = tiny_model("mistral-window"), list(range(60))
+    with pytest.raises(ValueError, match="this backbone has windowed layers"):
+        list(given(model, [], ids, [1], [16], TAIL))
+
+
+def test_the_script_measures_once_chooses_and_writes_its_table(tmp_path, capsys, monkeypatch):
+    script = load_script("scripts/signals.py")
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    spec = spec_of(load_backbone(str(backbone))[0].config)
+    names = ["mean@0.1", "mean@0.2", "most@0.1"]
+    for i, name in enumerate(names):
+        torch.manual_seed(i)
+        RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 4)).save_pretrained(tmp_path / name)
+    text, page = tmp_path / "a.txt", tmp_path / "page.md"
+    text.write_text("".join(f"Line {i} of the story tells of {i * 7} ships.\n" for i in range(300)))
+    page.write_text(f"Before.\n{script.BEGIN}{script.END}\nAfter.\n")
+    words = ["--out", str(tmp_path / "out"), "--ckpt", *(str(tmp_path / name) for name in names[:2])]
+    more = ["--haystacks", str(text), "--lengths", "720", "600", "--shares", "4", "8", "--samples", "2"]
+    monkeypatch.setattr(script, "TAIL", 24)
+    assert script.main([*words, *more]) == 0
+    assert len(read_rows(tmp_path / "out")) == 2 * 2 * (1 + 2 * 2)
+    assert script.main([*words, str(tmp_path / names[2]), *more]) == 0  # heads that come later
+    rows = read_rows(tmp_path / "out")
+    assert len(rows) == 2 * 2 * (1 + 3 * 2) and {row.budget for row in rows} == {0, 180, 90, 150, 75}
+    capsys.readouterr()
+    assert script.main(["--out", str(tmp_path / "out"), "--best", "--against", "mean@0.2", "--write", str(page)]) == 0
+
+    def nats(name: str) -> float:
+        mine = [row for row in rows if row.heads == name]
+        cells = {(row.task, row.budget) for row in mine}
+        return sum(sum(r.scores["nll"] for r in mine if (r.task, r.budget) == cell) / 2 for cell in cells) / len(cells)
+
+    wanted = {min(names[:2], key=nats), names[2]}
+    assert set(capsys.readouterr().out.split("\n\n")[0].splitlines()[:2]) == wanted
+    made = page.read_text()
+    assert made.startswith("Before.\n") and made.endswith("After.\n")
+    one, base = (
+        [r.scores["nll"] for r in rows if (r.heads, r.budget) == (name, 90)] for name in ("most@0.1", "mean@0.2")
+    )
+    gap = sum(a - b for a, b in zip(one, base, strict=True)) / 2
+    assert f"| {gap:+.3f} ± " in next(line for line in made.splitlines() if line.startswith("| most@0.1"))
+    assert "2 prompts of 720 tokens of a.txt" in made
