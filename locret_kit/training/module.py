@@ -173,7 +173,8 @@ class HeadTraining(FrozenTraining):
             self._show(sample, predicted_RS, target_RS, float(figures[0].means()["recall"]))
 
     def on_validation_epoch_end(self) -> None:
-        self.validated, layers = {}, {}
+        self.validated = {}
+        layers: dict[str, float] = {}
         # of each trial [3, scored layers]
         for name, (regression, smooth, recall) in zip(self.trials, torch.stack(self._validation).mean(0), strict=True):
             own = {"val/loss": float((regression + smooth).mean()), "val/recall": float(recall.mean())}
