@@ -15,6 +15,7 @@ from locret_kit.config.recipes import known_recipes, load_config
 from locret_kit.config.trials import trials_of
 from locret_kit.samples.chat import Sample
 from locret_kit.training.curves import read_curves
+from locret_kit.training.module import HeadTraining
 from locret_kit.training.trial import asking
 
 SIGNALS = Path(__file__).parents[1] / "recipes" / "trials" / "signals.yaml"
@@ -120,6 +121,31 @@ def test_targets_that_are_made_alike_are_made_once(backbone, tmp_path, monkeypat
     )
     layers = len(made) // 2
     assert made.count("logit") == made.count("log_prob") == layers > 0
+
+
+def test_a_run_of_trials_that_ended_goes_on(backbone, tmp_path, monkeypatch):
+    shared = [
+        *SETTINGS,
+        f"backbone.model={backbone}",
+        written(tmp_path),
+        "trials.only=[first,drawn]",
+        "trainer.save_every=1",
+    ]
+    assert main([*shared, f"out={tmp_path / 'whole'}"]) == 0
+    step = HeadTraining.training_step
+
+    def end(self: HeadTraining, *given: object) -> None:
+        if self.global_step == 1:
+            raise OSError("the disk is full")
+        step(self, *given)
+
+    cut = [*shared, f"out={tmp_path / 'cut'}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTraining, "training_step", end)
+        assert main(cut) == 1
+    assert main([*cut, "resume=auto"]) == 0
+    for name in ("first", "drawn"):
+        assert equal(tmp_path / "cut" / "heads" / name, tmp_path / "whole" / "heads" / name)
 
 
 @pytest.mark.parametrize(
