@@ -149,7 +149,7 @@ FREE = {  # what a file says by itself, so that any value of the kind fits
     r"document\.chat": lambda x: x is True or x is False,
     r"document\.(open|before)": lambda x: isinstance(x, str),
     r"document\.done": lambda x: type(x) is int and x >= 0,
-    r"counters\.(evictions|evicted_rows)": lambda x: type(x) is int and x >= 0,
+    r"counters\.(evictions|evicted_rows|computed_pairs|dense_pairs)": lambda x: type(x) is int and x >= 0,
     r"settings\.seed|layers\.\d+\.(evictions|since_eviction)": lambda x: x in (0, 1),
     r"settings\.seed": lambda x: x == 2**31 - 1 or x == 2**31,
     r"counters\.\w+_s|layers\.\d+\.scaling": lambda x: type(x) in (int, float) and x >= 0,
@@ -210,7 +210,7 @@ def changed_field(name: str, body: Body, path: tuple) -> Iterator[Mutant]:
         for value in POISON:
             if value != old or type(value) is not type(old):
                 yield mutant(f"{value!r:.40}", put(value), again=again, fits=may_load(path, value))
-        fits = label in ("document.names.model", "pins.0")
+        fits = label in ("document.names.model", "pins.0", "counters.computed_pairs", "counters.dense_pairs")
         yield mutant("missing", lambda where, key: where.pop(key), again=again, fits=fits)
     for how, text in RAW.items():
         yield mutant(
