@@ -11,6 +11,7 @@ from locret_kernels.backend import function
 from locret_kernels.sparse_attend import Blocks
 
 from ..policies.base import Sparse
+from .attention import attend_rows
 from .context import Context
 
 
@@ -31,6 +32,8 @@ def attend_chosen(
     ctx.counters.computed_pairs += computed
     ctx.counters.dense_pairs += dense
     ctx.counters.select_s += time.perf_counter() - began
+    if computed == dense:  # a short context, of which a pattern leaves nothing out
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, None, ctx.backend)
     return function("sparse_attend", ctx.backend)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
 
 

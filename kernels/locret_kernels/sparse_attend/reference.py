@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..checks import check_queries, check_units
 
@@ -42,12 +41,17 @@ def sparse_attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float
                 q_TD = q_BQTD[b, head, start : start + queries]
                 own_T = row_S[S - T + start :][: len(q_TD)]  # the queries' own rows
                 there_R = seen_NS[block, : S - T + start + len(q_TD)].nonzero().flatten()
-                k_RD, v_RD = (x[b, head * H // Q].index_select(0, there_R) for x in (k_BHSD, v_BHSD))
-                see_TR = there_R <= own_T[:, None]
-                made_TD = F.scaled_dot_product_attention(
-                    *(x.to(dtype)[None, None] for x in (q_TD, k_RD, v_RD)), attn_mask=see_TR, scale=scaling
-                )[0, 0]
-                # Rows are ascending: a query that does not see the first sees none.
-                none_T1 = ~see_TR[:, :1] if len(there_R) else see_TR.new_ones(len(q_TD), 1)
-                out[b, head, start : start + queries] = made_TD.masked_fill(none_T1, 0).to(out.dtype)
+                if not len(there_R):
+                    out[b, head, start : start + queries] = 0
+                    continue
+                k_RD, v_RD = (x[b, head * H // Q].index_select(0, there_R).to(dtype) for x in (k_BHSD, v_BHSD))
+                logits = (q_TD.to(dtype) * scaling) @ k_RD.T  # [T, R]
+                # Rows are ascending: all queries see those before the block's first query.
+                late = int((there_R < own_T[0]).sum())
+                logits[:, late:].masked_fill_(there_R[late:] > own_T[:, None], float("-inf"))
+                # In place; where a query sees nothing its largest logit is -inf, and all its weights are 0.
+                top_T1 = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
+                weights_TR = logits.sub_(top_T1).exp_()
+                total_T1 = weights_TR.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+                out[b, head, start : start + queries] = ((weights_TR @ v_RD) / total_T1).to(out.dtype)
     return out
