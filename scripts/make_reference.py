@@ -17,8 +17,9 @@ from locret_kit.config import recipes as recipe_files
 from locret_kit.config.benchmark import BENCHMARK
 from locret_kit.config.chat import CHAT
 from locret_kit.config.documents import ASK, INFO, KEPT, READ
-from locret_kit.config.evaluate import EVAL, PAIRED, ROWS, folder_command
+from locret_kit.config.evaluate import EVAL, PAIRED, folder_command
 from locret_kit.config.evaluate import KEPT as EVAL_KEPT
+from locret_kit.config.figures import FIGURE, SWEEP, TABLE
 from locret_kit.config.infer import INFER, Prompt
 from locret_kit.config.plan import PLAN
 from locret_kit.config.publish import PUBLISH
@@ -36,7 +37,9 @@ COMMANDS: tuple[Command, ...] = (
 OF_EVAL = {
     "paired": PAIRED,
     "benchmark": BENCHMARK,
-    "figure": ROWS,
+    "table": TABLE,
+    "figure": FIGURE,
+    "figure sweep": SWEEP,
     "kept": EVAL_KEPT,
     "summary": folder_command("summary"),
     "report": folder_command("report"),

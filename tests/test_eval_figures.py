@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from locret_kit.backbones.families import spec_of
-from locret_kit.evals.engine.rows import Row
+from locret_kit.cli.eval import main
+from locret_kit.config.figures import Look
+from locret_kit.evals.engine.rows import Row, read_rows
 from locret_kit.evals.engine.settings import Engine
-from locret_kit.evals.figures import FIGURES, PAPERS, curves, draw, find_figure, results, style
+from locret_kit.evals.figures import FIGURES, PAPERS, curves, draw, find_figure, results, style, sweep
 from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy
@@ -126,6 +129,72 @@ def test_the_grid_has_a_row_for_each_depth_asked_for():
     axis = results.needle_grid(moved).axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["25", "50", "75"]
     assert np.isfinite(axis.images[0].get_array()).all()
+
+
+def test_a_panel_of_the_grid_has_its_own_lengths_alone():
+    """Those of other panels once stood empty in it."""
+    two = [replace(ROW, length=length, budget=budget) for length, budget in ((4096, 256), (16384, 512))]
+    shown = [axis for axis in results.needle_grid(two).axes if axis.get_title()]
+    assert [[label.get_text() for label in axis.get_xticklabels()] for axis in shown] == [["4K"], ["16K"]]
+
+
+def test_four_needles_of_a_text_stand_at_their_own_depths():
+    rows = [replace(ROW, task="questions", sample=i, depth=(i + 0.5) / 4, score=i / 4) for i in range(4)]
+    axis = results.needle_grid(rows).axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["12", "38", "62", "88"]
+    assert axis.images[0].get_array()[:, 0].tolist() == [0, 0.25, 0.5, 0.75]
+
+
+def test_the_peak_of_a_process_on_a_cpu_is_not_drawn():
+    titles = [axis.get_title() for axis in results.cost(rows()).axes]
+    assert "Peak memory" not in titles and "Cache buffers" in titles
+    on_gpu = results.cost([replace(row, device="cuda:0") for row in rows()])
+    assert "Peak memory" in [axis.get_title() for axis in on_gpu.axes]
+
+
+def test_whiskers_are_wilson_s_where_scores_are_shares():
+    (cell,) = results.summarize([replace(ROW, sample=i, score=1.0) for i in range(10)])
+    assert np.allclose(results.whisker(cell), (1 - 0.722467, 0), atol=1e-5)  # tables of Wilson's interval: 10 of 10
+    (cell,) = results.summarize([replace(ROW, sample=i, score=score) for i, score in enumerate((0.25, 0.75))])
+    assert results.whisker(cell) == (0.25, 0.25)
+
+
+def test_a_look_is_that_of_the_file(tmp_path):
+    """A PDF of a paper's column: its size in points, no title, a legend within, and fonts that may be edited."""
+    look = Look(formats=["pdf"], width=3.3, height=2.5, title="none", font=7)
+    (path,) = draw("score-budget", rows(), tmp_path, look)
+    written = path.read_bytes()
+    box = [float(x) for x in re.search(rb"/MediaBox \[ (.*?) \]", written)[1].split()]
+    assert written.startswith(b"%PDF") and box == [0, 0, 3.3 * 72, 2.5 * 72]
+    assert b"/Type3" not in written and written == draw("score-budget", rows(), tmp_path, look)[0].read_bytes()
+    figure = results.score_budget(rows())
+    style.fit(figure, Look(width=3.3, title="Mine"))
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert figure.get_suptitle() == "Mine" and legend.get_window_extent().x0 >= 0
+    assert figure.get_figwidth() == 3.3 and figure.get_figheight() < 3
+
+
+def test_a_sweep_joins_runs_by_the_setting_in_which_they_differ(tmp_path):
+    for stabilizers in (8, 16):
+        folder = tmp_path / f"stabilizers={stabilizers}"
+        folder.mkdir()
+        full = replace(ROW, policy="full", heads="-", budget=0, score=1.0, stabilizers=stabilizers)
+        mine = [replace(ROW, sample=i, score=i / 4 + stabilizers / 100, stabilizers=stabilizers) for i in range(2)]
+        (folder / "rows.0.jsonl").write_text("".join(row.to_json() + "\n" for row in (full, *mine)))
+    read = [read_rows(folder) for folder in sweep.runs_in(tmp_path)]
+    (axis,) = sweep.sweep(sweep.Sweep("stabilizers", read)).axes
+    drawn = {bar.get_label(): np.array(bar.lines[0].get_xydata()).tolist() for bar in axis.containers}
+    assert drawn.keys() == {"full", "locret (h)"} and drawn["full"] == [[8, 1], [16, 1]]
+    assert np.allclose(drawn["locret (h)"], [[8, 0.205], [16, 0.285]])
+    assert main(["figure", "sweep", "x=stabilizers", f"out={tmp_path}", "formats=[svg]"]) == 0
+    assert (tmp_path / "figures" / "sweep.svg").stat().st_size > 1000
+    named = [[replace(row, kv_bits=bits) for row in rows] for bits, rows in zip((None, 4), read, strict=True)]
+    (axis,) = sweep.sweep(sweep.Sweep("kv_bits", named)).axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["4", "none"]
+    for x, said in (("stabiliser", "Did you mean 'stabilizers'"), ("chunk", "chunk is ")):
+        with pytest.raises(ValueError, match=said):
+            sweep.sweep(sweep.Sweep(x, read))
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([1, 2])), min_size=1, max_size=30))

@@ -143,6 +143,8 @@ def test_in_a_browser(report, tmp_path):
     document.querySelector("#list tbody tr").click();
     out.push([...document.querySelectorAll("#prompt span")].map((s) => s.textContent).join("").trim());
     out.push([...document.querySelectorAll("#detail pre")].some((p) => p.textContent.startsWith("</script")) + "");
+    document.getElementById("heat").click();
+    out.push(document.querySelector("#detail h3").textContent);
     document.documentElement.replaceChildren(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(out) }));
     </script>""".replace('"</script"', '"<" + "/script"')
     path = tmp_path / "page.html"
@@ -157,7 +159,26 @@ def test_in_a_browser(report, tmp_path):
     ]
     dom = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=240, check=True).stdout
     said = json.loads(re.search(r"<pre>(.*)</pre>", dom, re.DOTALL)[1].replace("&lt;", "<").replace("&gt;", ">"))
-    assert said == ["0.250 0.750 1 -", "1 0.750 0.250 -", TEXT.strip(), "true"]
+    assert said == [
+        "0.250 0.750 1 -",
+        "1 0.750 0.250 -",
+        TEXT.strip(),
+        "true",
+        "R.PassKey, sample 0: h2o, budget 64",
+    ]
+
+
+def test_the_page_opens_with_all_tasks_and_its_first_link_is_to_what_was_kept(run):
+    base = page.read_rows(run)[0]
+    rows = [replace(base, task=task, policy=policy, budget=512 * (policy != "full"), heads="-", kept=None, score=score)
+            for task in ("one", "two") for policy, score in (("full", 1.0), ("a", 0.5), ("b", 0.25))]  # fmt: skip
+    html = page.page(run, [*rows, replace(rows[0], sample=1, kept="a")])
+    assert re.search(r"<caption>(.*?) \(", html)[1] == "All tasks" and re.search(r"<nav><a [^>]*id=\"heat\"", html)
+    assert (
+        html.count("<b>0.50") == 4 and "<b>1.00" not in html and "<b>0.25" not in html
+    )  # two tasks, in two tables each
+    assert html.count('class="reference"') == 3
+    assert 'id="heat"' not in page.page(run, rows)
 
 
 def test_a_missing_tokenizer_costs_the_text_alone(run, monkeypatch):

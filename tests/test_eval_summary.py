@@ -18,7 +18,7 @@ from scripts_loaded import load_script
 
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.groups import GROUPS
+from locret_kit.evals.groups import GROUPS, MEANS
 from locret_kit.evals.report.summary import (
     Cell,
     mean_and_stderr,
@@ -28,9 +28,10 @@ from locret_kit.evals.report.summary import (
     summarize,
     to_csv,
     to_markdown,
+    wilson,
     write_summary,
 )
-from locret_kit.evals.tasks import known_tasks
+from locret_kit.evals.tasks import known_tasks, row_names
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = Row(task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0)
@@ -50,6 +51,62 @@ def test_mean_and_standard_error(values):
     assert math.isclose(stderr, statistics.stdev(values) / math.sqrt(len(values)), rel_tol=1e-9, abs_tol=1e-9)
     assert mean_and_stderr(values[::-1]) == (mean, stderr)
     assert mean_and_stderr(values[:1]) == (values[0], None) and mean_and_stderr([]) == (None, None)
+
+
+@given(st.integers(1, 200), st.data())
+def test_wilson_s_interval_holds_every_share_that_the_count_does_not_contradict(n, data):
+    """Its ends, by their definition: there the count lies 1.96 of the share's own standard deviations away."""
+    found = data.draw(st.integers(0, n)) / n
+    low, high = wilson(found, n)
+    assert 0 <= low < high <= 1 and low - 1e-9 <= found <= high + 1e-9
+    for end in (low, high):
+        assert math.isclose(abs(found - end), 1.959964 * math.sqrt(end * (1 - end) / n), abs_tol=1e-6)
+
+
+def test_a_share_has_an_interval_and_other_scores_their_standard_error():
+    shares, means = [replace(ROW, sample=i, score=float(i > 0)) for i in range(4)], replace(ROW, score=0.25)
+    lines = score_table(summarize(shares), "wilson").lines
+    assert lines == [["locret (h)", "0.75 [0.30, 0.95] (n=4)"]]
+    (cell,) = summarize([*shares, replace(means, sample=9)])
+    assert cell.low is None and " ± " in score_table([cell], "wilson").lines[0][1]
+    (likelihood,) = summarize(replace(row, metric="nll") for row in shares)
+    assert likelihood.low is None
+
+
+def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():
+    """Full attention leads nothing; nor does a policy that was asked about other texts, nor where all are as good."""
+
+    def rows(policy: str, scores: Sequence[float], **changes: object) -> list[Row]:
+        made = [replace(ROW, policy=policy, heads="-", sample=i, score=score) for i, score in enumerate(scores)]
+        return [replace(row, **changes) for row in made]
+
+    shown = [*rows("full", [1, 1], budget=0), *rows("a", [0.5, 0.5]), *rows("b", [0.5, 0.25]), *rows("c", [1])]
+    one = score_table(summarize(shown))
+    assert [one.lines[i][0] for i, j in one.best] == ["a"] and {j for _, j in one.best} == {1}
+    assert one.reference == [0] and one.rules == [1]
+    assert [score_table(summarize(replace(row, metric="nll") for row in shown)).lines[i][0]
+            for i, _ in score_table(summarize(replace(row, metric="nll") for row in shown)).best] == ["b"]  # fmt: skip
+    assert score_table(summarize([*rows("a", [1]), *rows("b", [1])])).best == []
+    every = overview([*shown, *(replace(row, task="other", score=1.0) for row in shown)])
+    assert [(every.lines[i][2], every.head[j]) for i, j in every.best] == [("a", "R.PassKey, haystack: jargon (match)")]
+    assert [every.lines[i][2] for i in every.reference] == ["full"] and every.rules == [1]
+
+
+def test_a_table_in_latex(tmp_path, capsys):
+    rows = [replace(ROW, policy=p, heads="-", sample=i, score=float(i < n), task="a_b") for p, n in (("x&y", 1), ("h2o", 2))
+            for i in range(2)]  # fmt: skip
+    write(tmp_path / "rows.0.jsonl", *rows)
+    assert main(["table", f"out={tmp_path}", "format=latex", "interval=wilson"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        r"% \usepackage{booktabs}", r"\begin{table}", r"\centering",
+        r"\caption{a\_b, haystack: jargon: match; mean; of shares Wilson's 95\% interval, else $\pm$ standard error; n=2.}",
+        r"\begin{tabular}{lc}", r"\toprule", r"policy & 4K, budget 512 \\", r"\midrule",
+        r"h2o & \textbf{1.00 [0.34, 1.00]} \\", r"x\&y & 0.50 [0.09, 0.91] \\", r"\bottomrule", r"\end{tabular}",
+        r"\end{table}",
+    ]  # fmt: skip
+    assert main(["table", f"out={tmp_path}", "policies=[h2o]"]) == 0
+    said = capsys.readouterr().out
+    assert "| h2o | 1.00 ± 0.00 (n=2) |" in said and "x&y" not in said
 
 
 @given(st.randoms(use_true_random=False))
@@ -157,6 +214,7 @@ def test_a_paper_s_average_stands_where_all_its_tasks_do():
         "longbench",
     }
     assert set().union(*GROUPS.values()) <= set(known_tasks())
+    assert sorted(MEANS["ruler"]) == sorted(row_names("ruler"))
     assert [
         len(GROUPS[name]) for name in ("locret-infinitebench", "locret-leval", "adakv-longbench", "kvcrush-longbench")
     ] == [9, 6, 16, 15]

@@ -14,7 +14,8 @@ from annotated_types import Ge
 
 from locret_kit.cli import eval, infer, plan, publish, train
 from locret_kit.config.benchmark import BENCHMARK
-from locret_kit.config.evaluate import EVAL, KEPT, PAIRED, ROWS, TASKS, folder_command
+from locret_kit.config.evaluate import EVAL, KEPT, PAIRED, TASKS, folder_command
+from locret_kit.config.figures import CURVES, FIGURE, SWEEP, TABLE
 from locret_kit.config.infer import INFER
 from locret_kit.config.plan import PLAN
 from locret_kit.config.publish import PUBLISH
@@ -27,7 +28,7 @@ from locret_kit.validation import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}
-EVERY = [*COMMANDS.values(), BENCHMARK, ROWS, PAIRED, KEPT, TASKS, folder_command("summary")]
+EVERY = [*COMMANDS.values(), BENCHMARK, FIGURE, SWEEP, CURVES, TABLE, PAIRED, KEPT, TASKS, folder_command("summary")]
 
 
 @dataclass

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.benchmark import BENCHMARK
-from ..config.evaluate import EVAL, KEPT, PAIRED, ROWS, TASKS, folder_command, load_eval_config
+from ..config.evaluate import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
+from ..config.figures import CURVES, FIGURE, SWEEP, TABLE
 from ..config.reader import Command, T, help_of, read
 from .command import command
 
 if TYPE_CHECKING:
     from ..config.benchmark import BenchmarkConfig
     from ..config.evaluate import EvalConfig, FolderConfig, KeptConfig, NoConfig, PairedConfig, RowsConfig
+    from ..config.figures import CurvesConfig, FigureConfig, TableConfig
     from ..evals.engine.rows import Row
     from ..evals.engine.settings import Engine, Run, Variant
     from .eval_engine import Parts
@@ -156,9 +158,19 @@ def _report(config: FolderConfig) -> None:
     print(write_page(config.folder))
 
 
+def _table(config: TableConfig) -> None:
+    from ..evals.report.latex import to_latex
+    from ..evals.report.summary import overview, score_tables, summarize
+
+    rows = chosen_rows(config)
+    every = overview(rows, config.interval)
+    tables = [*([every] if every else []), *score_tables(summarize(rows), config.interval)]
+    print(to_latex(tables) if config.format == "latex" else "\n".join(table.markdown() for table in tables), end="")
+
+
 def _figure(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
-        print(help_of(ROWS))
+        print(help_of(FIGURE))
         return 0
     from ..evals.figures import FIGURES, draw, find_figure
 
@@ -166,14 +178,24 @@ def _figure(argv: list[str]) -> int:
         print("\n".join(f"{name:<16} from {kind.source:<6} {kind.says}" for name, kind in FIGURES.items()))
         return 0 if not argv else 1
     name, words = argv[0], argv[1:]
-    written: Iterable[Path] = []
-    if find_figure(name).source == "rows":
-        if config := read(ROWS, words):
-            written = draw(name, chosen_rows(config), Path(config.out) / "figures")
-    elif where := read(folder_command(f"figure {name}"), words):
-        written = draw(name, where.folder, where.folder / "figures")
-    print("\n".join(map(str, written)))
+    source = find_figure(name).source
+    commands: dict[str, Command] = {"rows": FIGURE, "sweep": SWEEP, "curves": CURVES}
+    if (config := read(commands[source], words)) is not None:
+        print("\n".join(map(str, draw(name, _drawn_from(config), Path(config.out) / "figures", config))))
     return 0
+
+
+def _drawn_from(config: FigureConfig | CurvesConfig) -> object:
+    """What a figure is made of."""
+    from ..config.figures import CurvesConfig, SweepConfig
+
+    if isinstance(config, CurvesConfig):
+        return config.folder
+    if isinstance(config, SweepConfig):
+        from ..evals.figures.sweep import Sweep, runs_in
+
+        return Sweep(config.x, [rows for folder in runs_in(config.out) if (rows := matching(config, folder))])
+    return chosen_rows(config)
 
 
 def chosen_rows(config: RowsConfig) -> list[Row]:
@@ -182,23 +204,28 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
+    rows = matching(config, config.out)
+    if not rows:
+        raise ValueError(f"out={config.out} holds no such rows")
+    return rows
+
+
+def matching(config: RowsConfig, folder: str | Path) -> list[Row]:
+    """The rows of one run that the configuration asks for, be there some or none."""
     from ..evals.engine.rows import read_rows
     from ..evals.tasks import haystack_name, row_names
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
-    rows = [
+    return [
         row
-        for row in read_rows(config.out)
+        for row in read_rows(folder)
         if (not tasks or row.task in tasks)
         and (not haystacks or row.haystack in haystacks)
         and (not config.policies or row.policy in config.policies)
         and (not config.budgets or row.budget in (0, *config.budgets))
         and (not config.lengths or row.length in config.lengths)
     ]
-    if not rows:
-        raise ValueError(f"out={config.out} holds no such rows")
-    return rows
 
 
 def _kept(config: KeptConfig) -> None:
@@ -228,11 +255,11 @@ def _lm_eval(argv: list[str]) -> int:
         from ..evals.engine.harness import main as harness
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install 'locret-kit[harness]'") from error
-    harness(argv, _engine_for_harness)
+    harness(argv, engine_for_harness)
     return 0
 
 
-def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
+def engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
     """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
     import torch
 
@@ -253,9 +280,13 @@ def _engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
 
 
 def _tasks(config: NoConfig) -> None:
-    from ..evals.tasks import GROUPS, known_tasks
+    from ..evals.tasks import ALIASES, GROUPS, SAYS, known_tasks
+    from ..evals.tasks.documents import entries
 
-    print("\n".join(known_tasks()))
+    for name in known_tasks():
+        entry = entries().get(name)
+        says = f"documents of a benchmark, by {entry.metric}" if entry else SAYS[ALIASES.get(name, name)]
+        print(f"{name:<32} {says}")
     print(f"groups: {', '.join(GROUPS)}; fidelity:NAME and agreement:NAME score a task against full attention")
 
 
@@ -272,7 +303,7 @@ def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]
 
 COMMANDS = {
     "summary": _with(folder_command("summary"), _summary), "report": _with(folder_command("report"), _report),
-    "paired": _with(PAIRED, _paired), "benchmark": _with(BENCHMARK, _benchmark), "figure": _figure,
+    "table": _with(TABLE, _table), "paired": _with(PAIRED, _paired), "benchmark": _with(BENCHMARK, _benchmark), "figure": _figure,
     "kept": _with(KEPT, _kept), "tasks": _with(TASKS, _tasks), "lm_eval": _lm_eval,
 }  # fmt: skip
 

@@ -16,9 +16,10 @@ from .reader import Command, build, given_by
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER
        locret-eval report out=FOLDER
+       locret-eval table out=FOLDER [format=latex] [key=value ...]
        locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]
        locret-eval benchmark ckpt=[...] haystacks=[FOLDER] out=FOLDER [key=value ...]
-       locret-eval figure NAME out=FOLDER [key=value ...]
+       locret-eval figure NAME out=FOLDER [formats=[pdf]] [key=value ...]
        locret-eval kept out=FOLDER sample=N [key=value ...]
        locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
 
@@ -161,7 +162,6 @@ EVAL = Command(
     "locret-eval", EvalConfig, USAGE,
     old={"prefill=one-shot": "one_shot=true", "prefill=chunked": "one_shot=false"},
 )  # fmt: skip
-ROWS = Command("locret-eval", RowsConfig, "usage: locret-eval figure NAME out=FOLDER [key=value ...]")
 PAIRED = Command(
     "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
 )

@@ -29,3 +29,7 @@ GROUPS = {
 }
 """Tasks of the averages in Locret, table 2 (nine and six), in LongBench, in Ada-KV, table 2 (sixteen), KVCrush, table III
 (fifteen), and NaCl, table 2 (seven)."""
+
+_NIAH = ("single", "single_uuid", "multikey", "multivalue", "multiquery", "multikey_line", "multikey_uuid")
+MEANS = {**GROUPS, "ruler": (*(f"ruler.niah_{name}" for name in _NIAH), "ruler.vt", "ruler.cwe", "ruler.fwe")}
+"""Tasks of every average in the table of all tasks: those of the papers, and of RULER's synthetic tasks."""

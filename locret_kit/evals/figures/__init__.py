@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from ...config.figures import Look
 from ...naming import nearest
 
 
@@ -19,7 +20,7 @@ class Kind:
     function: str
     """``module.function`` of this package; imported when it is drawn."""
     source: str
-    """'rows' or 'curves'."""
+    """'rows', 'curves' or, for rows of several runs, 'sweep'."""
     says: str
     """Caption, for the list of figures."""
 
@@ -30,6 +31,7 @@ FIGURES: dict[str, Kind] = {
     "score-memory": Kind("results.score_memory", "rows", "score against memory (Locret, figure 4)"),
     "needle-grid": Kind("results.needle_grid", "rows", "score by the needle's depth and the prompt's length"),
     "cost": Kind("results.cost", "rows", "memory and tokens per second against prompt length"),
+    "sweep": Kind("sweep.sweep", "sweep", "score of several runs against a setting in which they differ (x=SETTING)"),
     "training-curves": Kind("curves.training_curves", "curves", "loss and recall of a training run (Locret, figure 7)"),
 }
 PAPERS = (
@@ -55,8 +57,9 @@ def find_figure(name: str) -> Kind:
     return FIGURES[name]
 
 
-def draw(name: str, source: object, folder: Path) -> list[Path]:
-    """Draw a figure of rows, or of a training run's folder; the files written, ``NAME.png`` and ``NAME.svg``.
+def draw(name: str, source: object, folder: Path, look: Look | None = None) -> list[Path]:
+    """Draw a figure of rows, of a training run's folder, or of a setting and runs; the files written, by default ``NAME.png``
+    and ``NAME.svg``.
 
     Raises:
         ValueError: an unknown figure, or nothing to draw; says what is missing. OSError: a file cannot be written.
@@ -67,4 +70,4 @@ def draw(name: str, source: object, folder: Path) -> list[Path]:
         from . import style
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: pip install 'locret-kit[eval]'") from error
-    return style.draw(getattr(import_module(f".{module}", __name__), function), source, folder, name)
+    return style.draw(getattr(import_module(f".{module}", __name__), function), source, folder, name, look)

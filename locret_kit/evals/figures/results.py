@@ -20,22 +20,22 @@ DEPTHS = 10
 
 
 def score_budget(rows: Sequence[Row]) -> Figure:
-    """Mean score against budget with its standard error, a panel per task and length; full attention is a level line."""
+    """Mean score against budget with its `whisker`, a panel per task and length; full attention is a level line."""
     cells, found = _scored(rows), dict[str, list[Cell]]()
     for place in dict.fromkeys((c.task, c.haystack, c.length) for c in cells if c.budget):
         members = [c for c in cells if (c.task, c.haystack, c.length) == place]
-        found[f"{_over(*place[:2])}, {size(place[2])} tokens"] = members
+        found[f"{over(*place[:2])}, {size(place[2])} tokens"] = members
     if not found:
         raise ValueError("no row has a budget: run a policy other than full")
     return _score_panels("Score against budget", found, lambda c: c.budget, "budget (slots a head)")
 
 
 def score_length(rows: Sequence[Row]) -> Figure:
-    """Mean score against prompt length with its standard error, a panel per task and budget; full attention in each."""
+    """Mean score against prompt length with its `whisker`, a panel per task and budget; full attention in each."""
     cells, found = _scored(rows), dict[str, list[Cell]]()
     places = dict.fromkeys((c.task, c.haystack, c.budget) for c in cells if c.budget)
     for task, haystack, budget in places or dict.fromkeys((c.task, c.haystack, 0) for c in cells):
-        title = _over(task, haystack) + (f", budget {size(budget)}" if budget else "")
+        title = over(task, haystack) + (f", budget {size(budget)}" if budget else "")
         found[title] = [c for c in cells if (c.task, c.haystack) == (task, haystack) and c.budget in (0, budget)]
     return _score_panels("Score against prompt length", found, lambda c: c.length, "prompt length (tokens)")
 
@@ -43,14 +43,14 @@ def score_length(rows: Sequence[Row]) -> Figure:
 def _score_panels(title: str, found: dict[str, list[Cell]], x: Callable[[Cell], float], unit: str) -> Figure:
     """A panel per title and a line per label; level where ``x`` is 0."""
     figure, axes = panels(len(found), title)
-    labels = _labels([cell for cells in found.values() for cell in cells])
+    labels = policy_labels([cell for cells in found.values() for cell in cells])
     for (name, cells), axis in zip(found.items(), axes, strict=True):
-        for label in _labels(cells):
+        for label in policy_labels(cells):
             mine, i = sorted((cell for cell in cells if cell.label == label), key=x), labels.index(label)
             means = [cell.mean or 0.0 for cell in mine]
             if x(mine[0]):
-                errors = [cell.stderr or 0 for cell in mine]
-                axis.errorbar([x(cell) for cell in mine], means, errors, label=label, capsize=2, **line(i))
+                whiskers = np.array([whisker(cell) for cell in mine]).T
+                axis.errorbar([x(cell) for cell in mine], means, whiskers, label=label, capsize=2, **line(i))
             else:
                 axis.axhline(means[0], label=label, **line(i, marker=False))
         low, high = min(cell.n for cell in cells), max(cell.n for cell in cells)
@@ -59,6 +59,13 @@ def _score_panels(title: str, found: dict[str, list[Cell]], x: Callable[[Cell], 
         token_axis(axis, [x(cell) for cell in cells if x(cell)], unit)
     shared_legend(figure)
     return figure
+
+
+def whisker(cell: Cell) -> tuple[float, float]:
+    """Lengths of a mean's error bar, down and up: to the ends of Wilson's 95% interval of a share, else the standard error."""
+    if cell.mean is None or cell.low is None or cell.high is None:
+        return (cell.stderr or 0.0,) * 2
+    return max(0.0, cell.mean - cell.low), max(0.0, cell.high - cell.mean)
 
 
 def score_memory(rows: Sequence[Row]) -> Figure:
@@ -82,7 +89,7 @@ def score_memory(rows: Sequence[Row]) -> Figure:
                 strict=True,
             )
             axis.errorbar(x, y, error, label=label, capsize=2, **line(labels.index(label)))
-        axis.set_title(f"{_over(task, haystack)}, {size(length)} tokens")
+        axis.set_title(f"{over(task, haystack)}, {size(length)} tokens")
         axis.set_xlabel("peak memory (MiB)" if on_gpu else "cache buffers (MiB)")
         axis.set_xlim(left=0)
         score_axis(
@@ -95,23 +102,20 @@ def score_memory(rows: Sequence[Row]) -> Figure:
 def needle_grid(rows: Sequence[Row]) -> Figure:
     """Mean score by the depth asked for and the prompt's length, a panel per task, policy and budget. Where the needle
     really stands differs a little from prompt to prompt, which would give every prompt a row of its own."""
-    found = [
-        replace(row, depth=asked_depth(row.task, row.sample))
-        for row in rows
-        if row.depth is not None and row.score is not None
-    ]
+    found = [replace(row, depth=_nominal_depth(row)) for row in rows if row.depth is not None and row.score is not None]
     if not found:
         raise ValueError("no row has a needle's depth and a score: run tasks=[grid] or another needle task")
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in found:
         groups[row.task, row.haystack, row.label, row.budget].append(row)
-    lengths = sorted({row.length for row in found})
+    most = max(len({row.length for row in members}) for members in groups.values())
     depths = sorted({row.depth for row in found if row.depth is not None})
     edges = depths if len(depths) <= DEPTHS + 2 else list(np.arange(DEPTHS) / DEPTHS)
     figure, axes = panels(
-        len(groups), "Needle in a haystack: score by depth and length", width=max(2.8, 0.6 * len(lengths) + 1.8)
+        len(groups), "Needle in a haystack: score by depth and length", width=max(2.8, 0.6 * most + 1.8)
     )
     for (key, members), axis in zip(sorted(groups.items(), key=lambda item: _grid_order(item[0])), axes, strict=True):
+        lengths = sorted({row.length for row in members})  # its own: those of other panels would stand empty
         grid, counts = _grid(members, lengths, np.array(edges))
         task, haystack, label, budget = key
         image = axis.imshow(grid, aspect="auto", cmap=MAP, vmin=0, vmax=1)
@@ -120,7 +124,7 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
                 shade = "white" if value < 0.5 else "black"
                 axis.text(j, i, f"{value:.2g}", ha="center", va="center", color=shade, fontsize=7)
         budget_text = f"budget {size(budget)}, " if budget else ""
-        axis.set_title(f"{_over(task, haystack)}\n{label}\n{budget_text}n={len(members)}")
+        axis.set_title(f"{over(task, haystack)}\n{label}\n{budget_text}n={len(members)}")
         axis.set_xticks(range(len(lengths)), [size(n) for n in lengths])
         axis.set_yticks(range(len(edges)), [f"{100 * depth:.0f}" for depth in edges])
         axis.set_xlabel("prompt length (tokens)")
@@ -131,7 +135,8 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
 
 
 def cost(rows: Sequence[Row]) -> Figure:
-    """Memory and tokens a second against prompt length, a line a policy and budget; whiskers are standard errors."""
+    """Memory and tokens per second against prompt length, a line per policy and budget; whiskers are standard errors. The peak is
+    drawn of GPUs alone: on a CPU it is the process's so far, and so tells the order of the runs."""
     found = [row for row in rows if row.score is not None and row.prefill_s > 0]
     if not found:
         raise ValueError("no row has the seconds that it took")
@@ -139,12 +144,11 @@ def cost(rows: Sequence[Row]) -> Figure:
     for row in found:
         lines[row.budget != 0, row.label, row.budget].append(row)
     devices = ", ".join(sorted({f"{row.device or '?'} {row.dtype}".strip() for row in found}))
-    peak = "peak memory (MiB)" + ("\nCPU: of the process so far" if any("cuda" not in r.device for r in found) else "")
     kinds: list[tuple[str, str, Callable[[Row], float | None]]] = [
-        ("Peak memory", peak, lambda r: r.peak_bytes / 2**20 if r.peak_bytes else None),
+        ("Peak memory", "peak memory (MiB)", lambda r: r.peak_bytes / 2**20 if "cuda" in r.device else None),
         ("Cache buffers", "buffers (MiB)", lambda r: r.cache_bytes / 2**20 if r.cache_bytes else None),
-        ("Prefill", "prompt tokens a second", lambda r: r.tokens / r.prefill_s),
-        ("Decoding", "new tokens a second", lambda r: r.new_tokens / r.decode_s if r.decode_s > 0 else None),
+        ("Prefill", "prompt tokens per second", lambda r: r.tokens / r.prefill_s),
+        ("Decoding", "new tokens per second", lambda r: r.new_tokens / r.decode_s if r.decode_s > 0 else None),
     ]
     kinds = [kind for kind in kinds if any(kind[2](row) is not None for row in found)]
     figure, axes = panels(len(kinds), f"Cost against prompt length ({devices})", columns=2, width=4.2)
@@ -178,18 +182,24 @@ def _scored(rows: Sequence[Row]) -> list[Cell]:
     return cells
 
 
-def _labels(cells: list[Cell]) -> list[str]:
+def policy_labels(cells: list[Cell]) -> list[str]:
     """Labels in the order of tables, full attention first."""
     return list(dict.fromkeys(cell.label for cell in sorted(cells, key=lambda c: (c.label != "full", c.label))))
 
 
-def _over(task: str, haystack: str) -> str:
+def over(task: str, haystack: str) -> str:
     return task if haystack == "-" else f"{task}, {haystack}"
 
 
 def _grid_order(key: tuple[str, str, str, int]) -> tuple[str | bool | int, ...]:
     task, haystack, label, budget = key
     return task, haystack, label != "full", label, budget
+
+
+def _nominal_depth(row: Row) -> float | None:
+    """The depth that the row's task asked for; four needles stand in each text of 'questions', whose rows have it already."""
+    name = row.task.rpartition(":")[2]
+    return row.depth if name == "questions" else asked_depth(name, row.sample)
 
 
 def _grid(rows: list[Row], lengths: list[int], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,11 +12,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ...config.figures import Look
 from ...files import write_beside
 from ..report.summary import LIKELIHOOD, size
 
 S = TypeVar("S")
-FORMATS = ("png", "svg")
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 Dash = str | tuple[int, tuple[float, ...]]
 DASHES: tuple[Dash, ...] = (
@@ -37,7 +37,7 @@ MAP = "cividis"
 RC: Any = {
     "font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.5,
     "axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 8, "legend.frameon": False,
-    "lines.linewidth": 1.4, "lines.markersize": 4.5, "text.parse_math": False, "figure.dpi": 100,
+    "lines.linewidth": 1.4, "lines.markersize": 4.5, "text.parse_math": False, "figure.dpi": 100, "pdf.fonttype": 42,
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def panels(
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(max(4.2, columns * width), rows * height + 0.7), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=mpl.rcParams["font.size"] + 2)
     for unused in axes[count:]:
         unused.remove()
     return figure, axes[:count]
@@ -70,12 +70,11 @@ def shared_legend(figure: Figure, columns: int = 4) -> None:
     if not found:
         return
     longest = max(len(name) for name in found)
-    columns = max(1, min(columns, len(found), int(figure.get_figwidth() * 13 // (longest + 8))))
+    columns = max(1, min(columns, len(found), int(figure.get_figwidth() * 13 // (longest + 10))))
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(found) / columns))
     figure.legend(
-        list(found.values()), list(found), loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=8,
-        frameon=False,
-    )  # fmt: skip
+        list(found.values()), list(found), loc="outside lower center", ncols=columns, handlelength=3.6, frameon=False
+    )
 
 
 def score_axis(axis: Axes, metric: str) -> None:
@@ -95,17 +94,38 @@ def token_axis(axis: Axes, values: Iterable[float], label: str) -> None:
     axis.set_xlabel(label)
 
 
-def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str) -> list[Path]:
-    """Write ``name.png`` and ``name.svg`` of what a function draws; the same source gives the same bytes.
+def fit(figure: Figure, look: Look) -> None:
+    """Give a figure the size and the title of a look; a legend below its panels is set anew for the width."""
+    if look.title is not None:
+        shown = figure.suptitle("" if look.title == "none" else look.title)
+        shown.set_in_layout(look.title != "none")
+    width, height = figure.get_size_inches()
+    if look.width or look.height:
+        legends = list(figure.legends)
+        for legend in legends:
+            legend.remove()
+        figure.set_size_inches(look.width or width, look.height or height * (look.width or width) / width)
+        if legends:
+            shared_legend(figure)
+        if look.height:
+            figure.set_figheight(look.height)
+
+
+def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str, look: Look | None = None) -> list[Path]:
+    """Write ``name.png``, ``name.svg`` and whatever else a look asks for of what a function draws; the same source gives the same
+    bytes.
 
     Raises:
         OSError: names the file and the reason.
     """
-    paths = [folder / f"{name}.{kind}" for kind in FORMATS]
-    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+    look = look or Look()
+    paths = [folder / f"{name}.{kind}" for kind in look.formats]
+    sizes: Any = {"font.size": look.font, "axes.titlesize": look.font, "legend.fontsize": look.font - 1}
+    with mpl.rc_context({**RC, **sizes, "svg.hashsalt": name}):
         figure = function(source)
+        fit(figure, look)
         for path in paths:
             kind = path.suffix[1:]
-            metadata = {"Date": None} if kind == "svg" else None
+            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
             write_beside(path, lambda beside: figure.savefig(beside, format=kind, dpi=150, metadata=metadata))  # noqa: B023
     return paths

@@ -16,11 +16,11 @@ from pathlib import Path
 from ...files import write_beside
 from ...naming import first_line
 from ...runtime.kept import token_texts
-from ..engine.rows import SETTINGS, Row, read_config, read_rows
+from ..engine.rows import KEY, SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
 from .heat import environment, script_data
 from .kept import shares, tokenizer_of
-from .summary import Cell, score_tables, summarize
+from .summary import Cell, overview, score_tables, summarize
 from .tables import Table
 
 PAGE = "report.html"
@@ -52,8 +52,11 @@ def write_page(out: Path) -> Path:
 
 
 def page(out: Path, rows: Sequence[Row]) -> str:
-    """The page's HTML; figures are read from ``out/figures``."""
+    """The page's HTML; figures are read from ``out/figures``. Tables begin with the one of all tasks, and failed examples stand
+    last."""
     cells = summarize(rows)
+    rows = sorted(rows, key=lambda row: row.error is not None)
+    every = overview(rows)
     failed = sum(row.error is not None for row in rows)
     days = sorted({row.date[:10] for row in rows if row.date})
     lead = [f"{len(rows)} examples", f"{failed or 'none'} failed", f"model {_joined(row.model for row in rows)}"]
@@ -62,7 +65,8 @@ def page(out: Path, rows: Sequence[Row]) -> str:
     templates = environment()
     templates.filters["number"] = number
     return templates.get_template("page.html").render(
-        title=out.resolve().name, lead=", ".join(lead), tables=score_tables(cells), figures=figures(out),
+        title=out.resolve().name, lead=", ".join(lead), kept=sum(row.kept is not None for row in rows),
+        tables=[*([every] if every else []), *score_tables(cells)], figures=figures(out),
         cells=cells_table(cells), settings=settings(out, rows), data=data(out, rows),
     )  # fmt: skip
 
@@ -80,13 +84,14 @@ def cells_table(cells: Sequence[Cell]) -> Table:
         return "-" if value is None else f"{value:.{digits}f}"
 
     head = [
-        "task", "haystack", "length", "policy", "budget", "metric", "mean", "standard error", "n", "failed", "tokens",
-        "prefill (s)", "peak (MiB)", "precision",
+        "task", "haystack", "length", "policy", "budget", "metric", "mean", "standard error", "95% interval", "n",
+        "failed", "tokens", "prefill (s)", "peak (MiB)", "precision",
     ]  # fmt: skip
     lines = [
         [
             c.task, c.haystack, str(c.length), c.label, str(c.budget or "-"), c.metric, shown(c.mean, 3), shown(c.stderr, 3),
-            str(c.n), str(c.errors), shown(c.tokens, 0), shown(c.prefill_s, 2), shown(c.peak_bytes / 2**20, 0), c.dtype,
+            "-" if c.low is None else f"{c.low:.2f} to {c.high:.2f}", str(c.n), str(c.errors), shown(c.tokens, 0),
+            shown(c.prefill_s, 2), shown(c.peak_bytes / 2**20, 0), c.dtype,
         ]
         for c in cells
     ]  # fmt: skip
@@ -126,7 +131,7 @@ def _joined(values: Iterable[object]) -> str:
 
 def data(out: Path, rows: Sequence[Row]) -> str:
     """JSON for the page's script: the examples, and the token texts of the prompts of which something is known."""
-    hidden = {*SETTINGS, "versions", "kept", "backend", "device"} - {"metric", "seed"}
+    hidden = {*SETTINGS, "versions", "kept", "backend", "device"} - {*KEY, "metric", "seed"}
     prompts: dict[str, list[str]] = {}
     examples = []
     for row in rows:

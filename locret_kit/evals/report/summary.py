@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,13 +15,18 @@ from filelock import FileLock
 
 from ...files import write_beside
 from ..engine.rows import Row, label_of, read_rows
-from ..groups import GROUPS
-from .tables import Table
+from ..groups import MEANS
+from .tables import Interval, Table
 
 LIKELIHOOD = ("nll", "nll_prefill")
 OTHERS = "† on other texts than most of its column"
 PRECISION = "‡ in another precision than most of the table"
 """Marks: beside a cell the first character, under the table all of it."""
+SPREADS: dict[Interval, str] = {
+    "stderr": "mean ± standard error",
+    "wilson": "mean; of shares Wilson's 95% interval, else ± standard error",
+}
+"""What stands beside a mean."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,10 @@ class Cell:
     """Largest peak memory."""
     dtype: str
     """Of the backbone; several are joined by '+'."""
+    low: float | None = None
+    """Lower end of Wilson's 95% interval of a share (every score is 0 or 1); None for other scores."""
+    high: float | None = None
+    """Its upper end."""
 
     @property
     def label(self) -> str:
@@ -70,6 +80,16 @@ def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
+Z = statistics.NormalDist().inv_cdf(0.975)
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share that was found among ``n``; unlike ``share ± 2 stderr`` it has a width at 0 and at 1.
+    Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, 1927."""
+    middle, spread = share + Z * Z / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return max(0.0, (middle - spread) / (1 + Z * Z / n)), min(1.0, (middle + spread) / (1 + Z * Z / n))
+
+
 def summarize(rows: Iterable[Row]) -> list[Cell]:
     """One cell for each task, haystack, length, policy, heads and budget, in that order."""
     grouped: dict[tuple, list[Row]] = defaultdict(list)
@@ -78,7 +98,10 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
     cells = []
     for key, members in sorted(grouped.items(), key=lambda item: _order(item[0])):
         good = [row for row in members if row.score is not None]
-        mean, stderr = mean_and_stderr([row.score for row in good if row.score is not None])
+        scores = [row.score for row in good if row.score is not None]
+        mean, stderr = mean_and_stderr(scores)
+        shares = bool(scores) and {0.0, 1.0}.issuperset(scores) and good[0].metric not in LIKELIHOOD
+        low, high = wilson(mean or 0.0, len(scores)) if shares else (None, None)
         costs = good or members
         task, haystack, length, policy, heads, budget = key
         cells.append(
@@ -88,7 +111,7 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
                 errors=len(members) - len(good), tokens=math.fsum(row.tokens for row in costs) / len(costs),
                 prefill_s=math.fsum(row.prefill_s for row in costs) / len(costs),
                 peak_bytes=max(row.peak_bytes for row in costs),
-                dtype="+".join(sorted({row.dtype for row in costs if row.dtype})),
+                dtype="+".join(sorted({row.dtype for row in costs if row.dtype})), low=low, high=high,
             )
         )  # fmt: skip
     return cells
@@ -133,7 +156,7 @@ def to_csv(cells: list[Cell]) -> str:
     return text.getvalue()
 
 
-def overview(rows: Iterable[Row]) -> Table | None:
+def overview(rows: Iterable[Row], interval: Interval = "stderr") -> Table | None:
     """One table of all tasks, or nothing where there is but one figure: a line per length, budget and policy, a column per
     task and figure; texts that were compared have both ROUGE-L and BLEU."""
     by_task: dict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -147,12 +170,25 @@ def overview(rows: Iterable[Row]) -> Table | None:
     if len(columns) < 2:
         return None
     columns |= group_means(cell for cells in columns.values() for cell in cells if cell.metric not in LIKELIHOOD)
-    keys = {(cell.length, cell.budget, cell.label) for cells in columns.values() for cell in cells}
+    found = {(cell.length, cell.budget, cell.label) for cells in columns.values() for cell in cells}
+    keys = sorted(found, key=lambda key: (*key[:2], _policy_order(key[2])))
     lines = [
-        [size(length), str(budget or "-"), label, *(_shown(cells, label, length, budget) for cells in columns.values())]
-        for length, budget, label in sorted(keys, key=lambda key: (*key[:2], _policy_order(key[2])))
-    ]
-    return Table(["length", "budget", "policy", *columns], lines, "All tasks", "mean ± standard error", legend(lines))
+        [
+            size(length), str(budget or "-"), label,
+            *(_shown(cells, label, length, budget, interval) for cells in columns.values()),
+        ]
+        for length, budget, label in keys
+    ]  # fmt: skip
+    blocks, best = [key[:2] for key in keys], []
+    for block in dict.fromkeys(blocks):
+        first, labels = blocks.index(block), [key[2] for key in keys if key[:2] == block]
+        for j, cells in enumerate(columns.values(), 3):
+            best += [(first + i, j) for i in leaders(cells, labels, *block)]
+    return Table(
+        ["length", "budget", "policy", *columns], lines, "All tasks", SPREADS[interval], legend(lines), best,
+        reference=[i for i, key in enumerate(keys) if key[2] == "full"],
+        rules=[i for i, block in enumerate(blocks) if i and block != blocks[i - 1]],
+    )  # fmt: skip
 
 
 def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
@@ -163,7 +199,7 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
         if cell.mean is not None:
             at[cell.length, cell.budget, cell.label].setdefault(cell.task, cell)  # a task's main figure comes first
     columns: dict[str, list[Cell]] = defaultdict(list)
-    for group, names in GROUPS.items():
+    for group, names in MEANS.items():
         for found in at.values():
             if all(name in found for name in names):
                 members = [found[name] for name in names]
@@ -174,7 +210,7 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
                         members[0], task=group, metric="mean", n=sum(cell.n for cell in members),
                         samples="; ".join(cell.samples for cell in members), stderr=spread,
                         mean=math.fsum(cell.mean or 0.0 for cell in members) / len(names),
-                        errors=sum(cell.errors for cell in members),
+                        errors=sum(cell.errors for cell in members), low=None, high=None,
                     )
                 )  # fmt: skip
     return dict(columns)
@@ -202,12 +238,12 @@ def _over(task: str, haystack: str) -> str:
     return task if haystack == "-" else f"{task}, haystack: {haystack}"
 
 
-def score_tables(cells: Iterable[Cell]) -> list[Table]:
+def score_tables(cells: Iterable[Cell], interval: Interval = "stderr") -> list[Table]:
     """A table for each task and haystack: a line per policy, a column per length and budget."""
     tables: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in cells:
         tables[cell.task, cell.haystack].append(cell)
-    return [score_table(members) for members in tables.values()]
+    return [score_table(members, interval) for members in tables.values()]
 
 
 def to_markdown(cells: Iterable[Cell]) -> str:
@@ -215,35 +251,53 @@ def to_markdown(cells: Iterable[Cell]) -> str:
     return "\n".join(table.markdown() for table in score_tables(cells))
 
 
-def score_table(cells: Sequence[Cell]) -> Table:
+def score_table(cells: Sequence[Cell], interval: Interval = "stderr") -> Table:
     """The table of one task. `full` has no budget and stands in every column of its length."""
     columns = sorted({(cell.length, cell.budget) for cell in cells if cell.budget})
     columns = columns or sorted({(cell.length, 0) for cell in cells})
     columns += sorted((n, 0) for n in {c.length for c in cells} - {n for n, _ in columns})
     labels = sorted({cell.label for cell in cells}, key=_policy_order)
     head = ["policy", *(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)]
-    lines = [[label, *(_shown(cells, label, *column) for column in columns)] for label in labels]
+    lines = [[label, *(_shown(cells, label, *column, interval) for column in columns)] for label in labels]
+    best = [(i, j) for j, column in enumerate(columns, 1) for i in leaders(cells, labels, *column)]
+    full = [i for i, label in enumerate(labels) if label == "full"]
     metric = next((cell.metric for cell in cells if cell.n), "-")
-    says = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; mean ± standard error"
-    return Table(head, lines, _over(cells[0].task, cells[0].haystack), says, legend(lines))
+    says = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; {SPREADS[interval]}"
+    title, under_full = _over(cells[0].task, cells[0].haystack), [i + 1 for i in full if i + 1 < len(labels)]
+    return Table(head, lines, title, says, legend(lines), best, reference=full, rules=under_full)
 
 
-def _shown(cells: Sequence[Cell], label: str, length: int, budget: float) -> str:
+def leaders(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[int]:
+    """Which of the labels lead a column: the best mean, to the digits shown, among policies that evict and were asked about the
+    column's usual examples. None where all of these are as good, or there is but one."""
+    usual, at = usual_samples(cells, length, budget), {(c.label, c.length, c.budget): c for c in cells}
+    means = {
+        i: round(cell.mean, 2) * (-1 if cell.metric in LIKELIHOOD else 1)
+        for i, label in enumerate(labels)
+        if (cell := at.get((label, length, budget))) and budget and cell.mean is not None and cell.samples == usual
+    }
+    best = [i for i, mean in means.items() if mean == max(means.values())]
+    return best if len(best) < len(means) else []
+
+
+def _shown(cells: Sequence[Cell], label: str, length: int, budget: float, interval: Interval) -> str:
     """The figure of a policy among the cells of one task, marked where it differs from most of them."""
     found = {(cell.label, cell.length, cell.budget): cell for cell in cells}
     cell = found.get((label, length, budget)) or found.get((label, length, 0))
-    return show(cell, usual_samples(cells, length, budget), usual_dtype(cells))
+    return show(cell, usual_samples(cells, length, budget), usual_dtype(cells), interval)
 
 
-def show(cell: Cell | None, usual: str | None = None, dtype: str | None = None) -> str:
-    """``0.50 ± 0.13 (n=16)``; errors are named. Other examples than the column's ``usual`` ones and another precision than the
-    table's, where these are given, are marked."""
+def show(cell: Cell | None, usual: str | None = None, dtype: str | None = None, interval: Interval = "stderr") -> str:
+    """``0.50 ± 0.13 (n=16)``, or of a share with Wilson's interval ``0.50 [0.28, 0.72] (n=16)``; errors are named. Other examples
+    than the column's ``usual`` ones and another precision than the table's, where these are given, are marked."""
     if cell is None:
         return "-"
     failed = f", {cell.errors} failed" if cell.errors else ""
     if cell.mean is None:
         return f"- (n=0{failed})"
     spread = "" if cell.stderr is None else f" ± {cell.stderr:.2f}"
+    if interval == "wilson" and cell.low is not None:
+        spread = f" [{cell.low:.2f}, {cell.high:.2f}]"
     mark = "" if usual in (None, cell.samples) else OTHERS[0]
     mark += "" if dtype in (None, cell.dtype) else PRECISION[0]
     return f"{cell.mean:.2f}{spread} (n={cell.n}{failed}){mark}"

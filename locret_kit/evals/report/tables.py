@@ -1,10 +1,13 @@
-"""Tables of text cells: one matrix, as Markdown here and as HTML in ``page.html``."""
+"""Tables of text cells: one matrix, as Markdown here, as HTML in ``page.html``, and in `latex`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+Interval = Literal["stderr", "wilson"]
+"""What stands beside a mean: its standard error, or of a share Wilson's 95% interval."""
 ESCAPES = str.maketrans({"|": "\\|", "<": "&lt;", ">": "&gt;", "\n": " "})
 """Characters of a cell that Markdown would read as markup."""
 
@@ -20,6 +23,12 @@ class Table:
     """Unit of the cells."""
     notes: Sequence[str] = ()
     """Meaning of the marks beside cells."""
+    best: Collection[tuple[int, int]] = ()
+    """Line and column of the cells that lead their column, where the table is drawn or typeset."""
+    reference: Collection[int] = ()
+    """Lines that the others are held against: full attention."""
+    rules: Collection[int] = ()
+    """Lines above which a thin rule stands."""
 
     def markdown(self) -> str:
         """The title, the table, and a paragraph for each note."""

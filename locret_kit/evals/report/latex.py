@@ -1,0 +1,58 @@
+"""Tables for papers: LaTeX with the package booktabs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from .tables import Table
+
+SIGNS = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+    "±": r"$\pm$", "†": r"$^\dagger$", "‡": r"$^\ddagger$", "\n": " ",
+}  # fmt: skip
+"""What LaTeX would read as a command, or has no letter for."""
+COUNT = re.compile(r" \(n=(\d+)\)")
+TEXT = ("length", "budget", "policy")
+"""Columns that stand to the left."""
+
+
+def to_latex(tables: Iterable[Table]) -> str:
+    """Tables one after another; the package to load is named in a comment."""
+    return "\n".join(["% \\usepackage{booktabs}", *map(typeset, tables)])
+
+
+def typeset(table: Table) -> str:
+    """One table: the best of each column in bold, rules as the table has them. Where all of its cells count as many examples,
+    the caption says how many and the cells do not."""
+    counts = {count for cells in table.lines for text in cells for count in COUNT.findall(text)}
+    (same,) = counts if len(counts) == 1 else (None,)
+    lines = [[COUNT.sub("", text) if same else text for text in cells] for cells in table.lines]
+    says = f"{table.title}: {table.says}{f'; n={same}' if same else ''}.".removeprefix(": ")
+    columns = "".join("l" if name in TEXT else "c" for name in table.head)
+    body = []
+    for i, cells in enumerate(lines):
+        body += [r"\midrule"] if i in table.rules else []
+        body.append(_line([f"\\textbf{{{escaped(text)}}}" if (i, j) in table.best else escaped(text)
+                           for j, text in enumerate(cells)]))  # fmt: skip
+    return "\n".join(
+        [
+            r"\begin{table}", r"\centering", rf"\caption{{{escaped(says)}{_notes(table.notes)}}}",
+            rf"\begin{{tabular}}{{{columns}}}", r"\toprule", _line(map(escaped, table.head)), r"\midrule", *body,
+            r"\bottomrule", r"\end{tabular}", r"\end{table}",
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def escaped(text: str) -> str:
+    """The text, as LaTeX sets it letter by letter."""
+    return "".join(SIGNS.get(letter, letter) for letter in text)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"{' & '.join(cells)} \\\\"
+
+
+def _notes(notes: Sequence[str]) -> str:
+    return "".join(f" {escaped(note)}." for note in notes)
