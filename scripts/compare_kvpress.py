@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from locret_kit.backbones.families import spec_of, text_config
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cache.bounded import BoundedCache
+from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.naming import first_line
+from locret_kit.press import LocretPress
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.tokens import stream_ids
 from locret_kit.samples.text import load_text
@@ -33,8 +36,9 @@ WINDOW, LAG, BLOCK = 16, 32, 32  # tokens
 BOUND = 0.999  # of slots kept by both, where no reason is known
 
 
-def pairs(length: int, budget: int) -> list[tuple[str, Any, str]]:
-    """Every policy that kvpress has too: policy, press with the same settings, why the two may keep other slots."""
+def pairs(length: int, budget: int, heads: RetainingHeads) -> list[tuple[str, Any, str]]:
+    """Every policy that kvpress has too, and our heads as a press of its kind: policy, press with the same settings, why the two
+    may keep other slots."""
     import kvpress as k
 
     gone = 1 - (budget + 0.5) / length  # of which kvpress keeps int(length * (1 - gone)) = budget slots
@@ -62,12 +66,15 @@ def pairs(length: int, budget: int) -> list[tuple[str, Any, str]]:
         ("score=mas", observed, ""),
         ("h2o", observed, "ours sums attention and keeps the newest half, kvpress takes the mean"),
         ("random", k.RandomPress(gone, seed=0), "other draws"),
+        ("score=cis", LocretPress(gone, heads), ""),
+        ("score=cis scope=window(8)", LocretPress(gone, heads, stabilizers=8), ""),
+        ("score=cis allocation=adaptive(1)", k.AdaKVPress(LocretPress(gone, heads), 0.0), ""),
     ]  # fmt: skip
 
 
-def ours(model: Any, ids: Sequence[int], policy: str, budget: int) -> list[Tensor]:
+def ours(model: Any, ids: Sequence[int], policy: str, budget: int, heads: RetainingHeads | None = None) -> list[Tensor]:
     """Boolean ``[H, T]`` of every layer: the tokens that our cache holds after the prompt."""
-    cache = BoundedCache(budget, policy, prompt_length=len(ids), positions="original", one_shot=True)
+    cache = BoundedCache(budget, policy, heads, prompt_length=len(ids), positions="original", one_shot=True)
     with attach(model):
         prefill(model, ids, cache)
     token_T = torch.arange(len(ids))
@@ -96,6 +103,12 @@ def theirs(model: Any, ids: Sequence[int], press: Any) -> list[Tensor]:
         model(torch.tensor([ids]), past_key_values=DynamicCache(), cache_position=place_T, logits_to_keep=1)
     model.set_attn_implementation("sdpa")
     return kept
+
+
+def untrained(model: Any) -> RetainingHeads:
+    """Random heads for a model: which slots they keep has no meaning, and must be the same here and there."""
+    config = HeadsConfig.for_backbone(spec_of(text_config(model)), "random", 16)
+    return RetainingHeads(config).to(model.dtype).requires_grad_(False)
 
 
 def share(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
@@ -130,8 +143,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not 4 * WINDOW <= args.budget < args.length:
             raise ValueError(f"budget={args.budget} must be from {4 * WINDOW} to below length={args.length}")
-        chosen = pairs(args.length, args.budget)
+        import kvpress  # noqa: F401
+
         model, ids = backbone(args.model, args.length)
+        heads = untrained(model)
+        chosen = pairs(args.length, args.budget, heads)
     except (ImportError, ValueError, OSError) as error:
         said = f"{error.name} is missing: {INSTALL}" if isinstance(error, ModuleNotFoundError) else first_line(error)
         print(f"compare_kvpress.py: {said}", file=sys.stderr)
@@ -139,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     print("| policy | press | kept by both | where they differ |\n|---|---|--:|---|")
     far = 0
     for policy, press, note in chosen:
-        both = share(ours(model, ids, policy, args.budget), theirs(model, ids, press))
+        both = share(ours(model, ids, policy, args.budget, heads), theirs(model, ids, press))
         far += both < BOUND and not note
         print(f"| `{policy}` | {type(press).__name__} | {both:.3f} | {note if both < 1 else ''} |", flush=True)
     return 1 if far else 0

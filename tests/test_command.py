@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +133,9 @@ def test_the_commands_say_who_they_are(capsys, main, name, argv):
     assert main(argv) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"{name}: ") and err.count("\n") == 1
+
+
+def test_the_package_lists_the_commands_that_are_installed(capsys):
+    declared = set(re.findall(r"^(locret-\w+) =", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M))
+    runpy.run_module("locret_kit", run_name="__main__")
+    assert set(re.findall(r"^(locret-\w+) +\w", capsys.readouterr().out, re.M)) == declared

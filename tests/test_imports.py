@@ -17,7 +17,7 @@ FLOORS = (
     {"backbones", "samples", "hub"},
     {"checkpoint"},
     {"heads"},
-    {"policies"},
+    {"policies", "press"},
     {"cache"},
     {"planning"},
     {"runtime"},
@@ -28,6 +28,7 @@ FLOORS = (
     {"evals"},
     {"card"},
     {"cli"},
+    {"lm_eval", "__main__"},
 )
 """Rooms of ``locret_kit``: packages, and the modules beside them. A room imports from its own floor's rooms only what is its
 own, and from the floors before it."""

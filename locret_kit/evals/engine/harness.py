@@ -1,7 +1,7 @@
 """lm-evaluation-harness over a bounded cache: ``locret-eval lm_eval --model locret --model_args ckpt=...,budget=256 ...``.
 
 The harness finds a model by its registered name, which has to be known before its command line runs: `main` does both.
-Nothing else imports this module, since it needs the package lm_eval.
+Only `locret_kit.lm_eval` and the command import this module, since it needs the package lm_eval.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -209,13 +210,16 @@ _HARNESS_ONLY = ("batch_size", "max_batch_size")
 """Settings that the harness adds of its own accord: prompts go one by one here."""
 
 
-def register(load: Load) -> None:
-    """Make ``--model locret`` known to the harness."""
+@cache
+def register(load: Load) -> type[LocretLM]:
+    """Make ``--model locret`` known to the harness; its class. Once for a ``load``, however often it is called."""
 
     @register_model("locret")
     class Named(LocretLM):
         def __init__(self, **settings: object) -> None:
             super().__init__(*load({name: x for name, x in settings.items() if name not in _HARNESS_ONLY}))
+
+    return Named
 
 
 def main(argv: Sequence[str], load: Load) -> None:

@@ -1,0 +1,101 @@
+"""Retaining heads as a press of NVIDIA's kvpress, so that they run in its pipeline and stand on its leaderboard.
+
+    from kvpress import AdaKVPress
+    from locret_kit.press import LocretPress
+
+    press = AdaKVPress(LocretPress(compression_ratio=0.5, heads="user/heads"))
+
+kvpress cuts a whole prompt once, with positions as they were; `BoundedCache` reads it chunk by chunk in a fixed budget. Scores
+are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .backbones.families import require_adapter, spec_of, text_config
+from .heads import RetainingHeads
+
+try:
+    from kvpress import ScorerPress
+except ModuleNotFoundError:
+
+    @dataclass
+    class ScorerPress:  # type: ignore[no-redef]
+        """What stands in for kvpress's class where kvpress is not installed: scores alone."""
+
+        compression_ratio: float = 0.0
+
+        def __call__(self, model: PreTrainedModel) -> object:
+            raise ImportError("kvpress is missing: pip install --no-deps kvpress cachetools fire termcolor")
+
+
+@dataclass
+class LocretPress(ScorerPress):
+    """A press that scores with retaining heads.
+
+    Raises:
+        ValueError: neither heads nor a name of some; ``stabilizers`` below 0; of a model that the heads do not fit.
+    """
+
+    heads: RetainingHeads | str | None = None
+    """The heads, or their folder or Hub repository."""
+    stabilizers: int = 0
+    """The newest tokens, which are kept whatever their score; as Locret's local part of the cache."""
+
+    def __post_init__(self) -> None:
+        if hasattr(super(), "__post_init__"):
+            super().__post_init__()
+        if self.heads is None:
+            raise ValueError("heads=... is missing: retaining heads, their folder or their Hub repository")
+        if self.stabilizers < 0:
+            raise ValueError(f"stabilizers={self.stabilizers} must be at least 0")
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        """Load the heads, and put them where the model is."""
+        config = text_config(model)
+        require_adapter(config)
+        if not isinstance(self.heads, RetainingHeads):
+            self.heads = RetainingHeads.from_pretrained(str(self.heads), backbone=config.name_or_path or None)
+        self.heads.check_backbone(spec_of(config))
+        self.heads.to(device=model.device).requires_grad_(False)
+
+    def score(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Scores ``[B, H, T]`` of hidden states ``[B, T, E]`` and values ``[B, H, T, D]``; keys are those after RoPE and are left
+        aside."""
+        if not isinstance(self.heads, RetainingHeads):
+            raise ValueError(f"heads={self.heads!r} are not loaded: use `with press(model): ...`")
+        with torch.no_grad():
+            q_BQTD, k_BHTD = before_rope(module, hidden_states, self.heads.config.n_kv_heads)
+            score_BHT: Tensor = self.heads[int(module.layer_idx)](q_BQTD, k_BHTD, values)  # type: ignore[arg-type]
+        newest = min(self.stabilizers, score_BHT.shape[-1])
+        score_BHT[..., score_BHT.shape[-1] - newest :] = torch.inf
+        return score_BHT
+
+
+def before_rope(module: Any, hidden_BTE: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, Q, T, D]`` and keys ``[B, H, T, D]`` of an attention layer before RoPE, after its norms if it has them."""
+    D = module.head_dim
+    if hasattr(module, "qkv_proj"):
+        joined = module.qkv_proj(hidden_BTE)
+        width = joined.shape[-1] - 2 * n_kv_heads * D
+        q, k = joined[..., :width], joined[..., width : width + n_kv_heads * D]
+    else:
+        q, k = module.q_proj(hidden_BTE), module.k_proj(hidden_BTE)
+    q, k = q.unflatten(-1, (-1, D)), k.unflatten(-1, (-1, D))
+    if hasattr(module, "q_norm"):
+        q, k = module.q_norm(q), module.k_norm(k)
+    return q.transpose(1, 2), k.transpose(1, 2)

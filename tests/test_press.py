@@ -1,0 +1,60 @@
+"""Retaining heads as a press of kvpress, with and without kvpress: scores are those by which our cache keeps slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scripts_loaded import load_script
+from tiny_models import tiny_model
+from transformers import DynamicCache
+
+from locret_kit.backbones.families import spec_of
+from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.press import LocretPress
+
+script = load_script("scripts/compare_kvpress.py")
+
+
+def heads_of(model) -> RetainingHeads:
+    torch.manual_seed(2)
+    return RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_the_best_of_its_scores_are_what_our_cache_keeps(family):
+    """Ours reads q, k and v within attention; the press makes them of the layer's input, as kvpress hands it over."""
+    model = tiny_model(family).double()
+    press = LocretPress(heads=heads_of(model), stabilizers=5)
+    press.post_init_from_model(model)
+    ids = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:60].tolist()  # no two alike: no equal scores
+    cache, found = DynamicCache(), []
+
+    def hook(module, args, given, output):
+        keys, values = cache.layers[module.layer_idx].keys, cache.layers[module.layer_idx].values
+        found.append(press.score(module, given["hidden_states"], keys, values, None, given))
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(hook, with_kwargs=True)
+    model(torch.tensor([ids]), past_key_values=cache)
+    for layer in model.model.layers:
+        layer.self_attn._forward_hooks.clear()
+    kept = script.ours(model, ids, "score=cis scope=window(5)", 20, press.heads)
+    for score_BHT, held_HT in zip(found, kept, strict=True):
+        best = torch.zeros_like(held_HT).scatter(1, score_BHT[0].topk(20).indices, True)
+        assert torch.equal(best, held_HT)
+
+
+def test_what_it_refuses(tmp_path):
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="heads=... is missing"):
+        LocretPress(0.5)
+    with pytest.raises(ValueError, match="stabilizers=-1 must be at least 0"):
+        LocretPress(0.5, heads_of(model), stabilizers=-1)
+    with pytest.raises(ValueError, match="these heads are for tiny: n_kv_heads"):
+        LocretPress(0.5, heads_of(model)).post_init_from_model(tiny_model("llama-mqa"))
+    heads_of(model).save_pretrained(tmp_path / "heads")
+    named = LocretPress(0.5, str(tmp_path / "heads"))
+    with pytest.raises(ValueError, match="are not loaded"):
+        named.score(model.model.layers[0].self_attn, torch.zeros(1, 2, 48), None, None, None, {})
+    named.post_init_from_model(model)
+    assert isinstance(named.heads, RetainingHeads)
