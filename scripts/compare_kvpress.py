@@ -68,7 +68,6 @@ def pairs(length: int, budget: int, heads: RetainingHeads) -> list[tuple[str, An
         ("random", k.RandomPress(gone, seed=0), "other draws"),
         ("score=cis", LocretPress(gone, heads), ""),
         ("score=cis scope=window(8)", LocretPress(gone, heads, stabilizers=8), ""),
-        ("score=cis allocation=adaptive(1)", k.AdaKVPress(LocretPress(gone, heads), 0.0), ""),
     ]  # fmt: skip
 
 

@@ -37,6 +37,8 @@ LONG = {
     "locret-train ": "tests/test_readme_pasted.py trains",
     "locret-eval ": "tests/test_eval_runner.py and tests/test_readme_pasted.py; those of results take hours",
     "locret-plan ": "the same commands as the README's, which its test runs",
+    "python -m locret_kit.lm_eval ": "tests/test_lm_eval.py, on a task that is not fetched",
+    "python examples/": "tests/test_examples.py",
     "for ": "a shell loop over a command that is run above",
     "locret-ask books/": "needs that loop",
     "torchrun ": "several processes; tests/test_distributed.py",

@@ -1,41 +1,27 @@
-"""lm-evaluation-harness's own command line with the model ``locret``, on a task of one's own."""
+"""lm-evaluation-harness's own command line knows the model ``locret``; what it scores is in `test_eval_fidelity`."""
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
+from lm_eval.api.registry import get_model
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.lm_eval import Locret, main
 
 
-def test_its_command_line_scores_a_task_of_ones_own(tmp_path, monkeypatch, capsys):
-    backbone = save_tiny_backbone(tmp_path / "backbone")
-    (tmp_path / "own").mkdir()
-    questions = [
-        {"text": "The boats came in. " * 12, "choices": [" Remember", " What"], "label": i % 2} for i in range(3)
-    ]
-    (tmp_path / "own" / "own.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
-    (tmp_path / "own" / "own.yaml").write_text(
-        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/own/own.jsonl}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: '{{choices}}'\n"
-        "doc_to_target: label\nmetric_list: [{metric: acc}]\n"
-    )
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "argv", ["lm_eval"])
-    words = f"--model locret --model_args model={backbone},policy=streaming,budget=32,chunk=16 --tasks own"
-    assert main(["lm_eval", *words.split(), "--include_path", str(tmp_path / "own")]) == 0
-    said = capsys.readouterr().out
-    assert "locret ({" in said and "|own  |" in said and "|acc   |" in said
+def test_the_command_line_is_the_harness_s_with_one_model_more(monkeypatch):
+    """When it starts, its words are those that were given and the model is known."""
+    found = []
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: found.append((sys.argv, get_model("locret"))))
+    monkeypatch.setattr(sys, "argv", [])
+    words = ["--model", "locret", "--model_args", "model=x,budget=32", "--tasks", "own"]
+    assert main(["lm_eval", *words]) == 0 and found == [(["lm_eval", *words], Locret)]
 
 
 def test_the_class_that_a_registry_names(tmp_path):
-    """As ``MODEL_MAPPING`` of the harness would find it: made of the strings of ``--model_args``."""
-    from lm_eval.api.registry import get_model
-
-    assert get_model("locret") is Locret
+    """As the harness makes it: of the strings of ``--model_args``, and what it adds of its own."""
     one = Locret(
         model=str(save_tiny_backbone(tmp_path)), policy="streaming(sinks=8)", budget=32, chunk=16, batch_size=1
     )
