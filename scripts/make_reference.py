@@ -469,7 +469,7 @@ def files() -> str:
 
 def metrics() -> str:
     """Figures of the server's ``/metrics``."""
-    from locret_kit.serving.engine import Figures
+    from locret_kit.serving.figures import Figures
     from locret_kit.serving.metrics import Collected
 
     class NothingRuns:

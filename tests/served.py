@@ -16,8 +16,9 @@ from test_documents import parts
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling
 from locret_kit.serving.app import make_app
-from locret_kit.serving.engine import Engine, Job
+from locret_kit.serving.engine import Engine
 from locret_kit.serving.in_time import HeadersInTime
+from locret_kit.serving.jobs import Job
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings

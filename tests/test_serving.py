@@ -303,7 +303,7 @@ def test_a_server_that_loads_says_so():
 def test_caches_are_never_more_than_sessions():
     model, tokenizer, heads = parts("llama")
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=2, queue=50, piece=64)
-    from locret_kit.serving.engine import Job
+    from locret_kit.serving.jobs import Job
 
     most = []
     jobs = []

@@ -22,8 +22,9 @@ from locret_kit.planning.serving import Caches
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, generate
 from locret_kit.runtime.turns import PATIENCE
-from locret_kit.serving.engine import Engine, Job
+from locret_kit.serving.engine import Engine
 from locret_kit.serving.in_time import HeadersInTime
+from locret_kit.serving.jobs import Job
 from locret_kit.settings import RunSettings
 
 

@@ -26,7 +26,8 @@ from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling
 from locret_kit.serving.app import make_app
 from locret_kit.serving.convert import Unwanted, convert
-from locret_kit.serving.engine import Busy, Engine, Job
+from locret_kit.serving.engine import Engine
+from locret_kit.serving.jobs import Busy, Job
 from locret_kit.serving.state import Limits, Server
 
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)

@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from ..naming import first_line
 from .bodies import Generation
-from .engine import Engine, Job, Stopping
+from .engine import Engine
 from .errors import Failed
+from .jobs import Job, Stopping
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from .answers import Stream
 from .bodies import ChatBody, Generation, TextBody
-from .engine import Job
 from .errors import problem
+from .jobs import Job
 from .replies import choice, events, usage
 from .state import Server
 

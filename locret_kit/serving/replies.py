@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from ..naming import first_line
 from .answers import Stream
 from .bodies import Generation
-from .engine import Stopping
 from .errors import Failed, problem
+from .jobs import Stopping
 
 Logprobs = dict[str, object] | None
 

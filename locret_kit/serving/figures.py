@@ -1,0 +1,60 @@
+"""Counters of a running engine, for ``/metrics``."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from prometheus_client import Histogram
+
+from ..runtime.batch import Text
+from .jobs import Job
+
+LOG = logging.getLogger("locret_kit.serving")
+BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+"""Bounds of the histograms, in seconds."""
+
+
+def seconds(name: str, says: str) -> Histogram:
+    """An empty histogram of times."""
+    return Histogram(f"locret_{name}_seconds", says, buckets=BUCKETS, registry=None)
+
+
+@dataclass
+class Figures:
+    """Counters since the start, for ``/metrics``."""
+
+    requests: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    evictions: int = 0
+    forwards: int = 0
+    queue_s: Histogram = field(default_factory=lambda: seconds("queue", "From a request to its admission"))
+    first_token_s: Histogram = field(
+        default_factory=lambda: seconds("first_token", "From a request's admission to its first token")
+    )
+    token_s: Histogram = field(default_factory=lambda: seconds("token", "Per token after the first, of each request"))
+
+    def count(self, job: Job, text: Text) -> None:
+        """A request that has ended."""
+        if text.error is not None and not isinstance(text.error, ValueError):
+            LOG.error("a request failed", exc_info=text.error)
+        if text.error is not None:
+            text.error.__traceback__ = None  # its frames hold the cache
+        if job.inner:
+            return
+        self.requests += 1
+        self.cancelled += text.finish_reason == "cancelled"
+        self.failed += text.finish_reason == "error"
+        self.prompt_tokens += len(job.ids)
+        self.cached_tokens += job.cached_tokens
+        self.new_tokens += len(text.tokens)
+        self.evictions += job.evictions
+        if text.first_token_s is not None and text.ended_s is not None:
+            self.first_token_s.observe(text.first_token_s)
+            if len(text.tokens) > 1:
+                self.token_s.observe((text.ended_s - text.first_token_s) / (len(text.tokens) - 1))
