@@ -107,7 +107,8 @@ class RunSettings:
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of policies that draw, and of sampling."""
     backend: Literal["reference", "triton"] | None = None
-    """Kernels. Default: triton on CUDA in half precision, the reference otherwise."""
+    """Kernels. Default: triton on CUDA in half precision, the reference otherwise, with one compiled call per decoded token on a
+    CPU."""
 
     def __post_init__(self) -> None:
         check(self)

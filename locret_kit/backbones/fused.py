@@ -35,16 +35,16 @@ def fuse(model: PreTrainedModel, acts: Acts) -> Callable[[], None]:
     for layer in decoder.layers:
         undo.callback(_skip_identity(sys.modules[type(layer.self_attn).__module__]))
         after = layer.post_attention_layernorm
-        if _is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
+        if is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
             undo.callback(replace_forward(layer, partial(_layer, layer, after, acts)))
         if getattr(config, "hidden_act", None) == "silu" and not hasattr(layer.mlp, "_hf_hook"):
             undo.callback(replace_forward(layer.mlp, partial(_mlp, layer.mlp, acts)))
-    for norm in filter(_is_rms_norm, decoder.modules()):
+    for norm in filter(is_rms_norm, decoder.modules()):
         undo.callback(replace_forward(norm, partial(_norm, norm, acts)))
     return undo.close
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
+def is_rms_norm(module: nn.Module) -> bool:
     """Whether a module is a norm as Llama's: it scales by its weight what was rounded before."""
     name = type(module).__name__
     return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")

@@ -157,6 +157,11 @@ def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return hidden.reshape(-1, hidden.shape[-1]).contiguous().view(hidden.shape), *rest
 
 
+def is_own_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a module's hook is one that ``attach`` has put there."""
+    return hook is _as_rows
+
+
 class Attachment:
     """A model whose attention is met; ``detach()`` (or leaving the ``with`` block) restores it exactly."""
 

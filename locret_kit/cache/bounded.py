@@ -144,6 +144,11 @@ class BoundedCache(Cache):
         return self.context.backend
 
     @property
+    def asked_backend(self) -> str | None:
+        """The backend that the settings name; None where the device's rule chose."""
+        return self._asked.backend
+
+    @property
     def wants_unrotated(self) -> bool:
         """Whether q and k come before RoPE."""
         return self.context.ropes is not None

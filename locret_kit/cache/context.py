@@ -43,7 +43,7 @@ class CacheCounters:
     dense_pairs: Annotated[int, Ge(0)] = 0
     """Those that dense attention computes in the same blocks; 0 where prefill was not sparse."""
     decoding: str = "dynamic"
-    """How tokens were decoded: "graph", or "dynamic" and why."""
+    """How tokens were decoded: "graph", "native" (one compiled call per token), or "dynamic" and why."""
 
     @property
     def computed_share(self) -> float | None:

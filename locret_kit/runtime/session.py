@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
+from .native import native_decoder
 from .report import Report
 from .static import StaticDecoder, reason_against
 
@@ -143,8 +144,9 @@ def decode(
 ) -> Iterator[int]:
     """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``.
 
-    ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; ``cache.counters.decoding`` says
-    what was done. Not the default before it has run on a GPU.
+    ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; not the default before it has run on
+    a GPU. On a CPU one compiled call makes a token, where it can (see ``native``) and ``backend`` is not given.
+    ``cache.counters.decoding`` says what was done.
 
     Raises:
         ValueError: ``graph=True`` where it is not possible; says why.
@@ -172,6 +174,8 @@ def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) ->
             raise ValueError(f"graph=True is not possible here: {reason}")
         cache.counters.decoding = f"dynamic: {reason}"
 
+    if model.device.type == "cpu" and not graph:
+        return _on_cpu(model, cache, dynamic)
     if graph is False:
         cache.counters.decoding = "dynamic"
         return dynamic
@@ -187,6 +191,20 @@ def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) ->
             return static(token)
         refuse(static.reason)
         return dynamic(token)
+
+    return step
+
+
+def _on_cpu(model: PreTrainedModel, cache: BoundedCache, dynamic: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """One call a token, and the plain forward wherever that cannot be."""
+    native = native_decoder(model)
+    reason = native if isinstance(native, str) else native.reason_against(cache)
+    cache.counters.decoding = "native" if reason is None else f"dynamic: {reason}"
+    if isinstance(native, str) or reason is not None:
+        return dynamic
+
+    def step(token: int) -> Tensor:
+        return native([cache], [token])[0] if native.takes(cache) else dynamic(token)
 
     return step
 

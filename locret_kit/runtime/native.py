@@ -1,0 +1,379 @@
+"""Decoding on a CPU by one compiled call per token, for one text or for many (see ``locret_kernels.native``).
+
+Attention, rows and matrix products are that call's; evictions, and scores that it does not know, are the cache's own, between
+two calls. So any text may be decoded the plain way at any token, and be here again at the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from locret_kernels import native
+from locret_kernels.ragged_decode import PackedRows
+
+from ..backbones.dense import Dense, DenseLayer, NotDense, Product, dense
+from ..backbones.families import text_config
+from ..backbones.rope import Rope
+from ..cache.bounded import BoundedCache
+from ..cache.step import evict_if_due, make_room
+from ..cache.storage.quantised import QuantisedLayer
+from ..heads import RetainingHead, RetainingHeads
+from ..policies.base import Entry, Score
+from ..policies.methods.locret import Cis
+
+logger = logging.getLogger(__name__)
+
+
+Signature = tuple[tuple[int, int], ...]
+
+
+class Tables(NamedTuple):
+    """cos and sin ``[positions, R]`` in the type of sums."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass
+class Lane:
+    """A text's rows as the call reads them, until its next boundary.
+
+    Attributes:
+        left: tokens before which nothing is evicted. seen, evicted: of the cache, by which another hand is noticed.
+    """
+
+    rows: np.ndarray
+    packed: np.ndarray
+    starts_LH: np.ndarray
+    lengths_LH: np.ndarray
+    left: int
+    seen: int
+    evicted: int
+    own: list[tuple[Rope, Tensor]]
+    """Rotations by which new keys are stored, and the memory ``[2, R]`` where those of the next token stand."""
+    held: list[object]
+    """What addresses point to."""
+
+
+@dataclass
+class Held:
+    """Addresses of weights, and what lies there.
+
+    Attributes:
+        signature: of the weights, by which a change is noticed.
+    """
+
+    layers: np.ndarray
+    tensors: list[Tensor]
+    signature: Signature
+
+
+class NativeDecoder:
+    """``decoder(caches, tokens)`` gives the logits ``[texts, V]`` (float32) after one token more of each text.
+
+    Weights are read where they are. Those of float32 that bfloat16 holds without a change are copied to it: most checkpoints
+    are of bfloat16, and half the bytes are read in half the time.
+
+    Args:
+        model: attached or not. weights: its own, where they are known.
+
+    Raises:
+        NotDense, native.Unavailable: why it cannot be.
+    """
+
+    def __init__(self, model: Any, weights: Dense | None = None) -> None:
+        weights = dense(model) if weights is None else weights
+        self.dtype, device = weights.words.dtype, weights.words.device
+        if device.type != "cpu":
+            raise NotDense(f"the backbone is on {device.type}")
+        first = weights.layers[0]
+        self.channels = len(first.query.weight) // text_config(model).num_attention_heads
+        self.library = native.load(self.dtype, self.channels)
+        self.sums = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.weights = weights
+        Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
+        self.line = (Q + 2 * H) * self.channels
+        self._copied: list[Tensor] = []
+        self._products = [_products(layer) for layer in weights.layers]
+        self._own = [[self._address(product) for product in products] for products in self._products]
+        self._head = self._address(weights.head)
+        self._plain = self._layers(None)
+        self._with_heads: WeakKeyDictionary[RetainingHeads, Held] = WeakKeyDictionary()
+        self._lanes: WeakKeyDictionary[BoundedCache, Lane] = WeakKeyDictionary()
+        self._tables: dict[tuple[bytes, float], Tables] = {}
+
+    # ---- what it takes ---------------------------------------------------------------------------------------------
+
+    def reason_against(self, cache: BoundedCache) -> str | None:
+        """Why this cache is decoded by the plain forward; None where it is not, as far as settings tell."""
+        policy, ctx = cache.policy, cache.context
+        if cache.asked_backend is not None:
+            return f"backend={cache.asked_backend!r} was asked for"
+        if ctx.ropes is None:
+            return "this architecture has no adapter, so the backbone rotates"
+        if policy.needs_logits:
+            return f"policy={policy.name!r} scores tokens by the backbone's logits"
+        if policy.merge is not None:
+            return f"policy={policy.name!r} merges slots"
+        if any(rows.is_initialized and rows.B > 1 for rows in cache.bounded):
+            return "several texts in one cache"
+        return None
+
+    def takes(self, cache: BoundedCache) -> bool:
+        """Whether the next token of a cache can come here: rows in few bits are quantised by the plain forward."""
+        ready = not (cache.needs_reread or cache.unfinished) and cache.get_seq_length() > 0
+        return ready and all(
+            rows.scratch.owner is not rows and rows.tail < rows.tail_keys.shape[2]
+            for rows in cache.bounded
+            if isinstance(rows, QuantisedLayer)
+        )
+
+    # ---- a token ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        N, L, V = len(caches), len(self.weights.layers), len(self.weights.head.weight)
+        lanes = [self._lane(cache) for cache in caches]
+        heads = self._shared_heads(caches)
+        asks = [cache for cache in caches if heads is None and _scores(cache)]
+        recent = any(rows.recent for cache in caches for rows in cache.bounded)
+        seen = torch.empty(L, N, self.line, dtype=self.sums) if asks or recent else None
+        rows = np.concatenate([lane.rows for lane in lanes])
+        ids, logits = np.array(tokens, dtype=np.int64), torch.empty(N, V, dtype=self.sums)
+        held = self._held(heads)
+        decoder = self._decoder(held)
+        for cache in caches:
+            cache.unfinished = True
+        self.library.locret_step(
+            decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, logits.data_ptr(),
+            0 if seen is None else seen.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        for n, (cache, lane) in enumerate(zip(caches, lanes, strict=True)):
+            if seen is not None:
+                self._read(cache, lane, seen[:, n].to(self.dtype), scored=heads is None and _scores(cache))
+            self._count(cache, lane)
+            cache.unfinished = False
+        return logits.float()
+
+    def _lane(self, cache: BoundedCache) -> Lane:
+        """A cache's rows, with room for a token."""
+        lane, ctx = self._lanes.get(cache), cache.context
+        seen, evicted = cache.get_seq_length(), cache.counters.evicted_rows
+        if lane is None or not lane.left or (lane.seen, lane.evicted) != (seen, evicted):
+            ctx.tables.clear()
+            for layer, rows in enumerate(cache.bounded):
+                make_room(ctx, layer, rows, 1)
+            lane = self._lanes[cache] = self._made(cache)
+        lane.rows["position"] = seen
+        if ctx.positions.span:
+            lane.rows["before"] = max(0, seen + 1 - ctx.positions.span)
+        for rope, held in lane.own:
+            cos, sin = rope.tables(torch.tensor([seen]), self.dtype)
+            held[0], held[1] = cos[0], sin[0]
+        return lane
+
+    def _made(self, cache: BoundedCache) -> Lane:
+        """The addresses of a cache's rows, and how long they hold."""
+        ctx, seen, L, H = cache.context, cache.get_seq_length(), len(cache.bounded), self.shape[1]
+        room = min(rows.capacity - rows.rows for rows in cache.bounded)
+        due = ctx.schedule.after_prompt(seen, room)
+        lane = Lane(
+            np.zeros(L, native.ROWS), np.zeros(L, native.PACKED), np.zeros((L, H), np.int64), np.zeros((L, H), np.int64),
+            min(room, ctx.schedule.until_boundary(seen)) if due is None else due, seen, cache.counters.evicted_rows, [], [],
+        )  # fmt: skip
+        own: dict[int, tuple[Rope, Tensor]] = {}
+        for layer, rows in enumerate(cache.bounded):
+            flat, at = rows.flat(), lane.rows[layer]
+            lane.starts_LH[layer], lane.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
+            at["starts"], at["lengths"] = lane.starts_LH[layer].ctypes.data, lane.lengths_LH[layer].ctypes.data
+            at["positions"], at["scores"] = flat.positions_N.data_ptr(), rows.scores.data_ptr()
+            at["window"], at["before"] = rows.window or 0, -1 if not ctx.positions.span else 0
+            if rows.statistics:
+                at["stats"], at["stats_stride"], at["by_head"] = (
+                    flat.stats_XN.data_ptr(),
+                    flat.stats_XN.shape[1],
+                    bool(ctx.group),
+                )
+                at["statistics"] = sum(native.STATISTICS[name] for name in ctx.statistics)
+            if (rope := ctx.read_rope(layer, rows)) is not None:
+                tables = self._table(rope, max(rows.capacity * (H if rows.ragged else 1), ctx.positions.span or 0))
+                at["cos"], at["sin"], at["rotated"] = tables.cos.data_ptr(), tables.sin.data_ptr(), tables.cos.shape[1]
+                lane.held.append(tables)
+            elif (rope := ctx.write_rope(layer, rows)) is not None:
+                R = 2 * len(rope.inv_freq)
+                _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=self.sums)))
+                at["own_cos"], at["own_sin"], at["rotated"] = held[0].data_ptr(), held[1].data_ptr(), R
+            if isinstance(flat.rows, PackedRows):
+                assert isinstance(rows, QuantisedLayer)
+                _packed(lane.packed[layer], flat.rows, rows, H)
+                at["packed"] = lane.packed[layer : layer + 1].ctypes.data
+            else:
+                at["keys"], at["values"] = (x.data_ptr() for x in flat.rows)
+            lane.held.append(flat)
+        lane.own = list(own.values())
+        return lane
+
+    def _table(self, rope: Rope, length: int) -> Tables:
+        """Of the positions below ``length`` at least."""
+        key = rope.inv_freq.float().numpy().tobytes(), rope.scaling
+        if key not in self._tables or len(self._tables[key].cos) < length:
+            made = rope.tables(torch.arange(length), self.dtype)
+            self._tables[key] = Tables(*(x.to(self.sums).contiguous() for x in made))
+        return self._tables[key]
+
+    def _count(self, cache: BoundedCache, lane: Lane) -> None:
+        """A row more in every layer, and the evictions that are due."""
+        for rows in cache.bounded:
+            rows.count(1)
+            if isinstance(rows, QuantisedLayer):
+                rows.tail += 1
+        lane.lengths_LH += 1
+        lane.packed["tail"] += 1
+        lane.left -= 1
+        lane.seen += 1
+        if not lane.left:
+            for layer, rows in enumerate(cache.bounded):
+                evict_if_due(cache.context, layer, rows)
+                rows.finish_block()
+
+    # ---- entry scores and queries --------------------------------------------------------------------------------------
+
+    def _shared_heads(self, caches: Sequence[BoundedCache]) -> RetainingHeads | None:
+        """The retaining heads that the call itself asks: where all texts have them and want nothing else."""
+        heads = caches[0].context.heads
+        alike = all(cache.context.heads is heads and cache.policy.score == Cis() for cache in caches)
+        fits = heads is not None and heads.config.activation == "silu" and type(heads[0]) is RetainingHead
+        return heads if alike and fits else None
+
+    def _held(self, heads: RetainingHeads | None) -> Held:
+        """Every layer's addresses, with those of the retaining heads that the call asks."""
+        if heads is None:
+            return self._plain
+        known = self._with_heads.get(heads)
+        if known is None or known.signature != signature_of(heads.parameters()):
+            known = self._with_heads[heads] = self._layers(heads)
+        return known
+
+    def _layers(self, heads: RetainingHeads | None) -> Held:
+        found, copied = np.zeros(len(self.weights.layers), native.LAYER), list[Tensor]()
+        for i, layer in enumerate(self.weights.layers):
+            own = (
+                [Product(getattr(heads[i], name).weight, None) for name in ("fc1", "fc2")]
+                if heads is not None
+                else [None] * 2
+            )
+            norms = layer.norm, layer.query_norm, layer.key_norm, layer.mlp_norm
+            found[i] = (
+                *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
+                *(number for address in (*self._own[i], *(self._address(one, copied) for one in own)) for number in address),
+                layer.norm.eps, layer.query_norm.eps if layer.query_norm is not None else 0.0, layer.mlp_norm.eps, layer.scaling,
+            )  # fmt: skip
+        return Held(found, copied, () if heads is None else signature_of(heads.parameters()))
+
+    def _address(self, product: Product | None, copied: list[Tensor] | None = None) -> tuple[int, int, int, bool]:
+        """Where a product's weights and biases are, how many rows it has, and whether the weights are a copy of half the size."""
+        if product is None:
+            return 0, 0, 0, False
+        weight, bias = product.weight, 0 if product.bias is None else product.bias.data_ptr()
+        if weight.dtype == torch.float32 and not weight.is_inference():
+            half = weight.bfloat16()
+            if torch.equal(half.float(), weight):
+                (self._copied if copied is None else copied).append(half)
+                return half.data_ptr(), bias, len(weight), True
+        return weight.data_ptr(), bias, len(weight), False
+
+    def _decoder(self, held: Held) -> np.ndarray:
+        """The decoder as the call reads it."""
+        w = self.weights
+        numbers = (
+            len(w.layers), w.words.shape[1], *self.shape, self.channels, len(w.head.weight), w.words.data_ptr(),
+            w.norm.weight.data_ptr(), w.norm.eps, *self._head, held.layers.ctypes.data,
+        )  # fmt: skip
+        return np.array([numbers], dtype=native.DECODER)
+
+    def _read(self, cache: BoundedCache, lane: Lane, line_LE: Tensor, *, scored: bool) -> None:
+        """What a policy makes of the new token's q, k and v before RoPE."""
+        (Q, H), D, ctx, seen = self.shape, self.channels, cache.context, lane.seen
+        for layer, rows in enumerate(cache.bounded):
+            q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
+            if scored and rows.window is None:
+                head = ctx.heads[layer] if ctx.heads is not None else None
+                rope = ctx.ropes[layer] if ctx.ropes is not None else None
+                entry = Entry(layer, seen, q, k, v, head, ctx.settings.seed, rope=rope, state=rows.state)
+                score_BHT = ctx.policy.score.score_new_tokens(entry)
+                if score_BHT is not None:
+                    newest = torch.from_numpy(lane.starts_LH[layer] + lane.lengths_LH[layer])
+                    rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
+            rows.remember(q)
+
+
+def _scores(cache: BoundedCache) -> bool:
+    """Whether tokens of a cache have scores as they enter."""
+    return type(cache.policy.score).score_new_tokens is not Score.score_new_tokens
+
+
+def _products(layer: DenseLayer) -> tuple[Product, ...]:
+    """In the order of ``native.LAYER``."""
+    return layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down
+
+
+def signature_of(tensors: Iterable[Tensor]) -> Signature:
+    """Where tensors lie, and how often they were written to."""
+    return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+
+
+def _packed(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer, H: int) -> None:
+    """The addresses of rows in few bits."""
+    tables, groups, _ = packed.key_step_TMD.shape
+    found = (
+        packed.key_codes_NX, packed.value_codes_NX, packed.group_N, packed.key_step_TMD, packed.key_zero_TMD,
+        packed.value_step_NC, packed.value_zero_NC, packed.tail_keys_PRD, packed.tail_values_PRD,
+    )  # fmt: skip
+    for name, x in zip(native.PACKED.names or (), found, strict=False):
+        at[name] = x.data_ptr()
+    at["bits"], at["group_bytes"], at["groups"], at["sharing"] = (
+        packed.bits,
+        packed.group_N.itemsize,
+        groups,
+        H // tables,
+    )
+    at["value_groups"], at["tail_room"], at["tail"] = (
+        packed.value_step_NC.shape[1],
+        packed.tail_keys_PRD.shape[1],
+        rows.tail,
+    )
+
+
+@lru_cache
+def _say_once(reason: str) -> None:
+    logger.warning("tokens are decoded by the plain forward, which is slower here: %s", reason)
+
+
+_KNOWN: WeakKeyDictionary[Any, tuple[Signature, NativeDecoder]] = WeakKeyDictionary()
+
+
+def native_decoder(model: Any) -> NativeDecoder | str:
+    """The decoder for a model on a CPU, or why there is none; a missing compiler is logged, once. It is made anew where the
+    model's weights have changed."""
+    if model.device.type != "cpu":
+        return f"the backbone is on {model.device.type}"
+    try:
+        weights = dense(model)
+        signature = signature_of(model.parameters())
+        known = _KNOWN.get(model)
+        if known is None or known[0] != signature:
+            known = _KNOWN[model] = signature, NativeDecoder(model, weights)
+        return known[1]
+    except NotDense as error:
+        return str(error)
+    except native.Unavailable as error:
+        _say_once(str(error))
+        return str(error)

@@ -1,0 +1,224 @@
+"""Decoding by one compiled call a token, against the plain forward: logits, tokens, rows and counts. Compiles for seconds, once
+a machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_runs import LENGTH, backbone, held, make, tokens
+from tiny_models import tiny_model
+
+from locret_kernels.native import load
+from locret_kit import BoundedCache, attach
+from locret_kit.runtime.batch import Batch, Request
+from locret_kit.runtime.native import NativeDecoder, _say_once, native_decoder
+from locret_kit.runtime.session import Sampling, decode, prefill
+
+STEPS = 40
+SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorhands", "random"]
+"""One of each kind of score; the others differ in evictions alone, which are not the call's."""
+
+
+def forward(model, cache, token: int):
+    piece = torch.tensor([[token]])
+    return model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
+
+
+def decoded(model, cache, ids, native: NativeDecoder | None, steps: int = STEPS):
+    """Logits behind the prompt and behind each token, and how many tokens the call took."""
+    out, taken = [prefill(model, ids, cache)], 0
+    for n in range(steps):
+        token = 2 + (int(out[-1].argmax()) + 37 * n) % 95
+        if native is not None and native.takes(cache):
+            taken += 1
+            out.append(native([cache], [token])[0])
+        else:
+            out.append(forward(model, cache, token))
+    return torch.stack(out), taken
+
+
+def alike(mine: BoundedCache, theirs: BoundedCache, tolerance: float) -> None:
+    """Both hold what the next token would find."""
+    assert held(mine) == held(theirs)
+    assert (mine.counters.evictions, mine.counters.evicted_rows) == (
+        theirs.counters.evictions,
+        theirs.counters.evicted_rows,
+    )
+    for a, b in zip(mine.bounded, theirs.bounded, strict=True):
+        assert (a.rows, a.seen, a.since_eviction, a.evictions) == (b.rows, b.seen, b.since_eviction, b.evictions)
+        names = (
+            ("keys", "values", "scores", "stats", "positions") if a.window is None else ("keys", "values", "positions")
+        )
+        for name in names:
+            torch.testing.assert_close(a.slots(name), b.slots(name), rtol=tolerance, atol=tolerance)
+
+
+def same(model, caches, ids, tolerance: float = 3e-6) -> int:
+    with attach(model), torch.inference_mode():
+        native = NativeDecoder(model)
+        caches[0].bind(model)
+        assert native.reason_against(caches[0]) is None
+        mine, taken = decoded(model, caches[0], ids, native)
+        theirs, _ = decoded(model, caches[1], ids, None)
+    assert torch.equal(mine.argmax(-1), theirs.argmax(-1)) and len(set(mine.argmax(-1).tolist())) > 3
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
+    alike(*caches, tolerance)
+    return taken
+
+
+@pytest.mark.parametrize("policy", SOME)
+def test_policies(policy):
+    """Over several evictions; every policy in one of the position rules."""
+    positions = ("compact", "original", "clipped(60)")[SOME.index(policy) % 3]
+    caches = [make(policy, positions=positions) for _ in range(2)]
+    assert same(backbone(), caches, tokens()) == STEPS and caches[0].counters.evictions >= 8
+
+
+@pytest.mark.parametrize("family", ["llama-mha", "llama-mqa", "qwen2", "qwen3", "phi3-longrope", "mistral-window"])
+def test_families(family):
+    model = tiny_model(family).double()
+    caches = [BoundedCache(24, "h2o", chunk=5, prompt_length=LENGTH) for _ in range(2)]
+    assert same(model, caches, tokens()) == STEPS
+
+
+def test_biases_and_another_type():
+    """Biases of attention and of MLPs, which few checkpoints have; and float32, whose vectors are wider."""
+    model = tiny_model("llama", attention_bias=True, mlp_bias=True)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    assert same(model, [make("h2o") for _ in range(2)], tokens(), 2e-4) == STEPS
+
+
+@pytest.mark.parametrize("policy", ["locret", "h2o", "ada-locret"])
+@pytest.mark.parametrize("bits", [4, 2])
+def test_few_bits(policy, bits):
+    """Once in a group of tokens the plain forward quantises; between them the call reads codes as they are."""
+    caches = [make(policy, kv_bits=bits, length=LENGTH, chunk=60) for _ in range(2)]
+    taken = same(backbone(), caches, tokens(), 3e-5)
+    assert STEPS - 5 <= taken < STEPS
+
+
+def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
+    model, said = tiny_model("llama").bfloat16().float(), []
+    with attach(model), torch.inference_mode():
+        for halved in (True, False):
+            with monkeypatch.context() as patch:
+                if not halved:
+                    patch.setattr(torch, "equal", lambda *_: False)
+                native = NativeDecoder(model)
+            assert native._own[0][0][3] == native._head[3] == halved
+            cache = make("streaming")
+            prefill(model, tokens(), cache)
+            said.append(torch.stack([native([cache], [token])[0] for token in tokens(5, seed=1)]))
+    assert torch.equal(*said)
+
+
+def test_weights_that_change_are_noticed():
+    model = tiny_model("llama").double()
+    first = native_decoder(model)
+    assert native_decoder(model) is first
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert native_decoder(model) is not first
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_the_plain_forward():
+    """Its sums are of float32, so it rounds less often."""
+    model, exact = tiny_model("llama").bfloat16(), tiny_model("llama").bfloat16().double()
+    ids, out = tokens(), []
+    for one, native in ((model, True), (model, False), (exact, False)):
+        cache = BoundedCache(24, "streaming", chunk=13, prompt_length=LENGTH)
+        with attach(one), torch.inference_mode():
+            step, logits = NativeDecoder(one), [prefill(one, ids, cache)]
+            for token in tokens(20, seed=1):
+                logits.append(step([cache], [token])[0] if native else forward(one, cache, token))
+        out.append(torch.stack(logits[1:]))
+    mine, plain, truth = out
+    assert (mine - truth).square().mean() <= (plain - truth).square().mean()
+
+
+def test_a_text_is_the_same_in_any_company():
+    """Bit for bit: in a batch of several lengths, policies and threads as alone."""
+    model = backbone()
+    lengths = {"locret": 83, "h2o": 41, "ada-locret": 60, "snapkv(6,3)": 77, "knorm": 30}
+    said = {}
+    with attach(model), torch.inference_mode():
+        native = NativeDecoder(model)
+        caches = {name: make(name, length=length) for name, length in lengths.items()}
+        for name, cache in caches.items():
+            prefill(model, tokens(lengths[name]), cache)
+        alone = {name: make(name, length=length) for name, length in lengths.items()}
+        for name, cache in alone.items():
+            prefill(model, tokens(lengths[name]), cache)
+            said[name] = torch.stack([native([cache], [token])[0] for token in tokens(20, seed=2)])
+        torch.set_num_threads(3)
+        try:
+            together = [native([*caches.values()], [token] * len(caches)) for token in tokens(20, seed=2)]
+        finally:
+            torch.set_num_threads(1)
+    for n, (name, cache) in enumerate(caches.items()):
+        assert torch.equal(torch.stack([one[n] for one in together]), said[name]), name
+        assert held(cache) == held(alone[name])
+
+
+def test_what_it_does_not_take():
+    """Each says why, and is decoded by the plain forward; ``backend`` asks for that by name."""
+    for policy, why in (("sirllm", "logits"), ("merge-locret", "merges"), ("locret", None)):
+        cache = make(policy)
+        cache.bind(backbone())
+        reason = NativeDecoder(backbone()).reason_against(cache)
+        assert (reason is None) if why is None else why in reason
+    asked = make("locret", backend="reference")
+    asked.bind(backbone())
+    assert "backend='reference'" in NativeDecoder(backbone()).reason_against(asked)
+    for change, why in (
+        (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
+        (lambda m: m.train(), "training"),
+        (lambda m: m.half(), "float16"),
+        (
+            lambda m: setattr(m.model.layers[0].mlp, "down_proj", torch.nn.Sequential(m.model.layers[0].mlp.down_proj)),
+            "Sequential",
+        ),
+    ):
+        model = tiny_model("llama")
+        change(model)
+        assert why in native_decoder(model)
+    assert "norms" in native_decoder(tiny_model("gemma3")) or "SiLU" in native_decoder(tiny_model("gemma3"))
+
+
+def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):
+    """And that is said once."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    load.cache_clear()
+    _say_once.cache_clear()
+    model, ids = tiny_model("llama").double(), tokens()
+    try:
+        said = []
+        for cache in (make("locret"), make("locret"), make("locret", backend="reference")):
+            with attach(model), torch.inference_mode():
+                logits = prefill(model, ids, cache)
+                rest = dict(prompt=ids, max_new_tokens=12, sampling=Sampling(), stop=frozenset())
+                said.append(list(decode(model, cache, logits, **rest)))
+    finally:
+        load.cache_clear()
+    assert said[0] == said[1] == said[2]
+    assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("policy", ["locret", "ada-locret"])
+def test_a_session_and_a_batch_decode_so(policy):
+    model, ids = backbone(), tokens()
+    caches = [make(policy), make(policy, backend="reference"), make(policy)]
+    rest = dict(prompt=ids, max_new_tokens=30, sampling=Sampling(), stop=frozenset())
+    said = []
+    with attach(model), torch.inference_mode():
+        for cache in caches[:2]:
+            logits = prefill(model, ids, cache)
+            said.append(list(decode(model, cache, logits, **rest)))
+    batch = Batch(model, frozenset())
+    text = batch.add(Request(ids, lambda: caches[2], 30))
+    while batch.busy:
+        batch.step()
+    assert said[0] == said[1] == text.tokens
+    assert caches[0].counters.decoding == "native" and caches[1].counters.decoding.startswith("dynamic: backend")
