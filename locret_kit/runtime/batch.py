@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
+from .native import NativeDecoder, native_decoder
 from .session import Chooser, Sampling, stop_ids
 from .turns import Turns
 
@@ -115,8 +117,13 @@ class Text:
         self.ended_s = time.perf_counter() - self.began
 
 
+Piece = tuple[Text, list[int]]
+"""A text and its new tokens."""
+
+
 class Batch:
-    """Texts that are answered together. ``step`` runs one forward; texts may be added and cancelled between steps.
+    """Texts that are answered together. ``step`` runs one forward, on a CPU one for tokens and one for prompts; texts may be
+    added and cancelled between steps.
 
     Args:
         model: a causal language model; attached inside each step unless it is already.
@@ -138,6 +145,7 @@ class Batch:
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
         self._forwards = 0
+        self._native = native_decoder(model)
 
     def add(self, request: Request) -> Text:
         """A text that is answered from one of the next steps on.
@@ -182,13 +190,26 @@ class Batch:
         pieces = self._pieces()
         if not pieces:
             return changed
+        together = [piece for piece in pieces if self._one_call(piece[0])]
+        rest = [piece for piece in pieces if not any(piece is one for one in together)]
+        with attached(self.model):
+            for some, forward in ((together, self._decode), (rest, self._forward)):
+                if some:
+                    changed += self._advance(some, forward)
+        self.running = [text for text in self.running if text.finish_reason is None]
+        return changed
+
+    def _advance(
+        self, pieces: list[Piece], forward: Callable[[list[BoundedCache], list[list[int]]], Tensor]
+    ) -> list[Text]:
+        """One forward of some texts, and what follows from it; those that have a new token or have ended."""
+        changed = []
         caches = [text.cache for text, _ in pieces if text.cache is not None]
         try:
-            with attached(self.model):
-                logits_BV = self._forward(caches, [ids for _, ids in pieces])
+            logits_BV = forward(caches, [ids for _, ids in pieces])
         except Exception as error:
             self.fail(error, [text for text, _ in pieces])
-            return changed + [text for text, _ in pieces]
+            return [text for text, _ in pieces]
         for (text, _), logits_V in zip(pieces, logits_BV, strict=True):
             cache = text.cache
             assert cache is not None and text._choose is not None
@@ -205,8 +226,19 @@ class Batch:
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
                 text.end("error", error)
             changed.append(text)
-        self.running = [text for text in self.running if text.finish_reason is None]
         return changed
+
+    def _one_call(self, text: Text) -> bool:
+        """Whether a text's next token comes from the compiled call that texts share on a CPU."""
+        native, cache = self._native, text.cache
+        if text._next is None or cache is None or isinstance(native, str) or native.reason_against(cache) is not None:
+            return False
+        return native.takes(cache)
+
+    def _decode(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
+        """Logits ``[texts, V]`` after a token of each text."""
+        assert isinstance(self._native, NativeDecoder)
+        return self._native(caches, [token for (token,) in pieces])
 
     def _admit(self) -> list[Text]:
         """Make caches for those that wait, while there is room; the texts for which that failed."""
@@ -230,9 +262,9 @@ class Batch:
             self.running.append(text)
         return failed
 
-    def _pieces(self) -> list[tuple[Text, list[int]]]:
-        """Texts of the next forward, each with its new tokens."""
-        pieces: list[tuple[Text, list[int]]] = []
+    def _pieces(self) -> list[Piece]:
+        """Texts of the next step, each with its new tokens."""
+        pieces: list[Piece] = []
         for text in self.running:
             if text._next is not None:
                 pieces.append((text, [text._next]))
@@ -262,14 +294,14 @@ class Batch:
             room -= text.step
             yield text
 
-    def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> torch.Tensor:
+    def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
         """Logits ``[texts, V]`` after each text's last new token."""
         packed = Packed(caches, [len(piece) for piece in pieces])
         ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
         last = torch.tensor(packed.last, device=self.model.device)
         return self.model(input_ids=ids, past_key_values=packed, use_cache=True, logits_to_keep=last).logits[0]
 
-    def _take(self, text: Text, logits_V: torch.Tensor) -> None:
+    def _take(self, text: Text, logits_V: Tensor) -> None:
         """A text's next token."""
         assert text._choose is not None
         token, wanted = text._choose(logits_V), text.request.top_logprobs
