@@ -26,6 +26,9 @@ from ..backbones.rope import Rope
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
 from ..cache.storage.quantised import QuantisedLayer
+from ..cache.storage.ragged import RaggedLayer
+from ..cache.storage.ragged_quantised import RaggedQuantisedLayer
+from ..cache.storage.rows import BoundedLayer
 from ..heads import RetainingHead, RetainingHeads
 from ..policies.base import Entry, Score
 from ..policies.methods.locret import Cis
@@ -33,6 +36,8 @@ from ..policies.methods.locret import Cis
 logger = logging.getLogger(__name__)
 
 
+STORES = (BoundedLayer, RaggedLayer, QuantisedLayer, RaggedQuantisedLayer)
+"""Rows that the call reads where they lie."""
 Signature = tuple[tuple[int, int], ...]
 
 
@@ -124,6 +129,8 @@ class NativeDecoder:
             return f"policy={policy.name!r} scores tokens by the backbone's logits"
         if policy.merge is not None:
             return f"policy={policy.name!r} merges slots"
+        if any(type(rows) not in STORES for rows in cache.bounded):
+            return "rows of another kind"
         if any(rows.is_initialized and rows.B > 1 for rows in cache.bounded):
             return "several texts in one cache"
         return None
@@ -258,7 +265,7 @@ class NativeDecoder:
         if heads is None:
             return self._plain
         known = self._with_heads.get(heads)
-        if known is None or known.signature != signature_of(heads.parameters()):
+        if known is None or known.signature != signature_of([next(heads.parameters())]):  # training changes all
             known = self._with_heads[heads] = self._layers(heads)
         return known
 
@@ -276,7 +283,7 @@ class NativeDecoder:
                 *(number for address in (*self._own[i], *(self._address(one, copied) for one in own)) for number in address),
                 layer.norm.eps, layer.query_norm.eps if layer.query_norm is not None else 0.0, layer.mlp_norm.eps, layer.scaling,
             )  # fmt: skip
-        return Held(found, copied, () if heads is None else signature_of(heads.parameters()))
+        return Held(found, copied, () if heads is None else signature_of([next(heads.parameters())]))
 
     def _address(self, product: Product | None, copied: list[Tensor] | None = None) -> tuple[int, int, int, bool]:
         """Where a product's weights and biases are, how many rows it has, and whether the weights are a copy of half the size."""
