@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import socket
@@ -274,6 +275,19 @@ def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name
     assert httpx.delete(f"{url}/v1/documents/{held['id']}", headers=bearer()).status_code == 200
     assert not server.documents
     quiet(engine)
+    works(url)
+
+
+def test_a_full_disk_while_a_saved_cache_is_uploaded(url, engine, server, monkeypatch, tmp_path):
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("locret_kit.serving.documents.shutil.copyfileobj", full)
+    answer = httpx.post(f"{url}/v1/documents", files={"file": ("a.locret", b"x" * 5000)}, headers=bearer(), timeout=60)
+    assert answer.status_code == 507 and "No space left on device" in answer.json()["error"]["message"]
+    assert not [*tmp_path.iterdir()] and not server.documents
+    monkeypatch.undo()
     works(url)
 
 

@@ -38,7 +38,10 @@ def add_documents(app: FastAPI, server: Server) -> None:
     async def upload(file: UploadFile, request: Request) -> Response:
         owner, engine = server.owner(request), server.ready()
         saved = (file.filename or "").lower().endswith(SAVED)
-        data: bytes | Path = await asyncio.to_thread(aside, file.file) if saved else await file.read()
+        try:
+            data: bytes | Path = await asyncio.to_thread(aside, file.file) if saved else await file.read()
+        except OSError as error:
+            return problem(507, f"the upload cannot be put on disk: {error.strerror}")
         if len(server.documents) >= server.limits.documents:  # after the last await: two uploads cannot both pass
             discard(data)
             said = f"{len(server.documents)} documents are held already: delete one first"
@@ -82,10 +85,15 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
 
 def aside(file: BinaryIO) -> Path:
-    """A temporary copy of an upload, for its owner alone."""
+    """A temporary copy of an upload, for its owner alone. Raises OSError where the disk has no room."""
     with NamedTemporaryFile(prefix="locret-", suffix=SAVED[0], delete=False) as copy:
-        shutil.copyfileobj(file, copy)
-    return Path(copy.name)
+        path = Path(copy.name)
+        try:
+            shutil.copyfileobj(file, copy)
+        except OSError:
+            path.unlink()
+            raise
+    return path
 
 
 def discard(data: bytes | Path) -> None:
