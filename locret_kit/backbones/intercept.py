@@ -32,6 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .families import decoder_of, require_adapter, text_config
 from .fused import fuse
+from .parallel import AllHeads, group_of
 from .slices import replace_forward, slice_mlps
 
 NAME = "locret"
@@ -91,7 +92,8 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 def active_handler() -> Handler | None:
     """The handler of the forward that runs now in this thread, if any."""
-    return _ACTIVE.handler
+    handler = _ACTIVE.handler
+    return handler.of if isinstance(handler, AllHeads) else handler
 
 
 AttentionInterface.register(NAME, _attention)
@@ -172,6 +174,7 @@ class Attachment:
         if config._attn_implementation == NAME:
             raise RuntimeError("this model is attached already: detach it first")
         self._previous = config._attn_implementation
+        self._ranks = group_of(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         model.set_attn_implementation(NAME)
         self._undo = [replace_forward(decoder, self._forward), fuse(model, kernels_act), slice_mlps(model)]
@@ -201,6 +204,8 @@ class Attachment:
                 _refuse_other_places(past.get_seq_length(), new.shape[1], kwargs.get("position_ids"))
         if handler.wants_unrotated:
             require_adapter(text_config(self.model))
+        if self._ranks is not None:
+            handler = AllHeads(handler, self._ranks)
         if getattr(handler, "needs_logits", False):
             output = _read_blocks(handler, forward, ids, kwargs)
         else:

@@ -176,6 +176,7 @@ class BoundedCache(Cache):
         rows.scaling = scaling
         if self.fixed is not None:  # evictions and counts are then the static decoder's
             return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
+        rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
@@ -401,11 +402,12 @@ class BoundedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Hand keys and values through; ``attend`` stores them, of a tensor-parallel backbone those of all ranks."""
         if active_handler() is not self:
             raise RuntimeError(
                 "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.bounded[layer_idx].get_seq_length() if self.layers else 0

@@ -83,7 +83,6 @@ class Lanes(Cache):
             # [B, heads, T, D] -> the text's own [1, heads, t, D]
             q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
             score = None if scores_BHT is None else scores_BHT[row : row + 1, :, new]
-            lane.bounded[layer].update(k, v)
             out[row : row + 1, :, new] = lane.attend_scored(layer, q, k, v, scaling, score)
         return out
 

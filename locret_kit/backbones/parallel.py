@@ -1,0 +1,60 @@
+"""Backbones whose layers are spread over ranks by ``tp_plan``: each rank's attention has some of the heads.
+
+A cache works with the heads of all ranks: they are gathered before it and taken apart after it. Retaining heads read every
+head's q, k and v, a layer's heads may share their slots, and policies compare heads, so each of them then decides as on one
+rank, and every rank alike. A bounded cache is small. What is divided is the weights and the matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def group_of(model: Any) -> ProcessGroup | None:
+    """The ranks among which a model's heads are spread; None where each has all.
+
+    Raises:
+        ValueError: a number of heads that the ranks do not divide.
+    """
+    size, mesh = getattr(model, "_tp_size", None) or 1, getattr(model, "_device_mesh", None)
+    if size == 1 or mesh is None:
+        return None
+    config = model.config.get_text_config(decoder=True)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None) or config.num_attention_heads
+        if heads % size:
+            raise ValueError(f"{name}={heads} must be a multiple of the {size} ranks of tensor parallelism")
+    found: ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    return found
+
+
+class AllHeads:
+    """A handler (see ``intercept``) that meets the heads of all ranks; the rest of it is as it was."""
+
+    def __init__(self, handler: Any, group: ProcessGroup) -> None:
+        self.of, self._group = handler, group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        """Attention output of this rank's query heads."""
+        group = self._group
+        out: Tensor = self.of.attend(layer, *gathered((q_BQTD, k_BHTD, v_BHTD), group), scaling)
+        return out.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+
+
+def gathered(parts: tuple[Tensor, ...], group: ProcessGroup) -> list[Tensor]:
+    """Of tensors ``[B, heads, T, D]`` of this rank those of all ranks, in their order; one message for all of them."""
+    counts = [part.shape[1] for part in parts]
+    mine = torch.cat(parts, dim=1)
+    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_ranks, mine, group=group)
+    return [torch.cat(of_one, dim=1) for of_one in zip(*(one.split(counts, dim=1) for one in all_ranks), strict=True)]
