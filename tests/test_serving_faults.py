@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -257,13 +258,16 @@ def pdf(size: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "mib", "words"),
-    [("a.docx", zipped, 257, "bytes unpacked, more than limit"), ("a.pdf", pdf, 256, "took more than 20 s or")],
+    ("name", "make", "mib", "memory", "words"),
+    [
+        ("a.docx", zipped, 257, 4096, "bytes unpacked, more than limit"),
+        ("a.pdf", pdf, 256, 320, "took more than 20 s or 320 MiB"),
+    ],
 )
-def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name, make, mib, words):
+def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name, make, mib, memory, words):
     data = make(mib << 20)
     assert len(data) < 2 << 20
-    monkeypatch.setattr("locret_kit.serving.documents.convert", partial(convert, seconds=20, memory=320 << 20))
+    monkeypatch.setattr("locret_kit.serving.documents.convert", partial(convert, seconds=20, memory=memory << 20))
     monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
     held = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(), timeout=60).json()
     for _ in range(400):
@@ -311,6 +315,14 @@ def test_a_conversion_ends_at_its_limits():
     began = time.monotonic()
     with pytest.raises(Unwanted):
         convert(b"x" * 50_000_000, "a.html", unwanted=lambda: time.monotonic() > began + 0.1)
+
+
+def test_a_conversion_that_starts_slowly_gets_its_whole_input(tmp_path, monkeypatch):
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 0.8\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o700)
+    monkeypatch.setattr("locret_kit.serving.convert.sys.executable", str(slow))
+    assert convert(b"word " * 100_000, "a.txt", seconds=10) == "word " * 100_000
 
 
 def test_logs_hold_neither_prompts_nor_keys(url, caplog):

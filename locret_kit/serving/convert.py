@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import IO
 
 from ..naming import first_line
 
@@ -40,13 +43,15 @@ def convert(
     command = [sys.executable, "-m", __name__, name.replace("\0", ""), *map(str, (seconds, memory, text))]
     pipe, end = subprocess.PIPE, time.monotonic() + 2 * seconds
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:
-        given: bytes | None = data
+        # Not by `communicate`, which before Python 3.13 forgets after a timeout what it has not sent yet.
+        threading.Thread(target=_feed, args=(child.stdin, data), daemon=True).start()
+        child.stdin = None
         while True:
             try:
-                said, errors = child.communicate(given, timeout=0.5)
+                said, errors = child.communicate(timeout=0.5)
                 break
             except subprocess.TimeoutExpired:
-                given = None
+                pass
             if time.monotonic() > end or unwanted():
                 child.kill()
                 child.communicate()
@@ -58,6 +63,13 @@ def convert(
     if child.returncode:
         raise ValueError(f"{name}: its conversion took more than {seconds} s or {memory >> 20} MiB")
     return said.decode("utf-8")
+
+
+def _feed(stdin: IO[bytes] | None, data: bytes) -> None:
+    """Give a process its input, as far as it takes it."""
+    assert stdin is not None
+    with suppress(BrokenPipeError), stdin:
+        stdin.write(data)
 
 
 def main() -> int:
