@@ -50,6 +50,7 @@ KIND_SAYS = {
     "allocation": "how layers and heads share the budget",
     "selection": "how slots are taken by score",
     "merge": "where evicted slots go",
+    "recall": "how evicted slots are stored in host memory and come back",
     "prefill_mask": "which slots a token of the prompt attends to, once slots have been evicted",
     "sparse": "which rows blocks of the prompt's tokens attend to, so that the rest is never computed",
     "reread": "which passages of the text are read again before the answer",

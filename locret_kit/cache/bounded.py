@@ -179,6 +179,7 @@ class BoundedCache(Cache):
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables
+            ctx.votes.clear()
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
@@ -318,6 +319,7 @@ class BoundedCache(Cache):
         for mine, theirs in zip(self.bounded, other.bounded, strict=True):
             mine.copy_from(theirs)
         vars(self.counters).update(vars(other.counters))
+        vars(self.context.recalls).update(vars(other.context.recalls))
         self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
         return self
 
@@ -361,6 +363,8 @@ class BoundedCache(Cache):
                 raise
         super().reset()
         self.counters.clear()
+        if self._context is not None:
+            self._context.recalls.clear()
         self.last_hidden, self.reread_positions, self.unfinished = None, [], False
         self._set_pins(self._first_pins())
 
@@ -433,5 +437,10 @@ class BoundedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers on the device."""
         return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the stores in the host's memory, where evicted slots may come back."""
+        return sum(layer.store.host_bytes for layer in self.bounded if layer.store is not None)

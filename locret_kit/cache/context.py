@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
@@ -18,6 +18,7 @@ from .geometry.positions import Positions
 from .geometry.rotation import RotationTables
 from .geometry.schedule import Schedule
 from .storage.rows import BoundedLayer
+from .votes import RecallCounters, Votes
 
 if TYPE_CHECKING:
     from ..heads import RetainingHeads
@@ -86,6 +87,8 @@ class Context:
     spec: BackboneSpec
     tables: RotationTables
     counters: CacheCounters
+    recalls: RecallCounters = field(default_factory=RecallCounters)
+    votes: Votes = field(default_factory=Votes)
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
 
@@ -115,6 +118,10 @@ class Context:
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", 0))
         if placed.span is not None or policy.needs_adapter:
             require_adapter(config)
+        if placed.span is None and policy.recall is not None and policy.recall.far:
+            raise ValueError(
+                f"positions={scheme!r}: policy={policy.name!r} places slots itself, so it must be 'compact'"
+            )
         if heads is not None:
             heads.check_backbone(spec)
             heads.to(model.device, model.dtype)

@@ -48,7 +48,19 @@ REREAD = "reread_positions"
 HIDDEN = "last_hidden"
 APART = "document."
 """Prefix of the tensors that are not the cache's."""
-FINITE = ("keys", "values", "tail_keys", "tail_values", "key_step", "key_zero", "value_step", "value_zero")
+FINITE = (
+    "keys",
+    "values",
+    "store.keys",
+    "store.values",
+    "store.index",
+    "tail_keys",
+    "tail_values",
+    "key_step",
+    "key_zero",
+    "value_step",
+    "value_zero",
+)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -435,6 +447,9 @@ def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
             )
         lengths = stored.tolist()
     layout = rows.layout(counts, lengths, ctx.spec.n_heads) if counts["seen"] else {}
+    if rows.store is not None and layout:
+        like = torch.empty(rows.B, rows.H, 0, rows.key_size, dtype=rows.dtype, device="meta")
+        layout |= rows.store.layout(held, like, int(counts["seen"]))
     for name, (dtype, shape) in layout.items():
         _check_tensor(name, held.get(name), (dtype,), shape)
     # A score names the axes of its state by letters; one that is not known here takes the size that it has first.

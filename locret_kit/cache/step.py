@@ -18,6 +18,7 @@ from locret_kernels.backend import function
 
 from ..backbones.rope import rotate, rotate_lean
 from ..policies.base import Entry, Merge, PrefillMask, Slots
+from . import recall
 from .attention import attend_rows, attend_rows_lse
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
@@ -99,6 +100,8 @@ def read_block(
         flat = fixed.flat
     else:
         rows.append(k, v, score_BHT)
+        if recall.brings_back(ctx, rows, q.shape[2]):
+            return recall.attend(ctx, layer, rows, q)
         if q.shape[2] > 1 or not rows.reads_flat or _mask(ctx, rows) is not None:
             return _attend_parts(ctx, layer, rows, q, q.shape[1] // k.shape[1])
         flat = rows.flat().newest(rows.window)
@@ -256,6 +259,8 @@ def evict(
     counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
     if policy.merge is not None:
         _merge(ctx, policy.merge, layer, rows, slots, scores_BHS, stay_BHS)
+    if policy.recall is not None:
+        recall.store(ctx, rows, slots, scores_BHS, stay_BHS)
     rows.keep(stay_BHS, keep)
     counters.score_s += t1 - t0
     counters.select_s += t2 - t1

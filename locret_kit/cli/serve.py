@@ -128,7 +128,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
         spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.fits.policies, args.sessions,
         args.documents, args.beginnings,
     )  # fmt: skip
-    server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * caches.each))
+    server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * (caches.each + caches.stored)))
     server.restore(engine)
     give_back(server.ended)
     server.engine = engine

@@ -27,6 +27,7 @@ from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from ..validation import check, checked
+from . import recall
 from .sizes import show
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -163,6 +164,8 @@ class Plan:
     cache: int
     phases: dict[str, int]
     """Bytes that come and go, at the widest moment of each phase."""
+    host: int = 0
+    """Bytes in the host's memory, not counted in the peak: what was evicted and may come back."""
 
     @property
     def workspace(self) -> int:
@@ -179,7 +182,8 @@ class Plan:
         rows = {"weights": self.weights, "heads": self.heads, "cache": self.cache, "workspace": self.workspace}
         largest = max(self.phases, key=self.phases.__getitem__)
         notes = {"workspace": f"  largest while: {largest}"}
-        return [f"{n:<10} {show(b):>11}{notes.get(n, '')}" for n, b in [*rows.items(), ("peak", self.peak)]]
+        host = [("host", self.host)] if self.host else []
+        return [f"{n:<10} {show(b):>11}{notes.get(n, '')}" for n, b in [*rows.items(), ("peak", self.peak), *host]]
 
 
 def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
@@ -204,7 +208,14 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
         scratch = H * row * max(capacities, default=0)
     absorbed = 4 if policy.merge is not None and (policy.merge.remembers or policy.aside) else 0
     full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
-    return stored + scratch + H * full + queries * len(capacities)
+    recalled = 0 if policy.recall is None else recall.device_bytes(spec, policy.recall, setting.context, item)
+    return stored + scratch + H * full + queries * len(capacities) + recalled
+
+
+def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
+    """Bytes in the host's memory of what was evicted and may come back."""
+    part, item = setting.policy.recall, ITEM_BYTES[setting.dtype]
+    return 0 if part is None else recall.host_bytes(spec, part, setting.context, item)
 
 
 def quantised_bytes(spec: BackboneSpec, item: int, rows: int, bits: int, spare: float, *, ragged: bool) -> int:
@@ -270,6 +281,9 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     if policy.sparse is not None:  # at most: keys in float32, what 64 queries weigh, and the rows of each block of 64
         choice = spec.n_heads * S * (12 * min(64, T) + 10 * -(-T // 64))
         transient["choose rows"] = held * item + 4 * rows + choice
+    if policy.recall is not None:
+        found = recall.phases(spec, policy.recall, setting.context, S, T, item)
+        transient |= {name: held * item + nbytes for name, nbytes in found.items()}
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers
     return Plan(
@@ -277,6 +291,7 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         heads=head_parameters(spec, setting.width) * item,
         cache=cache,
         phases=transient,
+        host=store_bytes(spec, setting),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..backbones.families import BackboneSpec
 from ..policies.base import Policy
-from .plan import ITEM_BYTES, Backbone, Setting, cache_bytes
+from .plan import ITEM_BYTES, Backbone, Setting, cache_bytes, store_bytes
 from .sizes import show
 
 
@@ -30,6 +30,8 @@ class Caches:
     sessions: int
     documents: int
     beginnings: int
+    stored: int = 0
+    """Bytes of one's store in the host's memory, where evicted slots may come back."""
 
     @classmethod
     def of(
@@ -41,8 +43,10 @@ class Caches:
             ValueError: a policy that evicts nothing, so that no number bounds its memory.
         """
         refuse_unbounded(*policies)
-        each = max(cache_bytes(spec, replace(setting, policy=policy)) for policy in policies)
-        return cls(each, sessions, documents, beginnings)
+        settings = [replace(setting, policy=policy) for policy in policies]
+        each = max(cache_bytes(spec, one) for one in settings)
+        stored = max(store_bytes(spec, one) for one in settings)
+        return cls(each, sessions, documents, beginnings, stored)
 
     @property
     def count(self) -> int:
@@ -50,13 +54,14 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        """Of all caches."""
+        """Of all caches on the device."""
         return self.count * self.each
 
     def __str__(self) -> str:
         return (
             f"{self.sessions} sessions, {self.documents} documents and {self.beginnings} equal beginnings: "
             f"{self.count} caches of {show(self.each)}, {self.bytes} bytes"
+            + (f", and {show(self.count * self.stored)} of host memory for what they evict" if self.stored else "")
         )
 
 

@@ -377,6 +377,78 @@ class Reread(Part, Protocol):
         """Positions of the ``size`` tokens to read again (int64, ascending)."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """What is known on the device of a layer's stored blocks, ``N`` a head."""
+
+    index_BHNRD: Tensor
+    """Keys of the representatives, those of one view after another, in the form of the queries."""
+    there_BHNR: Tensor
+    """Bool: False where a block has fewer."""
+    kept_BHSD: Tensor
+    """Keys of the older slots that are not stored, in the same form."""
+    block_BHS: Tensor
+    """Block (int64) in which such a slot would be stored; -1 where it counts for none."""
+    scaling: float
+
+
+class Recall(Part, Protocol):
+    """Stores evicted slots in the host's memory, in blocks of the text, and brings the best blocks back for the tokens that
+    are read next."""
+
+    statistics: ClassVar[frozenset[str]] = frozenset()
+    """Running statistics that ``views`` reads, as in ``Score``."""
+    by_query_head: ClassVar[bool] = False
+    """Whether ``views`` reads those of each query head (``Slots.group``)."""
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def take(self) -> int:
+        """Blocks that come back in each head."""
+
+    @property
+    def representatives(self) -> int:
+        """Keys that find a block, per view."""
+
+    @property
+    def apart(self) -> int:
+        """So many tokens or fewer, read together, look up for each of them alone."""
+
+    @property
+    def reading(self) -> bool:
+        """Whether blocks come back while the text is read, or only for the prompt's tail and what follows it."""
+
+    @property
+    def local(self) -> int | float:
+        """Newest slots, or share of the budget, that the tail and what follows it see beside the first tokens and the blocks
+        that come back; 0 for all."""
+
+    @property
+    def far(self) -> int:
+        """Distance at which all slots stand that are further away; 0 where the run's positions place them."""
+
+    @property
+    def across(self) -> str:
+        """Whether blocks are chosen for each 'head', for each 'layer', or for the 'model': by the most that a layer up to this
+        one gave."""
+
+    def count(self, group: int) -> int:
+        """Number of ``views``, with so many query heads per key/value head."""
+        return group if self.by_query_head else 1
+
+    def views(self, slots: Slots, scores_BHS: Tensor) -> Sequence[Tensor]:
+        """Worth ``[B, H, S]`` of slots as representatives of their blocks, in each view; ``scores_BHS`` is what the policy's
+        score says."""
+        return (scores_BHS,)
+
+    def relevance(self, q_BQTD: Tensor, found: Found) -> Tensor:
+        """Worth ``[B, H, N]`` of the stored blocks to all of the queries together, of key/value heads or, ``H`` being 1, of all
+        of them; at least 0 where that of several layers is compared."""
+
+
 def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
     """Place ``[B, H, S]`` (int64, 0 is the best) of every slot in its head: protected first, then by score, ties to the
     newer slot, padding last. So runs repeat exactly."""
@@ -410,6 +482,8 @@ class Policy:
     """None: a token of the prompt sees every slot."""
     sparse: Sparse | None = None
     """None: a token of the prompt attends to all that it sees."""
+    recall: Recall | None = None
+    """None: what is evicted is gone."""
     reread: Reread | None = None
     """None: the prompt's end is read once and sees every slot."""
 
@@ -417,6 +491,17 @@ class Policy:
         """Raise ValueError where parts do not go together."""
         self._check_sparse()
         self._check_aside()
+        self._check_recall()
+
+    def _check_recall(self) -> None:
+        """An evicted slot goes one way, and what comes back is seen in one way."""
+        others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
+        found = [name for name, part in others.items() if part is not None]
+        if self.recall is not None and found:
+            why = (
+                "an evicted slot is merged or stored" if found[0] == "merge" else "both choose what a token attends to"
+            )
+            raise ValueError(f"policy={self.name!r}: recall does not go with {found[0]}, since {why}: leave one out")
 
     def _check_aside(self) -> None:
         """A merger's own slots are the same number in each head, and no places in the text."""
@@ -457,7 +542,8 @@ class Policy:
     @property
     def needs_adapter(self) -> bool:
         """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
-        return self.score.needs_adapter or self.score.needs_heads or self.merge is not None
+        far = self.recall is not None and self.recall.far > 0
+        return self.score.needs_adapter or self.score.needs_heads or self.merge is not None or far
 
     @property
     def needs_logits(self) -> bool:
@@ -467,12 +553,14 @@ class Policy:
     @property
     def statistics(self) -> frozenset[str]:
         """Running statistics that the parts read."""
-        return self.score.statistics.union(*(scope.statistics for scope in self.scopes))
+        recall = frozenset() if self.recall is None else self.recall.statistics
+        return self.score.statistics.union(recall, *(scope.statistics for scope in self.scopes))
 
     @property
     def by_query_head(self) -> bool:
         """Whether running statistics of every query head are kept, beside those of groups."""
-        return self.selection.by_query_head and self.score.by_query_head
+        recall = self.recall is not None and self.recall.by_query_head
+        return recall or (self.selection.by_query_head and self.score.by_query_head)
 
     @property
     def ragged(self) -> bool:

@@ -25,10 +25,10 @@ from typing_extensions import dataclass_transform
 from ..naming import blaming, first_line
 from ..validation import annotations_of
 from . import methods
-from .base import Allocation, Merge, Policy, PrefillMask, Reread, Scope, Score, Selection, Sparse, TopK, Uniform
+from .base import Allocation, Merge, Policy, PrefillMask, Recall, Reread, Scope, Score, Selection, Sparse, TopK, Uniform
 
 GROUP = "locret_kit.policies"
-KINDS = ("score", "scope", "allocation", "selection", "merge", "prefill_mask", "sparse", "reread")
+KINDS = ("score", "scope", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread")
 """Kinds of parts, in the grammar's order."""
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class Parts(TypedDict, total=False):
     allocation: Allocation
     selection: Selection
     merge: Merge
+    recall: Recall
     prefill_mask: PrefillMask
     sparse: Sparse
     reread: Reread

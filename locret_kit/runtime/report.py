@@ -42,17 +42,22 @@ class Report:
     decoding: str
     """'graph', or 'dynamic' and why."""
     versions: dict[str, str]
+    host_bytes: int = 0
+    """Of what was evicted and is stored in the host's memory."""
+    recall: dict[str, float] | None = None
+    """Counters of what came back, see ``cache.recall``; None where nothing can."""
 
     @classmethod
     def of(cls, model: Any, cache: BoundedCache, **measured: Any) -> Report:
         """Gather the figures of a finished run."""
-        c = cache.counters
+        c, recalls = cache.counters, cache.policy.recall is not None
         return cls(
             policy=cache.policy.name, settings=cache.settings,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
-            computed_share=c.computed_share, decoding=c.decoding, versions=versions(), **measured,
+            computed_share=c.computed_share, decoding=c.decoding, versions=versions(),
+            host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if recalls else None, **measured,
         )  # fmt: skip
 
     @property
@@ -82,6 +87,13 @@ class Report:
         s = self.settings
         sparse = "" if self.computed_share is None else f"; {self.computed_share:.1%} of the attention computed"
         bits, share = f" ({s.kv_bits} bits)" if s.kv_bits else "", f" ({s.share} of the prompt)" if s.share else ""
+        recall = []
+        if (r := self.recall) is not None:
+            recall = [
+                f"recall: {r['stored_slots']} slots stored ({self.host_bytes / 2**20:.1f} MiB of host memory), {r['lookups']} "
+                f"lookups brought {r['blocks']} blocks back, {r['hits']} of them were there, "
+                f"{r['loaded_bytes'] / 2**20:.1f} MiB loaded; {r['recall_s']:.1f} s"
+            ]
         return [
             f"prefill: {self.prompt_tokens} tokens in {self.prefill_s:.1f} s ({self.prefill_rate:.0f} tok/s){sparse}; "
             f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s)",
@@ -90,4 +102,5 @@ class Report:
             f"policy {self.policy}: budget {s.budget}{share}, chunk {s.chunk}, stabilizers {s.stabilizers}, "
             f"local {s.local_len}, {s.positions} positions; scoring {self.score_s:.1f} s, "
             f"selecting {self.select_s:.1f} s, compacting {self.compact_s:.1f} s",
+            *recall,
         ]

@@ -53,6 +53,7 @@ def reason_against(model: Any, cache: BoundedCache) -> str | None:
         (policy.keeps_everything, "buffers that grow"),
         (policy.needs_logits, "scores from the backbone's logits"),
         (policy.merge is not None, "merging, head by head"),
+        (policy.recall is not None, "blocks that come back from the host"),
     ):
         if flag:
             return f"policy={policy.name!r} has {why}"

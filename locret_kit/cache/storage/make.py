@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..context import Context
+from .blocks import BlockStore
 from .groups import SPARE
 from .quantised import QuantisedLayer, Scratch
 from .ragged import RaggedLayer
@@ -22,6 +23,10 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
         else:
             statistics = len(ctx.statistics) * (1 + ctx.group)
             rows = _store(ctx, scratch, budget + chunk, statistics, policy.recent(chunk))
+            if policy.recall is not None:
+                room = -(-(ctx.schedule.prompt_length or 0) // policy.recall.size)
+                views = policy.recall.count(ctx.spec.n_heads // ctx.spec.n_kv_heads)
+                rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
         rows.backend = ctx.backend
         layers.append(rows)
     return layers

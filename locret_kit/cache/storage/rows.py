@@ -14,6 +14,7 @@ from locret_kernels.backend import function
 from locret_kernels.ragged_decode import PackedRows
 
 from ..decoding import VarlenRows
+from .blocks import BlockStore
 
 Index = slice | Tensor | tuple[slice | Tensor | int, ...]
 """Index of rows in a layer's buffers."""
@@ -64,6 +65,8 @@ class BoundedLayer(CacheLayerMixin):
     """``[B, H, capacity]`` int32, where evicted slots go into centroids: tokens that a centroid stands for, 0 at other slots."""
     queries: Tensor
     """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
+    store: BlockStore | None = None
+    """What was evicted, where it may come back."""
 
     def __init__(
         self,
@@ -171,7 +174,7 @@ class BoundedLayer(CacheLayerMixin):
         """Whether the newest tokens can be forgotten as though they had never come: they have changed nothing but their own
         rows, and an older one has come since the last eviction."""
         own = type(self) is BoundedLayer and not (self.statistics or self.recent or self.state)
-        own = own and not (self.merges or self.centroids)
+        own = own and not (self.merges or self.centroids or self.store is not None)
         return own and self.rows > tokens < self.since_eviction and (self.window is None or self.rows == self.seen)
 
     def take_back(self, tokens: int) -> None:
@@ -316,6 +319,8 @@ class BoundedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.rows = self.seen = self.since_eviction = self.evictions = 0
         self.state.clear()
+        if self.store is not None:
+            self.store.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_initialized:
@@ -328,6 +333,8 @@ class BoundedLayer(CacheLayerMixin):
 
     def _reorder_rest(self, beam_idx: Tensor) -> None:
         self.state = {name: value.index_select(0, beam_idx) for name, value in self.state.items()}
+        if self.store is not None:
+            self.store.reorder(beam_idx)
         if hasattr(self, "queries"):
             self.queries = self.queries.index_select(0, beam_idx)
 
@@ -351,7 +358,8 @@ class BoundedLayer(CacheLayerMixin):
             tensors["stats"] = torch.stack([stat[rows] for stat in self.stats])
         if hasattr(self, "queries"):
             tensors["queries"] = self.queries
-        return counts, tensors | {STATE + name: value for name, value in self.state.items()}
+        stored = {} if self.store is None else self.store.export()
+        return counts, tensors | stored | {STATE + name: value for name, value in self.state.items()}
 
     def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
         """Dtype and shape of every tensor that ``export`` gives with such counts, but for the score's state. Needs
@@ -384,6 +392,8 @@ class BoundedLayer(CacheLayerMixin):
         self.capacity = max(self.capacity, self.rows)
         self.lazy_initialization(k_BH0D, v_BH0D)
         self._fill(tensors)
+        if self.store is not None:
+            self.store.restore(tensors, k_BH0D, v_BH0D)
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Write exported tensors into the buffers."""
@@ -413,4 +423,5 @@ class BoundedLayer(CacheLayerMixin):
         """Bytes of the preallocated buffers and of what the score remembers."""
         # Every tensor that the layer holds is a buffer, so none can be forgotten here.
         held = (*vars(self).values(), *self.state.values())
-        return sum(int(value.nbytes) for value in held if isinstance(value, Tensor))
+        stored = self.store.device_bytes if self.store is not None else 0
+        return stored + sum(int(value.nbytes) for value in held if isinstance(value, Tensor))

@@ -1,0 +1,210 @@
+"""Recall: evicted slots go to the layer's store, and attention sees the best of its blocks beside the rows.
+
+Where a query stands to a block is not known before the block has come back, so queries and keys that are stored before RoPE
+are compared at one distance, ``LOOKUP`` tokens; those that are stored rotated are compared as they are.
+
+A query sees the blocks of its own text alone, and a token that is among the rows is not in its block, so nothing is seen twice.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from locret_kernels.column_stats.reference import MARGIN
+
+from ..backbones.rope import Rope, rotate
+from ..policies.base import Found, Recall, Slots, resolve_count, wide
+from ..settings import FIRST
+from .context import Context
+from .storage.blocks import BlockStore, Recalled
+from .storage.rows import BoundedLayer, EqualLengthHeads
+
+LOOKUP = 512
+"""Distance (tokens) at which queries meet keys that are stored before RoPE, where the part says none."""
+TILE = 64
+"""Queries whose attention weights exist at once."""
+
+
+def store(ctx: Context, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
+    """Store what is evicted, before the rows move."""
+    assert ctx.policy.recall is not None and rows.store is not None
+    began = time.perf_counter()
+    gone_BHS = slots.valid & ~stay_BHS
+    views = ctx.policy.recall.views(slots, scores_BHS)
+    rows.store.put([rows.slots(name) for name in ("keys", "values", "positions")], gone_BHS, views)
+    ctx.recalls.stored_slots += int(gone_BHS.sum())
+    ctx.recalls.recall_s += time.perf_counter() - began
+
+
+def in_tail(ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
+    """Whether the newest ``tokens`` tokens, which are rows already, are the prompt's tail or what follows it."""
+    return ctx.schedule.body is None or rows.seen - tokens >= ctx.schedule.body
+
+
+def brings_back(ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
+    """Whether blocks come back for the newest tokens."""
+    recall = ctx.policy.recall
+    if recall is None or rows.store is None:
+        return False
+    if not rows.store.blocks:
+        return recall.far > 0  # which places the rows too
+    return recall.reading or in_tail(ctx, rows, tokens)
+
+
+def attend(ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of the newest rows' tokens over the rows and what comes back for them."""
+    recall, T = ctx.policy.recall, q_BQTD.shape[2]
+    assert recall is not None
+    out = []
+    pieces = [slice(t, t + 1) for t in range(T)] if recall.apart >= T else [slice(0, T)]
+    for piece in pieces:
+        out.append(_attend_piece(ctx, recall, layer, rows, q_BQTD[:, :, piece], T - piece.stop))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, q_BQTD: Tensor, later: int) -> Tensor:
+    """Attention of tokens that look up together; the newest ``later`` rows come after them."""
+    assert rows.store is not None
+    began, counters = time.perf_counter(), ctx.recalls
+    T, first = q_BQTD.shape[2], rows.seen - later - q_BQTD.shape[2]
+    if rows.store.blocks:
+        chosen_BHK = _choose(ctx, recall, layer, rows, rows.store, q_BQTD, later)
+    else:
+        chosen_BHK = torch.empty(q_BQTD.shape[0], rows.H, 0, dtype=torch.int64, device=q_BQTD.device)
+    recalled, loads = rows.store.load(chosen_BHK, rows.slots("keys"), rows.slots("values"))
+    counters.lookups += 1
+    counters.blocks += chosen_BHK.numel()
+    counters.hits += chosen_BHK.numel() - loads
+    counters.loaded_bytes += loads * rows.store.block_bytes if loads else 0
+    counters.recall_s += time.perf_counter() - began
+    local = resolve_count(recall.local, ctx.budgets[layer]) if in_tail(ctx, rows, T + later) else 0
+    out, G = [], q_BQTD.shape[1] // rows.H
+    for part in rows.parts():
+        at = part.batch, slice(part.heads.start * G, part.heads.stop * G)
+        shown = chosen_BHK[part.batch, part.heads] if local else None
+        back = recalled.of(part.batch, part.heads)
+        block = _Block(q_BQTD[at], first, part.keys.shape[2] - later, back, shown, local)
+        out.append(_attend_part(ctx, recall, layer, rows, part, block))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q_BQTD.shape[:3], -1)
+
+
+def _choose(
+    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, stored: BlockStore, q_BQTD: Tensor, later: int
+) -> Tensor:
+    """Numbers ``[B, H, K]`` of the blocks that come back, ascending."""
+    T, N, rope = q_BQTD.shape[2], stored.blocks, ctx.read_rope(layer, rows)
+    if rope is not None:
+        at_1 = torch.full((1,), recall.far or LOOKUP, device=q_BQTD.device)
+        q_BQTD = rotate(q_BQTD, *rope.tables(at_1, q_BQTD.dtype))
+    kept, positions, valid = rows.slots("keys"), rows.slots("positions").long(), rows.valid()
+    older = slice(0, kept.shape[2] - T - later)
+    block_BHS = positions.div(recall.size, rounding_mode="floor")
+    block_BHS = block_BHS.masked_fill(~valid | (positions < FIRST) | (block_BHS >= N), -1)
+    found = Found(
+        stored.index[:, :, :N],
+        stored.worth[:, :, :N].isfinite(),
+        kept[:, :, older],
+        block_BHS[:, :, older],
+        rows.scaling,
+    )
+    worth_BHN = recall.relevance(q_BQTD, found)
+    if recall.across == "model":
+        worth_BHN = ctx.votes.raised(rows.seen - later - T, T, worth_BHN)[..., :N]
+    holds_BHN = stored.held[:, :, :N].any(-1)
+    holds_BHN = holds_BHN if worth_BHN.shape[1] > 1 else holds_BHN.any(1, keepdim=True)
+    best_BHN = worth_BHN.masked_fill(~holds_BHN, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    return best_BHN[..., : recall.take].sort(dim=-1).values.expand(-1, rows.H, -1)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Tokens of a part that look up together."""
+
+    q: Tensor
+    """``[b, Q, t, D]``, rotated unless keys are stored before RoPE."""
+    first: int
+    """Position of the first of them."""
+    rows: int
+    """Rows of the part up to the last of them."""
+    recalled: Recalled
+    shown: Tensor | None
+    """``[b, h, K]``: blocks whose kept slots are seen, beside the first tokens and the newest slots; None where all are."""
+    local: int
+    """Newest slots before the tokens that are seen then."""
+
+    def sees(self, positions_bhS: Tensor, size: int) -> Tensor:
+        """Bool ``[b, h, S]``: kept slots that are not hidden."""
+        if self.shown is None:
+            return torch.ones_like(positions_bhS, dtype=torch.bool)
+        S, t = positions_bhS.shape[-1], self.q.shape[2]
+        newest_S = torch.arange(S, device=positions_bhS.device) >= S - t - self.local
+        block_bhS = positions_bhS.div(size, rounding_mode="floor")
+        shown_bhS = (block_bhS[..., None] == self.shown[:, :, None]).any(-1)
+        return shown_bhS | newest_S | (positions_bhS < FIRST)
+
+
+def _attend_part(
+    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, part: EqualLengthHeads, block: _Block
+) -> Tensor:
+    """Attention ``[b, Q, t, D]`` of heads of equal length, over what has come back and the rows; these gain its statistics."""
+    back, q_bQtD, n = block.recalled, block.q, block.rows
+    kept_bhS = part.positions[:, :, :n].long()
+    keys = torch.cat((back.keys, part.keys[:, :, :n]), 2)
+    values = torch.cat((back.values, part.values[:, :, :n]), 2)
+    positions_bhM = torch.cat((back.positions, kept_bhS), 2)
+    shown_bhM = torch.cat((back.valid, block.sees(kept_bhS, recall.size)), 2)
+    h, M, t = keys.shape[1], keys.shape[2], q_bQtD.shape[2]
+    q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), block.first + torch.arange(t, device=q_bQtD.device)
+    rope = ctx.read_rope(layer, rows)
+    if rope is not None and not recall.far:
+        last = torch.iinfo(torch.int64).max
+        rank_bhM = positions_bhM.masked_fill(~shown_bhM, last).argsort(dim=-1).argsort(dim=-1)
+        place_bhM = ctx.positions.place(rank_bhM, positions_bhM, block.first + t)
+        cos, sin = ctx.tables.at(rope, place_bhM, ctx.positions.span, keys)
+        keys = rotate(keys, cos, sin)
+        q_bhGtD = rotate(q_bhGtD, cos[:, :, None, -t:], sin[:, :, None, -t:])
+    out = []
+    for q, at in zip(q_bhGtD.split(TILE, 3), at_t.split(TILE), strict=True):
+        if rope is not None and recall.far:
+            logits = _far_logits(rope, recall.far, q, keys, positions_bhM, at)
+        else:
+            logits = wide(q) @ wide(keys)[:, :, None].mT
+        hidden = (positions_bhM[:, :, None] > at[:, None]) | ~shown_bhM[:, :, None]  # [b, h, t, M]
+        weights = (logits * rows.scaling).masked_fill(hidden[:, :, None], float("-inf")).softmax(-1)
+        out.append((weights @ wide(values)[:, :, None]).to(values.dtype))
+        if recall.statistics and recall.far:  # what representatives are chosen by: attention from within the window
+            weights = weights.masked_fill((at[:, None] - positions_bhM[:, :, None] >= recall.far)[:, :, None], 0)
+        if len(part.stats):
+            _count(ctx, part.stats[..., :n], weights[..., M - n :], (~hidden).sum(-1))
+    return torch.cat(out, 3).flatten(1, 2)
+
+
+def _far_logits(
+    rope: Rope, far: int, q_bhGtD: Tensor, keys_bhMD: Tensor, positions_bhM: Tensor, at_t: Tensor
+) -> Tensor:
+    """Products ``[b, h, G, t, M]`` of queries and keys that stand ``far`` tokens apart, or nearer where they truly do."""
+    before = int(at_t[0]) - far
+    near_bhM = (positions_bhM - before).clamp(min=0)
+    cos, sin = rope.tables(torch.arange(far + len(at_t) + 1, device=at_t.device), keys_bhMD.dtype)
+    near_keys = rotate(keys_bhMD, cos[near_bhM], sin[near_bhM])
+    near = wide(rotate(q_bhGtD, cos[at_t - before], sin[at_t - before])) @ wide(near_keys)[:, :, None].mT
+    away = wide(rotate(q_bhGtD, cos[far], sin[far])) @ wide(keys_bhMD)[:, :, None].mT
+    return away.where((at_t[:, None] - positions_bhM[:, :, None] >= far)[:, :, None], near)
+
+
+def _count(ctx: Context, stats: Tensor, weights_bhGtS: Tensor, seen_bht: Tensor) -> None:
+    """Add the attention of new tokens to the statistics ``[statistics, b, h, S]`` of slots, which see ``seen`` slots each: of the
+    mean over the group first, then of each of its query heads by itself."""
+    heads = [weights_bhGtS.mean(2), *weights_bhGtS.unbind(2)[: ctx.group]]
+    for own, a_bhtS in zip(stats.unflatten(0, (len(heads), -1)), heads, strict=True):
+        made = {
+            "sum": lambda a: a.sum(2),
+            "square": lambda a: a.square().sum(2),
+            "above": lambda a: (a > (1 + MARGIN) / seen_bht[..., None]).sum(2),
+        }
+        for stat, name in zip(own, ctx.statistics, strict=True):
+            stat += made[name](a_bhtS)

@@ -1,0 +1,107 @@
+"""Recall: what is evicted comes back, against full attention and against the definition in float64."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from policy_runs import LENGTH, SMALL, backbone, held, make, tokens
+from recall_oracle import OurBlocks, recorded
+
+from locret_kit import attach
+from locret_kit.backbones.families import spec_of
+from locret_kit.cache.saved import load_cache, save_cache
+from locret_kit.planning.plan import Setting, cache_bytes, store_bytes
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import prefill
+from locret_kit.settings import RunSettings
+
+ALL = "recall=blocks(size=4,take=99,local=0)"
+BASES = ["locret", "h2o", "snapkv(6,3)", "score=recency scope=sinks", "ada-locret", "pyramid-locret"]
+
+
+def logits(policy: str, length: int = LENGTH, steps: int = 30, **rest) -> torch.Tensor:
+    """Logits ``[1 + steps, V]`` after a prompt and after each of ``steps`` more tokens."""
+    cache, model = make(policy, length=length, **rest), backbone()
+    with attach(model), torch.no_grad():
+        found = [prefill(model, tokens(length), cache)]
+        for token in tokens(steps, seed=1):
+            found.append(model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1].float())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("positions", ["original", "compact", "clipped(20)"])
+@pytest.mark.parametrize("apart", [0, 32])
+def test_what_was_evicted_is_read_as_if_it_had_stayed(positions: str, apart: int) -> None:
+    policy = f"locret recall=blocks(size=4,take=99,local=0,apart={apart})"
+    wanted = logits("full", positions=positions)
+    torch.testing.assert_close(logits(policy, positions=positions), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_every_policy_brings_all_of_it_back(base: str) -> None:
+    torch.testing.assert_close(logits(f"{base} {ALL}"), logits("full"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
+    cache, model = make(f"{base} recall=blocks(size=4,take=2)"), backbone()
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+        for token in range(20):
+            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+            for rows, heads in zip(cache.bounded, held(cache), strict=True):
+                for h, kept in enumerate(heads):
+                    stored = rows.store.held[0, h].flatten().nonzero().flatten().tolist()
+                    assert sorted(kept + stored) == list(range(rows.seen))
+                assert rows.capacity == cache.context.budgets[0] + SMALL["chunk"] or base == "pyramid-locret"
+
+
+def test_merging_and_storing_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="merged or stored"):
+        parse_policy("locret merge=nearest recall=blocks")
+
+
+@pytest.mark.parametrize(
+    ("across", "apart", "local", "reading"),
+    [("model", 0, 6, True), ("model", 32, 0, False), ("layer", 7, 6, True), ("head", 0, 0, True)],
+)
+def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, local: int, reading: bool) -> None:
+    form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading)
+    policy = f"locret recall=blocks({','.join(f'{key}={value}' for key, value in form.items())})"
+    oracle = OurBlocks(recorded(policy, 60, chunk=11), **form, body=60 - SMALL["local_len"])
+    assert oracle.check() > 9
+
+
+@pytest.mark.parametrize("base", ["locret", "h2o", "ada-locret"])
+def test_copies_and_files_go_on_alike(base: str, tmp_path) -> None:
+    policy, model = f"{base} recall=blocks(size=4,take=2)", backbone()
+    cache = make(policy)
+    with attach(model), torch.no_grad():
+        prefill(model, tokens()[:52], cache)
+        saved = tmp_path / "cache.safetensors"
+        save_cache(cache, saved)
+        others = [cache.fork(LENGTH), deepcopy(cache), load_cache(saved, model, cache.heads)]
+        wanted = [prefill(model, tokens(), cache), model(torch.tensor([[7]]), past_key_values=cache).logits[0, -1]]
+        for other in others:
+            assert torch.equal(prefill(model, tokens(), other), wanted[0])
+            assert torch.equal(model(torch.tensor([[7]]), past_key_values=other).logits[0, -1], wanted[1])
+        cache.reset()
+        assert cache.context.recalls.blocks == 0
+        prefill(model, tokens(), cache)
+        assert torch.equal(model(torch.tensor([[7]]), past_key_values=cache).logits[0, -1], wanted[1])
+
+
+def test_the_plan_is_the_buffers() -> None:
+    policy = parse_policy("locret recall=blocks(size=4,take=2)")
+    cache, model = make(policy), backbone()
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+    setting = Setting(LENGTH, RunSettings(budget=24, **SMALL), dtype="float32", policy=policy)
+    spec = spec_of(model.config)
+    # The tiny backbone is in float64: numbers of keys and values are twice as wide as planned, all others are as they are.
+    numbers = 2 * spec.head_dim * spec.n_kv_heads * spec.n_layers
+    assert cache.host_nbytes == 2 * store_bytes(spec, setting) == 8 * numbers * 84
+    keys = numbers * (24 + 13 + 2 * 4) + numbers // 2 * 4 * 21
+    assert cache.nbytes - cache_bytes(spec, setting) == 4 * keys
