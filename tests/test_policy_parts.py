@@ -234,7 +234,7 @@ def test_a_name_is_its_parts(name):
     line = next(line for line in describe_policies() if line.split()[0] == name)
     composed = parse_policy(line.split(maxsplit=1)[1].split("  parameters:")[0])
     named = parse_policy(name)
-    for part in ("score", "scopes", "allocation", "selection", "merge", "prefill_mask", "sparse", "reread"):
+    for part in ("score", "scopes", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread"):
         assert getattr(composed, part) == getattr(named, part)
 
 
