@@ -1,4 +1,4 @@
-"""Recall: what is evicted comes back, against full attention and against the definition in float64."""
+"""Recall: what is evicted comes back, against full attention in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from copy import deepcopy
 import pytest
 import torch
 from policy_runs import LENGTH, SMALL, backbone, held, make, tokens
-from recall_oracle import OurBlocks, recorded
 
 from locret_kit import attach
 from locret_kit.backbones.families import spec_of
@@ -18,10 +17,10 @@ from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
 ALL = "recall=blocks(size=4,take=99,local=0)"
-BASES = ["locret", "h2o", "snapkv(6,3)", "score=recency scope=sinks", "ada-locret", "pyramid-locret"]
+BASES = ["locret", "h2o", "ada-locret"]
 
 
-def logits(policy: str, length: int = LENGTH, steps: int = 30, **rest) -> torch.Tensor:
+def logits(policy: str, length: int = LENGTH, steps: int = 12, **rest) -> torch.Tensor:
     """Logits ``[1 + steps, V]`` after a prompt and after each of ``steps`` more tokens."""
     cache, model = make(policy, length=length, **rest), backbone()
     with attach(model), torch.no_grad():
@@ -31,8 +30,7 @@ def logits(policy: str, length: int = LENGTH, steps: int = 30, **rest) -> torch.
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("positions", ["original", "compact", "clipped(20)"])
-@pytest.mark.parametrize("apart", [0, 32])
+@pytest.mark.parametrize(("positions", "apart"), [("original", 0), ("compact", 32), ("clipped(20)", 0)])
 def test_what_was_evicted_is_read_as_if_it_had_stayed(positions: str, apart: int) -> None:
     policy = f"locret recall=blocks(size=4,take=99,local=0,apart={apart})"
     wanted = logits("full", positions=positions)
@@ -55,26 +53,17 @@ def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
                 for h, kept in enumerate(heads):
                     stored = rows.store.held[0, h].flatten().nonzero().flatten().tolist()
                     assert sorted(kept + stored) == list(range(rows.seen))
-                assert rows.capacity == cache.context.budgets[0] + SMALL["chunk"] or base == "pyramid-locret"
+                assert rows.capacity == cache.context.budgets[0] + SMALL["chunk"]
+                assert rows.store.last is None or rows.store.last[1].positions.shape[-1] <= 2 * 4
 
 
-def test_merging_and_storing_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="merged or stored"):
-        parse_policy("locret merge=nearest recall=blocks")
+@pytest.mark.parametrize("other", ["merge=nearest", "sparse=antidiagonal", "reread=passages", "prefill_mask=sliding"])
+def test_what_recall_does_not_go_with(other: str) -> None:
+    with pytest.raises(ValueError, match=f"recall does not go with {other.split('=')[0]}"):
+        parse_policy(f"locret {other} recall=blocks")
 
 
-@pytest.mark.parametrize(
-    ("across", "apart", "local", "reading"),
-    [("model", 0, 6, True), ("model", 32, 0, False), ("layer", 7, 6, True), ("head", 0, 0, True)],
-)
-def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, local: int, reading: bool) -> None:
-    form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading)
-    policy = f"locret recall=blocks({','.join(f'{key}={value}' for key, value in form.items())})"
-    oracle = OurBlocks(recorded(policy, 60, chunk=11), **form, body=60 - SMALL["local_len"])
-    assert oracle.check() > 9
-
-
-@pytest.mark.parametrize("base", ["locret", "h2o", "ada-locret"])
+@pytest.mark.parametrize("base", ["h2o", "ada-locret"])
 def test_copies_and_files_go_on_alike(base: str, tmp_path) -> None:
     policy, model = f"{base} recall=blocks(size=4,take=2)", backbone()
     cache = make(policy)
