@@ -63,6 +63,7 @@ def test_equal_scores_in_one_shot(one, other, positions):
         ("roco(window=0)", "score=mas"),
         ("ada-snapkv(6,3,alpha=0.0)", "snapkv(6,3)"),
         ("score=mas scope=sinks allocation=adaptive(alpha=0)", "score=mas scope=sinks"),
+        ("score=recency scope=sinks allocation=mass", "score=recency scope=sinks"),
         ("ada-locret(alpha=0)", "locret"),
         ("pyramidkv(6,3,beta=1)", "snapkv(6,3)"),
         ("pyramid-locret(beta=1.0)", "locret"),

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret_kernels.compact import kept_rows
-from locret_kit.policies.allocation import Adaptive, Pyramid
+from locret_kit.policies.allocation import Adaptive, Mass, Pyramid
 from locret_kit.policies.base import Slots, TopK, rank_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.methods.kvcrush import KMeans, Representatives
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.nacl import Sampled
+from locret_kit.policies.methods.streaming import Recency
 from locret_kit.policies.registry import policies
 from locret_kit.policies.rounding import WHOLE, rounded, rounded_on_device
 
@@ -119,6 +120,42 @@ def test_theorem_4_of_ada_kv(case):
         for counts in (budgets, valid.sum(-1).clamp(max=keep))
     ]
     assert (retained[0] >= retained[1] - 1e-6).all()
+
+
+@given(case=layers_of_slots(), alpha=st.floats(0, 1))
+@MANY
+def test_every_head_keeps_the_same_share_of_its_attention(case, alpha):
+    """No head's last kept slot stands behind a larger share than any head's first dropped one."""
+    scores, protected, valid, keep = case
+    mass = scores.double().masked_fill(~valid, 0.0)
+    mass = mass / mass.sum(-1, keepdim=True).clamp_min(1e-30)
+    none = torch.zeros_like(valid)
+    whole = Mass().head_budgets(mass, none, valid, keep)
+    for b in range(2):
+        behind, ahead = [], []
+        for h, count in enumerate(whole[b].tolist()):
+            best = sorted(mass[b, h][valid[b, h]].tolist(), reverse=True)
+            behind += [sum(best[: count - 1])] * (count > 0)
+            ahead += [sum(best[:count])] * (count < len(best))
+        assert not ahead or max(behind, default=0.0) <= min(ahead) + 1e-9
+    budgets = Mass(alpha).head_budgets(mass, protected, valid, keep)
+    for found in (whole, budgets):
+        assert found.sum(-1).tolist() == [scores.shape[1] * keep] * 2
+        assert (found <= valid.sum(-1)).all() and (found >= 0).all()
+    if keep >= int(protected.sum(-1).max()):
+        assert (budgets >= protected.sum(-1).minimum(valid.sum(-1))).all()
+
+
+def test_mass_is_what_the_score_says_attention_is():
+    """A head whose attention is on one slot needs no more; a score that is no attention shares out alike."""
+    scores = torch.tensor([[[9.0, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0]]])
+    slots = slots_of(scores, torch.ones_like(scores, dtype=torch.bool))
+    shares = {}
+    for score in (Cis(), Recency()):
+        mass = Mass().measured(score, scores, slots)
+        torch.testing.assert_close(mass.sum(-1), torch.ones(1, 2, dtype=torch.double))
+        shares[type(score)] = Mass().head_budgets(mass, ~slots.valid, slots.valid, 2)[0].tolist()
+    assert shares == {Cis: [1, 3], Recency: [2, 2]}
 
 
 def test_importance_is_compared_across_heads_in_its_own_unit():

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, ClassVar
 
+import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from .base import Ratio, Uniform, rank_of
+from .base import Ratio, Score, Slots, Uniform, rank_of
 from .registry import part
 from .rounding import WHOLE, rounded, rounded_on_device
 
@@ -42,13 +43,40 @@ class Adaptive(Uniform):
     ragged: ClassVar[bool] = True
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        B, H, S = scores_BHS.shape
-        # Slot-major, so that of equal scores the newer slot is the better one, in whatever head.
-        together = [x.transpose(1, 2).reshape(B, 1, S * H) for x in (scores_BHS, protected_BHS, valid_BHS)]
-        place_BHS = rank_of(*together).view(B, S, H).transpose(1, 2)
-        best_BH, held_BH = ((place_BHS < H * keep) & valid_BHS).sum(-1), valid_BHS.sum(-1)
-        part = round(self.alpha * WHOLE)
-        return rounded_on_device(part * best_BH + (WHOLE - part) * keep, held_BH, H * keep)
+        return shared_out(scores_BHS, protected_BHS, valid_BHS, keep, self.alpha)
+
+
+@part("allocation", "mass")
+class Mass(Uniform):
+    """Every head of a layer keeps the same share of its attention, as few slots as that takes, ``H * B`` of them together:
+    ``B*_h``; it gets ``alpha B*_h + (1 - alpha) B``. What counts as attention is the score's ``log_weight``, so a score that is
+    none shares out alike. Source: the code of IndexMem++ (arXiv 2605.25475), which finds the share by bisection."""
+
+    alpha: Ratio = 1.0
+    ragged: ClassVar[bool] = True
+
+    def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
+        weight_BHS = score.log_weight(scores_BHS).masked_fill(~slots.valid, float("-inf"))
+        return weight_BHS.double().softmax(-1).nan_to_num()
+
+    def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
+        place_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS)
+        sorted_BHS = torch.empty_like(scores_BHS).scatter_(-1, place_BHS, scores_BHS.masked_fill(~valid_BHS, 0.0))
+        # A slot is wanted before all that stand behind a larger share of their own head.
+        before_BHS = (sorted_BHS.cumsum(-1) - sorted_BHS).gather(-1, place_BHS)
+        return shared_out(-before_BHS, protected_BHS, valid_BHS, keep, self.alpha)
+
+
+def shared_out(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int, alpha: float) -> Tensor:
+    """Slots ``[B, H]`` of each head, where the ``H * keep`` best slots of all heads give ``alpha`` of them, and ``keep`` for
+    each the rest; ``alpha`` to six decimals."""
+    B, H, S = scores_BHS.shape
+    # Slot-major, so that of equal scores the newer slot is the better one, in whatever head.
+    together = [x.transpose(1, 2).reshape(B, 1, S * H) for x in (scores_BHS, protected_BHS, valid_BHS)]
+    place_BHS = rank_of(*together).view(B, S, H).transpose(1, 2)
+    best_BH, held_BH = ((place_BHS < H * keep) & valid_BHS).sum(-1), valid_BHS.sum(-1)
+    part = round(alpha * WHOLE)
+    return rounded_on_device(part * best_BH + (WHOLE - part) * keep, held_BH, H * keep)
 
 
 @dataclass(frozen=True)

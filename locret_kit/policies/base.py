@@ -260,8 +260,12 @@ class Allocation(Part, Protocol):
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
         """Slots ``[B, H]`` (int64) of each head; the sum over heads is ``H * keep``, and no head gets more than it holds.
-        The scores are comparable across heads."""
+        The scores are what ``measured`` makes of them."""
         return valid_BHS.sum(-1).clamp(max=keep)
+
+    def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
+        """What ``head_budgets`` of an allocation over heads compares: by default scores that are comparable across heads."""
+        return score.comparable(scores_BHS, slots)
 
 
 @dataclass(frozen=True)
@@ -616,8 +620,8 @@ class Policy:
         if scores_BHS is None:
             scores_BHS = self.score.score_slots(slots)
         protected_BHS = self.protected(slots)
-        comparable_BHS = self.score.comparable(scores_BHS, slots) if self.ragged else scores_BHS
-        budgets_BH = self.allocation.head_budgets(comparable_BHS, protected_BHS, slots.valid, slots.keep)
+        measured_BHS = self.allocation.measured(self.score, scores_BHS, slots) if self.ragged else scores_BHS
+        budgets_BH = self.allocation.head_budgets(measured_BHS, protected_BHS, slots.valid, slots.keep)
         valid_BHS, pinned_BHS = slots.valid, slots.pinned
         if self.selection.by_query_head:
             slots = replace(slots, verdicts=partial(self.verdicts, slots, scores_BHS))
