@@ -67,7 +67,7 @@ def test_an_adapter_cannot_be_merged_into_weights_that_are_elsewhere(backbone):
         (["backbone.device_map=auto", "trainer.strategy=deepspeed_stage_3"], "choose trainer.strategy=auto, or fsdp or "),
         (["backbone.device_map=balance"], "backbone.device_map=balance must be one of: auto, balanced, "),
         (["backbone.gpu_memory=18GiB"], "backbone.gpu_memory=18GiB needs a backbone.device_map, such as auto"),
-        (["backbone.device_map=auto", "backbone.gpu_memory=18"], "gpu_memory=18 is 18 bytes; with a unit: gpu_memory=18GiB?"),
+        (["backbone.device_map=auto", "backbone.gpu_memory=18"], "gpu_memory=18 is 18 bytes; with a unit: backbone.gpu"),
         (["trainer.strategy=deepspeed"], "trainer.strategy=deepspeed must be one of: auto, ddp, fsdp, deepspeed_stage_2, "),
         (["data.batch=2"], "optim.accumulate=1 must be a multiple of data.batch=2"),
     ],
