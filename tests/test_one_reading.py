@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from scripts_loaded import load_script
@@ -129,3 +131,29 @@ def test_the_script_measures_once_chooses_and_writes_its_table(tmp_path, capsys,
     gap = sum(a - b for a, b in zip(one, base, strict=True)) / 2
     assert f"| {gap:+.3f} ± " in next(line for line in made.splitlines() if line.startswith("| most@0.1"))
     assert "2 prompts of 720 tokens of a.txt" in made
+
+
+def test_curves_say_what_was_learned_of_the_same_target(tmp_path, capsys):
+    script = load_script("scripts/signal_curves.py")
+    curves = {"a@0.1": [1, 2, 3, 5], "a@0.2": [2, 2, 2, 1], "b@0.1": [0, 0, 6, 9], "c@0.1": [1, 1, 4, 4]}
+    for name in curves:
+        target = {
+            "kind": "logit" if name[0] == "c" else "log_mass",
+            "queries": "all",
+            "window": 4,
+            "values": name[0] == "c",
+        }
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "training.json").write_text(json.dumps({"target": target}))
+    steps = [",".join(("step", *(f"{name}/recall" for name in curves)))]
+    steps += [",".join((str(i), *(f"{one[i] / 10}" for one in curves.values()))) for i in range(4)]
+    (tmp_path / "curves.csv").write_text("\n".join(steps) + "\n")
+    assert script.main([str(tmp_path), "--last", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()[4:7]
+    assert lines[0] == "| log_mass, asked by all, window 4 | b | 0.1 | 0.750 ± 0.150 | - |"
+    assert (
+        lines[1] == "| log_mass, asked by all, window 4 | a | 0.2 | 0.150 ± 0.050 | -0.600 ± 0.200 |"
+    )  # best before, not last
+    assert lines[2] == "| logit, asked by all, window 4, times values | c | 0.1 | 0.400 ± 0.000 | - |"
+    assert script.main([str(tmp_path), "--last", "3"]) == 1
+    assert "last=3 must be at least 2 and at most half of the run's steps" in capsys.readouterr().err
