@@ -164,7 +164,12 @@ def test_a_text_is_the_same_in_any_company():
 
 def test_what_it_does_not_take():
     """Each says why, and is decoded by the plain forward; ``backend`` asks for that by name."""
-    for policy, why in (("sirllm", "logits"), ("merge-locret", "merges"), ("locret", None)):
+    for policy, why in (
+        ("sirllm", "logits"),
+        ("merge-locret", "merges"),
+        ("locret recall=blocks(size=4,take=2)", "back"),
+        ("locret", None),
+    ):
         cache = make(policy)
         cache.bind(backbone())
         reason = NativeDecoder(backbone()).reason_against(cache)
@@ -175,6 +180,7 @@ def test_what_it_does_not_take():
     for change, why in (
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m.train(), "training"),
+        (lambda m: setattr(m, "_tp_size", 2), "ranks"),
         (lambda m: m.half(), "float16"),
         (
             lambda m: setattr(m.model.layers[0].mlp, "down_proj", torch.nn.Sequential(m.model.layers[0].mlp.down_proj)),

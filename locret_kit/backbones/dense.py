@@ -71,6 +71,8 @@ def dense(model: Any) -> Dense:
     config = text_config(model)
     if not has_adapter(config):
         raise NotDense(f"model_type={config.model_type!r} has no adapter")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise NotDense("the backbone's layers are spread over ranks")
     if model.training:
         raise NotDense("the backbone is in training mode")
     if getattr(config, "hidden_act", None) != "silu":

@@ -129,6 +129,8 @@ class NativeDecoder:
             return f"policy={policy.name!r} scores tokens by the backbone's logits"
         if policy.merge is not None:
             return f"policy={policy.name!r} merges slots"
+        if policy.recall is not None:
+            return f"policy={policy.name!r} brings evicted slots back"
         if any(type(rows) not in STORES for rows in cache.bounded):
             return "rows of another kind"
         if any(rows.is_initialized and rows.B > 1 for rows in cache.bounded):
