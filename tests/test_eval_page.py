@@ -129,7 +129,9 @@ def test_a_damaged_configuration_is_one_line(run, tmp_path, capsys):
 def test_marks_of_a_table_are_explained_in_its_caption(run):
     rows = [replace(page.read_rows(run)[1], policy=p, sample=i, error=None, score=1.0) for p in "ab" for i in range(3)]
     html = page.page(run, [*rows, replace(rows[0], policy="<c>")])
-    assert "; † on other texts than most of its column)</caption>" in html and "<td>&lt;c&gt;</td>" in html
+    assert (
+        "; † on other texts than most of its column)</caption>" in html and '<td class="policy">&lt;c&gt;</td>' in html
+    )
 
 
 @pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
