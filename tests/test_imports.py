@@ -36,6 +36,7 @@ ONLY = {
     "pydantic": {"validation", "config", "serving"},
     "fastapi": {"serving"},
     "prometheus_client": {"serving"},
+    "ray": {"serving"},
     "lightning": {"training"},
     "deepspeed": {"training"},
     "huggingface_hub": {"hub", "card", "backbones", "evals", "samples", "checkpoint"},

@@ -1,0 +1,233 @@
+"""Several servers behind one port, on Ray Serve: ``serve run locret_kit.serving.ray:app replicas=2 options="--ckpt heads ..."``.
+
+Each replica is a ``locret-serve`` in a process of its own; all of them share one ``--session-dir``. A conversation or a document
+stays with the replica that has read it: its name is what Ray calls the id of a multiplexed model. When that replica is gone,
+or too busy, another goes on from the file. A front passes requests on; keys, bounds and errors are the servers' own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from .sticky import name_of
+
+LOG = logging.getLogger("ray.serve")
+KNOWN = 4096
+"""Conversations and documents that the front knows the place of, per replica; others are found by their files."""
+BODY = 256 << 20
+"""Bytes of a request's body, at most; the servers' own bounds are below."""
+FULL = 0.75
+"""Share of slots in use at which another replica starts."""
+TRIES = 3
+"""Replicas that are asked before an answer has begun."""
+START = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.executable, [sys.executable, "-m", "locret_kit.cli.serve", *sys.argv[1:]])
+"""
+"""Becomes the server, once it has asked Linux for a SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG)."""
+HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "host", "content-length", "server", "date"}
+"""Headers that are of one connection."""
+
+
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """The value that words of a command line give an option."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.lstrip("-").partition("=")
+        if name.replace("-", "_") == option:
+            return value if equals else after
+    return None
+
+
+class Child:
+    """``locret-serve`` in a process that ends when this one does.
+
+    Raises:
+        RuntimeError: it ended before it was ready.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        self.url = ""
+        self.process: subprocess.Popen[str] | None = None
+        self._lines: list[str] = []
+        self._said = threading.Event()
+        # The kernel tells the child when the thread that has started it ends, so that thread stays.
+        threading.Thread(target=self._run, args=(words,), name="locret-serve", daemon=True).start()
+        self._said.wait()
+        while self.alive:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=10).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise RuntimeError(" ".join(self._lines[-3:]) or "locret-serve has ended")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def _run(self, words: list[str]) -> None:
+        command = [sys.executable, "-c", START, *words, "--host", "127.0.0.1", "--port", "0"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines = [*self._lines[-20:], line.strip()]
+            if not self.url and line.startswith("http://"):
+                self.url = line.strip()
+                self._said.set()
+            else:
+                LOG.info("%s", line.strip())
+        self.process.wait()
+        self._said.set()
+
+    def stop(self) -> None:
+        """Tell it to stop."""
+        if self.process is not None:
+            self.process.terminate()
+
+
+class Replica:
+    """One server. ``words``: of ``locret-serve``."""
+
+    def __init__(self, words: list[str]) -> None:
+        keys = value_of(words, "api_key_file")
+        key = Path(keys).read_text(encoding="utf-8").split()[0] if keys else ""
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._child = Child(words)
+        self._client = httpx.AsyncClient(base_url=self._child.url, timeout=httpx.Timeout(10, read=None))
+
+    def __del__(self) -> None:
+        self._child.stop()
+
+    @serve.multiplexed(max_num_models_per_replica=KNOWN)
+    async def has(self, name: str) -> str:
+        """Note that this replica has a conversation or a document."""
+        return name
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError where the server has ended: Ray starts another replica then."""
+        if not self._child.alive:
+            raise RuntimeError("locret-serve has ended")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The share of slots that requests need, those that wait included."""
+        answer = await self._client.get("/metrics", headers=self._headers)
+        found = dict(
+            line.split() for line in answer.text.splitlines() if line.startswith("locret_") and "{" not in line
+        )
+        asked = float(found["locret_requests_running"]) + float(found["locret_requests_waiting"])
+        return {"slots": asked / float(found["locret_sessions"])}
+
+    async def answer(
+        self, method: str, path: str, headers: dict[str, str], body: bytes, name: str
+    ) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
+        """The server's status and headers, then the bytes of its answer as they come."""
+        if name:
+            await self.has(name)
+        async with self._client.stream(method, path, headers=headers, content=body) as answer:
+            yield answer.status_code, {name: value for name, value in answer.headers.items() if name not in HOP}
+            made = b""
+            async for piece in answer.aiter_raw():
+                if (method, path, answer.status_code) == ("POST", "/v1/documents", 202):
+                    made += piece
+                yield piece
+            if made:
+                await self.has(json.loads(made)["id"])
+
+
+class Front:
+    """Takes requests and has replicas answer them."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._replicas = replicas
+
+    async def __call__(self, request: Request) -> Response:
+        """An answer as the replica's server gives it, streamed or whole."""
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > BODY:
+                return problem(413, f"the body must be at most {BODY} bytes")
+        headers = {name: value for name, value in request.headers.items() if name not in HOP}
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        name = name_of(request.url.path, request.headers, body)
+        asked = self._replicas.options(stream=True, multiplexed_model_id=name).answer
+        for _ in range(TRIES):
+            pieces = asked.remote(request.method, path, headers, body, name)
+            try:
+                status, said = await anext(pieces)
+            except RayActorError:  # the replica has died before it said anything, and another may be asked
+                continue
+            return StreamingResponse(pieces, status, said)
+        return problem(503, "the replica that was asked has died; try again")
+
+
+def problem(status: int, message: str) -> JSONResponse:
+    """An error in OpenAI's shape."""
+    return JSONResponse(
+        {"error": {"message": message, "type": "server_error", "param": None, "code": None}}, status,
+        {"retry-after": "1"},
+    )  # fmt: skip
+
+
+def by_slots(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Replicas that are wanted, so that no more than ``FULL`` of their slots are in use."""
+    used = sum((context.aggregated_metrics or {}).get("slots", {}).values())
+    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return min(most, max(least, math.ceil(used / FULL))), {}
+
+
+def app(args: dict[str, str]) -> serve.Application:
+    """The application of ``serve run``.
+
+    Args:
+        args: ``options``: words of ``locret-serve``, --session-dir among them. ``replicas``: a number, or from-to (``1-4``)
+            for as many as the slots in use ask for. ``cpus``, ``gpus``: of each.
+
+    Raises:
+        ValueError: an unknown name, or no --session-dir.
+    """
+    given = {"options": "", "replicas": "1", "cpus": "1", "gpus": "0"}
+    for name in args:
+        if name not in given:
+            raise ValueError(f"unknown argument {name!r}. There are: {', '.join(given)}.")
+    given |= args
+    words = shlex.split(given["options"])
+    if not value_of(words, "session_dir"):
+        raise ValueError("options need --session-dir: a folder that all replicas see")
+    least, _, most = given["replicas"].partition("-")
+    scaling: dict[str, Any] = {"num_replicas": int(least)}
+    if most:
+        policy = AutoscalingPolicy(policy_function=by_slots)
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(min_replicas=int(least), max_replicas=int(most), policy=policy)
+        }
+    actor = {"num_cpus": float(given["cpus"]), "num_gpus": float(given["gpus"])}
+    deployed = serve.deployment(
+        Replica, name="Replica", max_ongoing_requests=1000, health_check_period_s=2, graceful_shutdown_timeout_s=30,
+        ray_actor_options=actor, **scaling,
+    )  # fmt: skip
+    front = serve.deployment(Front, name="Front", max_ongoing_requests=10_000)
+    return front.bind(deployed.bind([*words, "--share-session-dir"]))
