@@ -145,6 +145,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_
     for x in args:
         assert isinstance(x, (OnCard, int, float)), f"{kernel.__name__} is given {type(x)}"
         assert not isinstance(x, int) or abs(x) < 2**31, f"{kernel.__name__}: {x} is no int32"
+    if kernel.__name__ == "_select_rows":  # the newest, as many as are wanted: heads are laid out by their number
+        most_BH, stay_BHS = (x.inner for x in args[3:5])
+        stay_BHS.copy_(torch.arange(stay_BHS.shape[-1]) >= stay_BHS.shape[-1] - most_BH[..., None])
 
 
 @contextmanager
@@ -155,8 +158,9 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
         stack.enter_context(mock.patch.object(attention, "_lower_right_bias", _mask))
-        attention.has_flash.cache_clear()  # what this card has, another has not
-        stack.callback(attention.has_flash.cache_clear)
+        for probe in (attention.has_flash, attention.varlen_operator):  # what this card has, another has not
+            probe.cache_clear()
+            stack.callback(probe.cache_clear)
         before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then makes a tensor of the host and copies it
         stack.callback(torch._C._set_only_lift_cpu_tensors, before)

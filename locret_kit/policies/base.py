@@ -22,6 +22,9 @@ import torch
 from annotated_types import Interval, Predicate
 from torch import Tensor, nn
 
+from locret_kernels.backend import function
+from locret_kernels.select.reference import rank_of as rank_of
+
 from ..validation import Says, check
 from .rounding import raised
 
@@ -295,7 +298,7 @@ class Selection(Part, Protocol):
     ) -> Tensor:
         """Boolean ``[B, H, S]`` with exactly ``budgets_BH`` True in each head, none of them padding. By default protected
         slots first, then by score; ties go to the newer slot, so runs repeat exactly."""
-        return rank_of(scores_BHS, protected_BHS, valid_BHS) < budgets_BH[..., None]
+        return best_of(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots.backend)
 
 
 @dataclass(frozen=True)
@@ -453,15 +456,11 @@ class Recall(Part, Protocol):
         of them; at least 0 where that of several layers is compared."""
 
 
-def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
-    """Place ``[B, H, S]`` (int64, 0 is the best) of every slot in its head: protected first, then by score, ties to the
-    newer slot, padding last. So runs repeat exactly."""
-    lowest = torch.finfo(scores_BHS.dtype).min
-    keys_BHS = scores_BHS.clamp(min=lowest, max=-lowest).masked_fill(protected_BHS, float("inf"))
-    keys_BHS = keys_BHS.masked_fill(~valid_BHS, float("-inf"))
-    worst_first_BHS = keys_BHS.argsort(dim=-1, stable=True)  # of equals the older one, which is then the worse
-    place_S = torch.arange(keys_BHS.shape[-1] - 1, -1, -1, device=keys_BHS.device).expand_as(worst_first_BHS)
-    return torch.empty_like(worst_first_BHS).scatter_(-1, worst_first_BHS, place_S)
+def best_of(
+    scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor, backend: str = "reference"
+) -> Tensor:
+    """Boolean ``[B, H, S]``: the ``most`` slots of each head that ``rank_of`` places first."""
+    return function("select_rows", backend)(scores_BHS, protected_BHS, valid_BHS, most_BH)
 
 
 def share_of(budgets_BH: Tensor, ratio: float) -> Tensor:
@@ -610,8 +609,8 @@ class Policy:
         kept = []
         for one in slots.group or (slots,):
             scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
-            place_BHS = rank_of(scores, self.protected(one) & valid_BHS, valid_BHS)
-            kept.append((place_BHS < budgets_BH[..., None]) & valid_BHS)
+            kept_BHS = best_of(scores, self.protected(one) & valid_BHS, valid_BHS, budgets_BH, slots.backend)
+            kept.append(kept_BHS & valid_BHS)
         return torch.stack(kept, dim=2)
 
     def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:

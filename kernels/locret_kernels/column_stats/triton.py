@@ -1,6 +1,8 @@
 """Column statistics as Triton kernels; ``reference.py`` defines them.
 
-A program of ``_column_stats`` owns a block of slots: it holds their keys and walks over the queries that can see them.
+A program of ``_column_stats`` owns a block of slots: it holds their keys and walks over the queries that can see them, first
+over those that do not see all of the slots. A tile of slots by queries is summed element by element; only after the last block
+of queries are its columns added up, so the loop waits for no other warp.
 """
 
 from __future__ import annotations
@@ -19,6 +21,35 @@ from .reference import MARGIN, STATISTICS, ColumnStats
 
 
 @triton.jit
+def _read_queries(
+    queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
+    G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, SUM: tl.constexpr, SQUARE: tl.constexpr,
+    ABOVE: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Running statistics of the slots after one more block of queries. Without ``MASKED`` all of them see every slot."""
+    rows = t + tl.arange(0, BLOCK_T)  # [BT]
+    alive = rows < T
+    a = zero  # [BS, BT]: attention, summed over the group
+    for g in range(G):
+        q0, q1 = load_rows(queries + g * stride_qh, rows, alive, stride_qt, D0, D1)  # [BT, D0], [BT, D1]
+        norm = tl.load(lse + g * T + rows, mask=alive, other=float("inf"))  # [BT]: past the last query attention is 0
+        a += tl.exp2(dot_rows(k0, k1, q0, q1, zero, D1) * (scale * LOG2E) - (norm * LOG2E)[None, :])
+    a *= 1.0 / G
+    seen = rows + (S - T + 1)  # [BT]: slots that each query sees
+    if MASKED:
+        a = tl.where(slots[:, None] < seen[None, :], a, 0.0)
+    if SUM:
+        total += a  # [BS, BT], and so are the others
+    if SQUARE:
+        square += a * a
+    if ABOVE:
+        above += tl.where(a * seen[None, :] > margin, 1.0, 0.0)
+    if LAST:
+        last += tl.where(rows[None, :] == T - 1, a, 0.0)
+    return total, square, above, last
+
+
+@triton.jit
 def _column_stats(
     q, k, lse, out_sum, out_square, out_above, out_last, scale, margin,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
@@ -32,41 +63,38 @@ def _column_stats(
     there = slots < S
     keys = k + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh
     k0, k1 = load_rows(keys, slots, there, stride_ks, D0, D1)  # [BS, D0], [BS, D1]
-    zero = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+    zero = tl.zeros([BLOCK_S, BLOCK_T], tl.float32)
     queries = q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * G * stride_qh
-    # Each statistic is a sum over the queries so far, in registers: no atomics, so runs repeat exactly.
-    total = tl.zeros([BLOCK_S], tl.float32)
-    square = tl.zeros([BLOCK_S], tl.float32)
-    above = tl.zeros([BLOCK_S], tl.float32)
-    last = tl.zeros([BLOCK_S], tl.float32)
+    lse += tl.program_id(1).to(tl.int64) * G * T
+    # Each statistic is a sum over blocks of queries so far, in registers: no atomics, so runs repeat exactly.
+    total = zero
+    square = zero
+    above = zero
+    last = zero
     first = tl.maximum(first_slot - (S - T), 0) // BLOCK_T * BLOCK_T  # earlier queries see none of these slots
-    for t in range(first, T, BLOCK_T):
-        rows = t + tl.arange(0, BLOCK_T)  # [BT]
-        alive = rows < T
-        a = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)  # attention, summed over the group
-        for g in range(G):
-            q0, q1 = load_rows(queries + g * stride_qh, rows, alive, stride_qt, D0, D1)  # [BT, D0], [BT, D1]
-            norm = tl.load(lse + ((b * H + h) * G + g) * T + rows, mask=alive, other=float("inf"))  # [BT]
-            a += tl.exp2(dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2E) - (norm * LOG2E)[:, None])
-        seen = rows + (S - T + 1)  # [BT]: slots that each query sees
-        a = tl.where((slots[None, :] < seen[:, None]) & alive[:, None], a * (1.0 / G), 0.0)  # [BT, BS]
-        if SUM:
-            total += tl.sum(a, 0)  # [BS]
-        if SQUARE:
-            square += tl.sum(a * a, 0)  # [BS]
-        if ABOVE:
-            above += tl.sum(tl.where(a * seen[:, None] > margin, 1.0, 0.0), 0)  # [BS]
-        if LAST:
-            last += tl.sum(tl.where(rows[:, None] == T - 1, a, 0.0), 0)  # [BS]
+    some = tl.maximum(
+        first_slot + BLOCK_S - 1 - (S - T) - first, 0
+    )  # queries from there on that do not see all of them
+    clear = tl.minimum(first + tl.cdiv(some, BLOCK_T) * BLOCK_T, T)
+    for t in range(first, clear, BLOCK_T):
+        total, square, above, last = _read_queries(
+            queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
+            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, LAST, True,
+        )  # fmt: skip
+    for t in range(clear, T, BLOCK_T):
+        total, square, above, last = _read_queries(
+            queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
+            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, LAST, False,
+        )  # fmt: skip
     at = tl.program_id(1).to(tl.int64) * S + slots
     if SUM:
-        tl.store(out_sum + at, total, mask=there)
+        tl.store(out_sum + at, tl.sum(total, 1), mask=there)
     if SQUARE:
-        tl.store(out_square + at, square, mask=there)
+        tl.store(out_square + at, tl.sum(square, 1), mask=there)
     if ABOVE:
-        tl.store(out_above + at, above, mask=there)
+        tl.store(out_above + at, tl.sum(above, 1), mask=there)
     if LAST:
-        tl.store(out_last + at, last, mask=there)
+        tl.store(out_last + at, tl.sum(last, 1), mask=there)
 
 
 @triton.jit
@@ -119,12 +147,12 @@ def column_stats(
     lse = lse_BQT.contiguous()
     names = ("sum", "square", "above", "last")
     out = {name: torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device) for name in names if name in want}
-    block_t, block_s = (64, 128) if D < 256 else (32, 64)
+    block_t, block_s = 32 if D < 256 else 16, 128
     common.launch(
         _column_stats, (cdiv(S, block_s), B * H), q_BQTD, k_BHSD, lse, *(out.get(name, lse) for name in names),
         scaling, 1.0 + MARGIN, *q_BQTD.stride()[:3], *k_BHSD.stride()[:3], H, T, S,
         G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s,
-        **{name.upper(): name in want for name in names}, num_warps=8, num_stages=2,
+        **{name.upper(): name in want for name in names}, num_warps=8, num_stages=3 if D == 128 else 2,
     )  # fmt: skip
     return ColumnStats(**out)
 

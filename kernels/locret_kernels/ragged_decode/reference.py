@@ -24,16 +24,30 @@ class Spans(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding of the first ``R`` columns of keys (halves convention); queries come rotated."""
+    """Rotary embedding of the first ``R`` columns of keys (halves convention: both halves of a table are alike); queries come
+    rotated."""
 
     cos_SR: Tensor
     sin_SR: Tensor
     place_N: Tensor | None = None
     """Integer: a row is rotated to its rank within its head, or to this place where it is higher."""
+    rank_N: Tensor | None = None
+    """Integer: rank of each row within its head, where that is not the order in which they lie."""
 
 
 FullRows = tuple[Tensor, Tensor]
 """Keys and values ``[N, D]`` of all heads, one head's rows after another's; a uniform cache is a view of this form."""
+
+
+class Float8Rows(NamedTuple):
+    """Keys and values of all heads in floating point of 8 bits: ``code * scale``, the codes E4M3 as uint8, a scale for each of
+    the ``P = B * H`` heads."""
+
+    keys_ND: Tensor
+    values_ND: Tensor
+    key_scale_P: Tensor
+    """float32, and so are the values'."""
+    value_scale_P: Tensor
 
 
 class PackedRows(NamedTuple):
@@ -78,7 +92,12 @@ class Decoded(NamedTuple):
 
 
 def ragged_decode(
-    q_BQD: Tensor, rows: FullRows, spans: Spans, scaling: float, turn: Rotation | None = None, received: bool = False
+    q_BQD: Tensor,
+    rows: FullRows | Float8Rows,
+    spans: Spans,
+    scaling: float,
+    turn: Rotation | None = None,
+    received: bool = False,
 ) -> Decoded:
     """Attention of one query per head over the rows of its key/value head. Nothing is read back to the host.
 
@@ -91,7 +110,11 @@ def ragged_decode(
     """
 
     def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
-        return rows[0][row_S], rows[1][row_S]
+        keys, values = rows[0][row_S], rows[1][row_S]
+        if not isinstance(rows, Float8Rows):
+            return keys, values
+        k, v = (x.view(torch.float8_e4m3fn).float() for x in (keys, values))
+        return k * rows.key_scale_P[p], v * rows.value_scale_P[p]
 
     return _decode(q_BQD, len(rows[0]), read, spans, scaling, turn, received)
 
@@ -151,7 +174,8 @@ def _decode(
             row_S = (starts_BH[b, h] + rank_S.where(there_S, 0)).clamp(max=N - 1)
             k, v = (x.to(dtype) for x in read(b * H + h, row_S, there_S))  # [S, D]
             if turn is not None:
-                place_S = rank_S if turn.place_N is None else torch.maximum(rank_S, turn.place_N[row_S])
+                place_S = rank_S if turn.rank_N is None else turn.rank_N[row_S].long()
+                place_S = place_S if turn.place_N is None else torch.maximum(place_S, turn.place_N[row_S])
                 k = _rotated(k, turn.cos_SR[place_S].to(dtype), turn.sin_SR[place_S].to(dtype))
             group = slice(h * G, (h + 1) * G)
             logits_GS = (q_BQD[b, group].to(dtype) @ k.T * scaling).masked_fill(~there_S, float("-inf"))

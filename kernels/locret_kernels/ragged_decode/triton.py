@@ -21,7 +21,7 @@ from ..checks import check_some
 from ..common import LN2, LOG2E, check, dot_rows, head_blocks, load_rows
 from ..hadamard import hadamard
 from ..split_merge import merge_splits, split_rows
-from .reference import Decoded, FullRows, PackedRows, Rotation, Spans
+from .reference import Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans
 
 
 @triton.jit
@@ -33,11 +33,12 @@ def _partner(columns, R: tl.constexpr):
 
 @triton.jit
 def _rotated(x, base, rows, places, keep, stride, cos, sin, FIRST: tl.constexpr, N: tl.constexpr,
-             R: tl.constexpr):  # fmt: skip
+             R: tl.constexpr, FLOAT8: tl.constexpr):  # fmt: skip
     """Columns ``FIRST .. FIRST + N`` of rows whose first ``R`` columns are rotated to their places; ``x [rows, N]`` before."""
     columns = FIRST + tl.arange(0, N)  # [N]
     partner = _partner(columns, R)  # [N]
-    other = tl.load(base + rows[:, None] * stride + partner[None, :], mask=keep[:, None], other=0.0).to(tl.float32)
+    other = tl.load(base + rows[:, None] * stride + partner[None, :], mask=keep[:, None], other=0)
+    other = _float8(other) if FLOAT8 else other.to(tl.float32)
     other = tl.where((columns < R // 2)[None, :], -other, other)  # [rows, N]
     return _turn(x.to(tl.float32), other, cos, sin, places, keep, FIRST, N, R).to(x.dtype)
 
@@ -47,27 +48,41 @@ def _turn(x, other, cos, sin, places, keep, FIRST: tl.constexpr, N: tl.constexpr
     """Columns ``x`` and their signed partners ``other``, both ``[rows, N]``, turned by the angles of their places (float32)."""
     columns = FIRST + tl.arange(0, N)  # [N]
     inside = keep[:, None] & (columns < R)[None, :]  # [rows, N]; others turn by angle 0
-    at = places[:, None] * R + columns[None, :]  # [rows, N]
+    at = places[:, None] * R + (columns % (R // 2))[None, :]  # [rows, N]; both halves of a table are alike
     c = tl.load(cos + at, mask=inside, other=1.0).to(tl.float32)
     s = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
     return x * c + other * s
 
 
 @triton.jit
-def _places(place, rows, keep, PLACED: tl.constexpr):
+def _places(place, rank, rows, keep, PLACED: tl.constexpr, RANKED: tl.constexpr):
     """Places ``[rows]`` to which rows are rotated: their rank, or the given place where it is higher."""
+    at = rows
+    if RANKED:
+        rows = tl.load(rank + at, mask=keep, other=0).to(tl.int32)
     if PLACED:
-        rows = tl.maximum(rows, tl.load(place + rows, mask=keep, other=0).to(tl.int32))
+        rows = tl.maximum(rows, tl.load(place + at, mask=keep, other=0).to(tl.int32))
     return rows
 
 
 @triton.jit
+def _float8(codes):
+    """Numbers (float32) of E4M3 codes: their bits are those of a float16, whose exponent counts from 8 more. No card's own
+    conversion is needed."""
+    bits = codes.to(tl.int32)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
 def _ragged_decode(
-    q, keys, values, starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, stride_k,
-    stride_v, S, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
-    ROTATE: tl.constexpr, PLACED: tl.constexpr, RECEIVED: tl.constexpr,
+    q, keys, values, key_scale, value_scale, starts, lengths, cos, sin, place, rank, logits, out, norm, scale, stride_qb,
+    stride_qh, H, stride_k, stride_v, S, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, BLOCK_S: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr, RANKED: tl.constexpr,
+    RECEIVED: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Program axes: key/value heads of all batches, splits of a head's rows (read BS at a time). BG is the group, padded."""
+    """Program axes: key/value heads of all batches, splits of a head's rows (read BS at a time). BG is the group, padded. The
+    scales of 8-bit rows are factors of the logits and of the output."""
     head, split = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
     start = tl.load(starts + head).to(tl.int64)
@@ -80,7 +95,12 @@ def _ragged_decode(
     keys += start * stride_k
     values += start * stride_v
     place += start
+    rank += start
     logits += (head.to(tl.int64) * G + members)[:, None] * S  # [BG, 1] of [B * Q, S]
+    larger = 1.0  # factor of the values
+    if FLOAT8:
+        scale *= tl.load(key_scale + head)
+        larger = tl.load(value_scale + head)
     zero = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
     # Online softmax, see `_absorb`.
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -92,19 +112,23 @@ def _ragged_decode(
         rows = s + tl.arange(0, BLOCK_S)  # [BS]
         there = (rows < length) & (rows < begin + per_split)
         k0, k1 = load_rows(keys, rows, there, stride_k, D0, D1)  # [BS, D0], [BS, D1]
+        if FLOAT8:
+            k0, k1 = _float8(k0).to(q0.dtype), _float8(k1).to(q0.dtype)
         if ROTATE > 0:
-            places = _places(place, rows, there, PLACED)
-            k0 = _rotated(k0, keys, rows, places, there, stride_k, cos, sin, 0, D0, ROTATE)
+            places = _places(place, rank, rows, there, PLACED, RANKED)
+            k0 = _rotated(k0, keys, rows, places, there, stride_k, cos, sin, 0, D0, ROTATE, FLOAT8)
             if D1 > 0:
-                k1 = _rotated(k1, keys, rows, places, there, stride_k, cos, sin, D0, D1, ROTATE)
+                k1 = _rotated(k1, keys, rows, places, there, stride_k, cos, sin, D0, D1, ROTATE, FLOAT8)
         x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2E)  # [BG, BS]: logits to base 2
         if RECEIVED:
             tl.store(logits + rows[None, :], x, mask=alive[:, None] & there[None, :])
         x = tl.where(there[None, :], x, float("-inf"))
         v0, v1 = load_rows(values, rows, there, stride_v, D0, D1)  # [BS, D0], [BS, D1]
+        if FLOAT8:
+            v0, v1 = _float8(v0).to(q0.dtype), _float8(v1).to(q0.dtype)
         top, total, y0, y1 = _absorb(x, v0, v1, top, total, y0, y1, D1)
     at = (split.to(tl.int64) * tl.num_programs(0) + head) * G + members  # [BG] of [splits, B * Q]
-    _store_part(out, norm, at, alive, top, total, y0, y1, D0, D1)
+    _store_part(out, norm, at, alive, top, total, y0 * larger, y1 * larger, D0, D1)
 
 
 @triton.jit
@@ -191,9 +215,10 @@ def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST:
 @triton.jit
 def _packed_decode(
     q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
-    starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,
+    starts, lengths, cos, sin, place, rank, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr, RECEIVED: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr, RANKED: tl.constexpr,
+    RECEIVED: tl.constexpr,
 ):  # fmt: skip
     """As ``_ragged_decode``; rows before ``first_of_tail`` are codes, those from there on are in the tail."""
     D: tl.constexpr = D0 + D1
@@ -213,6 +238,7 @@ def _packed_decode(
     value_zero += start * GROUPS
     groups += start
     place += start
+    rank += start
     logits += (head.to(tl.int64) * G + members)[:, None] * S  # [BG, 1] of [B * Q, S]
     key_step += (head // sharing).to(tl.int64) * M * D
     key_zero += (head // sharing).to(tl.int64) * M * D
@@ -230,7 +256,7 @@ def _packed_decode(
         there = (rows < length) & (rows < begin + per_split)
         packed, newest = there & (rows < first_of_tail), there & (rows >= first_of_tail)  # [BS], disjoint
         group = tl.load(groups + rows, mask=packed, other=0).to(tl.int32)  # [BS]
-        places = _places(place, rows, there, PLACED)  # [BS]
+        places = _places(place, rank, rows, there, PLACED, RANKED)  # [BS]
         k0 = _turned_keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
                           cos, sin, places, there, 0, D0, ROTATE, BITS, D).to(q0.dtype)  # fmt: skip
         k1 = k0
@@ -253,21 +279,33 @@ def _packed_decode(
 
 
 def ragged_decode(
-    q_BQD: Tensor, rows: FullRows, spans: Spans, scaling: float, turn: Rotation | None = None, received: bool = False
+    q_BQD: Tensor,
+    rows: FullRows | Float8Rows,
+    spans: Spans,
+    scaling: float,
+    turn: Rotation | None = None,
+    received: bool = False,
 ) -> Decoded:
     """See ``reference.ragged_decode``."""
-    keys_ND, values_ND = rows
+    keys_ND, values_ND, *scales = rows
     check(q=q_BQD, keys=keys_ND, values=values_ND, longest=spans.longest)
     Q, D, H = *q_BQD.shape[1:], spans.starts_BH.shape[1]
     if Q % H or keys_ND.shape[1] != D or values_ND.shape != keys_ND.shape:
         shapes = f"keys {tuple(keys_ND.shape)} and values {tuple(values_ND.shape)}"
         raise ValueError(f"q {tuple(q_BQD.shape)}, {shapes} do not belong together")
-    if not q_BQD.dtype == keys_ND.dtype == values_ND.dtype:
-        raise ValueError("q, keys and values must be of one type")
+    if not (torch.uint8 if scales else q_BQD.dtype) == keys_ND.dtype == values_ND.dtype:
+        raise ValueError("q, keys and values must be of one type, or keys and values torch.uint8 with their scales")
+    if any(x.dtype != torch.float32 or x.shape != (spans.starts_BH.numel(),) for x in scales):
+        raise ValueError(
+            f"scales {tuple(scales[0].shape)} must be float32, one for each of {spans.starts_BH.numel()} heads"
+        )
     # Rotating takes each key's partner too, so half the rows fit into the same registers.
     block_s = (64 if D < 256 else 32) // (1 if turn is None else 2)
     strides = keys_ND.stride(0), values_ND.stride(0)
-    return _launch(_ragged_decode, q_BQD, rows, strides, spans, scaling, turn, received, q_BQD.dtype, block_s)
+    given = (keys_ND, values_ND, *(scales or (q_BQD, q_BQD)))  # `q` stands in for scales that the kernel does not read
+    return _launch(
+        _ragged_decode, q_BQD, given, strides, spans, scaling, turn, received, q_BQD.dtype, block_s, FLOAT8=bool(scales)
+    )  # fmt: skip
 
 
 def packed_decode(
@@ -311,17 +349,17 @@ def _launch(
         if turn.cos_SR.shape != turn.sin_SR.shape or R > D or R % 2 or places < longest:
             raise ValueError(f"{tables} must be [at least {longest}, even and at most {D}], and sin alike")
     # `q` stands in for tables that the kernel does not read. Given places may not reach past the tables; nothing checks that.
-    cos, sin, place = (q_BQD if x is None else x.contiguous() for x in turn or (None, None, None))
+    cos, sin, place, rank = (q_BQD if x is None else x.contiguous() for x in turn or (None,) * 4)
     splits, per_split = split_rows(longest, block_s, B * H)
     exact = dict(dtype=torch.float32, device=q_BQD.device)
     out, norm = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, **exact)
     logits_BQS = torch.full((B, Q, longest), float("-inf"), **exact) if received else out
     common.launch(
-        kernel, (B * H, splits), q_BQD, *rows, starts_BH.contiguous(), lengths_BH.contiguous(), cos, sin, place,
+        kernel, (B * H, splits), q_BQD, *rows, starts_BH.contiguous(), lengths_BH.contiguous(), cos, sin, place, rank,
         logits_BQS, out, norm, scaling, *q_BQD.stride()[:2], H, *sizes, longest, per_split,
         G=Q // H, BLOCK_G=max(16, triton.next_power_of_2(Q // H)), D0=D0, D1=D1, BLOCK_S=block_s, **constants,
         ROTATE=0 if turn is None else turn.cos_SR.shape[1], PLACED=turn is not None and turn.place_N is not None,
-        RECEIVED=received, num_warps=num_warps, num_stages=2,
+        RANKED=turn is not None and turn.rank_N is not None, RECEIVED=received, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     out_BQD, norm_BQ = merge_splits(out, norm, dtype)
     if not received:

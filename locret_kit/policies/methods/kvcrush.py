@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Positive, Ratio, Selection, Slots, rank_of, share_of, wide
+from ..base import Positive, Ratio, Selection, Slots, best_of, share_of, wide
 from ..registry import part, register
 from .random import hashed
 
@@ -76,7 +76,7 @@ class Representatives(Selection):
         bits_BHGS = self._bits(scores_BHS, valid_BHS, own_BH, slots)
         if unit > 1:
             scores_BHS = _sum_over_units(scores_BHS, position_BHS // unit, valid_BHS)
-        best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < own_BH[..., None]
+        best_BHS = best_of(scores_BHS, protected_BHS, valid_BHS, own_BH, slots.backend)
         free_BHS = valid_BHS & ~best_BHS
         chosen_BHS = best_BHS.clone()
         for b, groups in enumerate((wanted_BH // unit).amax(-1).tolist()):
@@ -84,7 +84,7 @@ class Representatives(Selection):
                 chosen_BHS[b] |= self._representatives(
                     position_BHS[b], bits_BHGS[b], valid_BHS[b], free_BHS[b], wanted_BH[b] // unit, groups, slots
                 )
-        return rank_of(scores_BHS, chosen_BHS, valid_BHS) < budgets_BH[..., None]
+        return best_of(scores_BHS, chosen_BHS, valid_BHS, budgets_BH, slots.backend)
 
     def _bits(self, scores_BHS: Tensor, valid_BHS: Tensor, own_BH: Tensor, slots: Slots) -> Tensor:
         """Bits ``[B, H, G, S]`` of every slot in the query heads of its head (``G`` is 1 where those agree)."""
@@ -163,14 +163,15 @@ class KMeans(Selection):
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
     ) -> Tensor:
         wanted_BH = share_of(budgets_BH, self.ratio)
-        chosen_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < (budgets_BH - wanted_BH)[..., None]
+        own_BH = budgets_BH - wanted_BH
+        chosen_BHS = best_of(scores_BHS, protected_BHS, valid_BHS, own_BH, slots.backend)
         free_BHS, keys_BHSD = valid_BHS & ~chosen_BHS, slots.keys()
         for b, heads in enumerate(wanted_BH.tolist()):
             for h, wanted in enumerate(heads):
                 free_N = free_BHS[b, h].nonzero()[:, 0]
                 if wanted and len(free_N):
                     chosen_BHS[b, h, free_N[self._members(wide(keys_BHSD[b, h, free_N]), wanted, slots)]] = True
-        return rank_of(scores_BHS, chosen_BHS, valid_BHS) < budgets_BH[..., None]
+        return best_of(scores_BHS, chosen_BHS, valid_BHS, budgets_BH, slots.backend)
 
     def _members(self, key_ND: Tensor, wanted: int, slots: Slots) -> Tensor:
         """Indices of one key of each cluster, at most ``wanted``."""

@@ -21,7 +21,7 @@ from ..base import (
     Selection,
     Size,
     Slots,
-    rank_of,
+    best_of,
     resolve_count,
     share_of,
     wanted_count,
@@ -120,7 +120,7 @@ class Sampled(Selection):
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
     ) -> Tensor:
         own_BH = budgets_BH - share_of(budgets_BH, self.ratio)
-        best_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS) < own_BH[..., None]
+        best_BHS = best_of(scores_BHS, protected_BHS, valid_BHS, own_BH, slots.backend)
         head_H1 = torch.arange(scores_BHS.shape[1], device=scores_BHS.device)[:, None]
         salts = (0 if self.per == "all" else slots.layer, head_H1 if self.per == "head" else 0)
         uniform_BHS = hashed(slots.positions.long(), slots.seed, *salts, slots.seen)
@@ -129,7 +129,7 @@ class Sampled(Selection):
             scores_BHS = torch.zeros_like(scores_BHS)
         elif self.per != "head":
             scores_BHS = mean_over_heads(scores_BHS, slots.positions, valid_BHS)
-        return rank_of(scores_BHS + gumbel_BHS, best_BHS, valid_BHS) < budgets_BH[..., None]
+        return best_of(scores_BHS + gumbel_BHS, best_BHS, valid_BHS, budgets_BH, slots.backend)
 
 
 def mean_over_heads(scores_BHS: Tensor, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor:

@@ -2,10 +2,11 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..attention import Weight
-from ..base import Count, Scope, Size, Slots, rank_of, resolve_count, wanted_count
+from ..base import Count, Scope, Size, Slots, best_of, resolve_count, wanted_count
 from ..registry import part, register
 
 
@@ -38,8 +39,9 @@ class Deviation(Scope):
         mean_BHS = slots.stats["sum"] / slots.stats["count"]
         variance_BHS = slots.stats["square"] / slots.stats["count"] - mean_BHS.square()
         first_BHS = slots.newest(self.newest) | ((slots.positions < self.sinks) & slots.valid)
-        place_BHS = rank_of(variance_BHS.clamp_(min=0).sqrt_(), first_BHS, slots.valid)
-        return (place_BHS < resolve_count(self.size, slots.keep)) & slots.valid
+        most_BH = slots.valid.new_full(slots.valid.shape[:2], resolve_count(self.size, slots.keep), dtype=torch.int64)
+        deviation_BHS = variance_BHS.clamp_(min=0).sqrt_()
+        return best_of(deviation_BHS, first_BHS, slots.valid, most_BH, slots.backend) & slots.valid
 
 
 register("roco", "RoCo, arXiv 2402.06262", {"score": Mas(), "scopes": (Deviation(),)}, names={"size": "window"})
