@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -12,7 +15,35 @@ from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels.backend import function
 
+from ..naming import first_line
+
 logger = logging.getLogger(__name__)
+
+
+NEWER = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn")}
+"""Major compute capability -> FlashAttention's implementation for it, as PyTorch names it, and the package that holds it."""
+
+
+@cache
+def activate_newer(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
+    """Let PyTorch's operator of FlashAttention run the newest implementation for a card, where its package is installed, it
+    takes such heads, and no other is active. The operator's meaning stays; the choice holds for the whole process."""
+    attention = torch.nn.attention
+    installed = {major: it for major, it in NEWER.items() if find_spec(it[1]) is not None}
+    if device.type != "cuda" or not installed or not hasattr(attention, "activate_flash_attention_impl"):
+        return
+    name, package = installed.get(torch.cuda.get_device_capability(device)[0], ("", ""))
+    if not name or attention.current_flash_attention_impl() is not None:
+        return
+    probe = torch.zeros(1, 1, 1, head_size, dtype=dtype, device=device)
+    try:
+        attention.activate_flash_attention_impl(name)
+        _flash(probe, probe, probe, 1.0)
+    except Exception as error:  # whatever a package of another version raises: FlashAttention-2 is there
+        attention.restore_flash_attention_impl()
+        logger.warning("%s of the package %s does not run for heads of %d: %s", name, package, head_size, error)
+    else:
+        logger.info("attention runs %s of the package %s", name, package)
 
 
 @cache
@@ -20,6 +51,7 @@ def has_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether PyTorch's own operator of FlashAttention runs here: found out by calling it once. Says so where it does not."""
     if device.type == "cpu" or dtype.itemsize != 2:
         return False
+    activate_newer(device, dtype, head_size)
     probe = torch.zeros(1, 1, 1, head_size, dtype=dtype, device=device)
     try:
         _flash(probe, probe, probe, 1.0)
@@ -39,6 +71,62 @@ def _flash(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
         q_BQTD, k_BHSD, v_BHSD, 0.0, is_causal=True, return_debug_mask=False, scale=scaling
     )
     return made[0], made[1]
+
+
+@cache
+def varlen_operator(device: torch.device, dtype: torch.dtype, head_size: int) -> Callable[..., Tensor] | None:
+    """PyTorch's attention over sequences of different lengths (``torch.nn.attention.varlen``), found out by calling it once as
+    the kit does; None where it does not run. Says so then, but for a CPU and full precision."""
+    if device.type == "cpu" or dtype.itemsize != 2:
+        return None
+    try:
+        attend: Callable[..., Tensor] = import_module("torch.nn.attention.varlen").varlen_attn
+        row = torch.zeros(1, 1, head_size, dtype=dtype, device=device)
+        ends = torch.arange(2, dtype=torch.int32, device=device)
+        attend(row, row, row, ends, ends, 1, 1, scale=1.0, window_size=(-1, 0), enable_gqa=True, seqused_k=ends[1:])
+    except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+        logger.warning(
+            "attention over sequences of different lengths does not run for heads of %d in %s on %s, so each head is a call of "
+            "its own and a window is a mask: %s", head_size, dtype, device, first_line(error),
+        )  # fmt: skip
+        return None
+    return attend
+
+
+def attend_heads(
+    q_BQTD: Tensor,
+    keys_ND: Tensor,
+    values_ND: Tensor,
+    starts_P: Tensor,
+    lengths_P: Tensor,
+    longest: int,
+    scaling: float,
+) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of the newest rows over heads of different lengths, in one launch of ``varlen_operator``. Rows
+    lie end to end: each of the ``P = B * H`` heads begins at its start and has room up to the next one's."""
+    B, _, T, D = q_BQTD.shape
+    P, attend = len(starts_P), varlen_operator(q_BQTD.device, q_BQTD.dtype, D)
+    assert attend is not None
+    # A key/value head of a text is a sequence of queries [T, G, D] over rows [S, 1, D].
+    q_PTGD = q_BQTD.unflatten(1, (P // B, -1)).transpose(2, 3).flatten(0, 1)
+    ends = torch.arange(0, P * T + 1, T, dtype=torch.int32, device=q_BQTD.device)
+    stretches = torch.cat((starts_P, starts_P.new_full((1,), len(keys_ND)))).int()
+    out = attend(
+        q_PTGD.flatten(0, 1), keys_ND[:, None], values_ND[:, None], ends, stretches, T, longest, scale=scaling,
+        window_size=(-1, 0), enable_gqa=q_PTGD.shape[2] > 1, seqused_k=lengths_P.int(),
+    )  # fmt: skip
+    return out.view(B, P // B, T, -1, D).transpose(2, 3).flatten(1, 2)
+
+
+def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of the newest rows over the ``window`` rows up to each, without a mask."""
+    (B, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
+    attend = varlen_operator(q_BQTD.device, q_BQTD.dtype, D)
+    assert attend is not None
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BQTD, k_BHSD, v_BHSD))  # [B * T, Q, D], [B * S, H, D]
+    ends = (torch.arange(0, B * n + 1, n, dtype=torch.int32, device=q.device) for n in (T, S))
+    out = attend(q, k, v, *ends, T, S, scale=scaling, window_size=(window - 1, 0), enable_gqa=Q > H)
+    return out.unflatten(0, (B, T)).transpose(1, 2)
 
 
 def operator(device: torch.device, dtype: torch.dtype, head_size: int, backend: str) -> str:
@@ -110,6 +198,8 @@ def attend_rows(
         )
     if window is None and T < S and backend != "reference" and has_flash(q_BQTD.device, q_BQTD.dtype, D):
         return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)[0]
+    if window is not None and backend != "reference" and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
+        return _attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window)
     mask = lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 

@@ -7,7 +7,7 @@ the row of the new token and the lengths of heads are numbers on the device (``F
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -19,10 +19,11 @@ from locret_kernels.backend import function
 from ..backbones.rope import rotate, rotate_lean
 from ..policies.base import Entry, Merge, PrefillMask, Slots
 from . import recall
-from .attention import attend_rows, attend_rows_lse
+from .attention import attend_heads, attend_rows, attend_rows_lse, varlen_operator
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
 from .sparse import attend_chosen
+from .storage.ragged import RaggedLayer
 from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import slots_of, turned_back
 
@@ -142,12 +143,41 @@ def _entry_scores(
 
 
 def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: int) -> Tensor:
-    """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length."""
+    """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length, or one for heads of
+    different lengths where PyTorch has it."""
+    in_one = (
+        isinstance(rows, RaggedLayer) and ctx.backend != "reference" and not rows.statistics and not ctx.policy.sparse
+    )
+    if in_one and _mask(ctx, rows) is None and varlen_operator(q.device, q.dtype, q.shape[-1]) is not None:
+        assert isinstance(rows, RaggedLayer)
+        return _attend_ragged(ctx, layer, rows, q)
     out = []
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
         out.append(_attend_part(ctx, layer, rows, part, q[part.batch, queries]))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
+
+
+def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Tensor:
+    """``_attend_parts`` over all heads of a layer at once."""
+    # The scratch of rows in few bits may be larger than this layer.
+    keys, values = (rows.buffer(name)[: len(rows.positions)] for name in ("keys", "values"))
+    starts_P, lengths_P, rope = rows.starts, rows.lengths, ctx.read_rope(layer, rows)
+    if rope is not None:
+        (B, Q, T, _), N, H = q.shape, len(keys), rows.H
+        # Rank of each row in its head; that of its last row where it is free, so that tables reach there.
+        row_N = torch.arange(N, device=q.device)
+        head_N = torch.searchsorted(starts_P, row_N, right=True) - 1
+        place_N = torch.minimum(row_N - starts_P[head_N], lengths_P[head_N] - 1)
+        place_PT = lengths_P[:, None] - T + torch.arange(T, device=q.device)
+        size = max(rows.longest, ctx.positions.span or 0)
+        if not ctx.positions.by_rank:
+            place_PT = ctx.positions.place(place_PT, rows.positions[starts_P[:, None] + place_PT], rows.seen)
+            place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
+        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend)
+        keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
+        q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
+    return attend_heads(q, keys, values, starts_P, lengths_P, rows.longest, rows.scaling)
 
 
 def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
@@ -159,18 +189,20 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
     keys, values = _picked(part.keys, seen), _picked(part.values, seen)
     n = keys.shape[2]
     if rope is not None:
+        place = None
         if ctx.positions.by_rank:
             cos, sin = ctx.tables.first(rope, n, q, rows.ragged)
-            newest = cos[-T:], sin[-T:]
+            newest, place = (cos[-T:], sin[-T:]), part.ranks
         else:
-            rank_S = torch.arange(n, device=q.device)
+            rank_S = torch.arange(n, device=q.device) if part.ranks is None else part.ranks
             at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
             cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
             newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
         # A decoded token reads all rows for one query: on a CPU most of its time is this rotation.
         lean = T == 1 and q.device.type == "cpu"
-        turned = rotate_lean if lean else function("rotate_rows", ctx.backend)
-        keys, q = turned(keys, cos, sin), turned(q, *newest)
+        turned: Callable[..., Tensor] = rotate_lean if lean else function("rotate_rows", ctx.backend)
+        keys = turned(keys, cos, sin) if place is None else turned(keys, cos, sin, place)
+        q = turned(q, *newest)
     if (sparse := ctx.policy.sparse) is not None and T > 1 and rows.window is None:
         return attend_chosen(ctx, layer, sparse, part.heads, q, keys, values, rows.scaling)
     # Statistics need the log-sum-exp of every query; without them plain attention is faster.
