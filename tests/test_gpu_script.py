@@ -291,3 +291,25 @@ def test_what_is_refused(argv, message, tmp_path, capsys):
     argv = [word.format(tmp=tmp_path) for word in argv]
     assert gpu.main(["--device", "cpu", "--model", "tiny", *argv]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [None, "graphs_on_cuda.py", "racecheck", "gpu.py"])
+def test_a_card_is_checked_before_it_is_measured(tmp_path, wrong):
+    """Graphs, races, figures, in this order, each within its time; figures are taken all the same, and the status tells."""
+    log = tmp_path / "log"
+    for name in ("python", "compute-sanitizer"):
+        tool = tmp_path / name
+        tool.write_text(f'#!/bin/sh\necho "{name} $@" >> {log}\ncase "{name} $@" in *{wrong}*) exit 1;; esac\n')
+        tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "scripts" / "on_card.sh"), "--model", "phi3-mini"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == (wrong is not None), done.stderr
+    *checks, figures = log.read_text().splitlines()
+    assert checks == [
+        "python tests/graphs_on_cuda.py",
+        "python tests/rows_on_cuda.py",
+        "compute-sanitizer --tool racecheck --error-exitcode 3 python tests/rows_on_cuda.py",
+    ]
+    assert figures.startswith("python scripts/gpu.py --minutes 8.") and figures.endswith(" --model phi3-mini")
+    assert ("on_card: exit status 1" in done.stderr) == (wrong is not None)
