@@ -98,8 +98,9 @@ class RunSettings:
     protect: Annotated[str, Predicate(is_protect)] | None = None
     """Text that is never evicted, whatever the policy: 'first' (the first 4 tokens), 'system' (the chat template's system
     prompt), 'markers' (the template's own tokens around the messages), or several, as in 'first+system'. Default: none."""
-    kv_bits: Literal[4, 2] | None = None
-    """Bits of a stored key or value, but for the newest rows. Default: the model's dtype."""
+    kv_bits: Literal[8, 4, 2] | None = None
+    """Bits of a stored key or value: 8 (floating point, a scale for each head), 4 or 2 (but for the newest rows). Default: the
+    model's dtype."""
     one_shot: bool = False
     """Evict once, when the whole prompt has been read, instead of after every chunk."""
     decode_every: Slots | None = None

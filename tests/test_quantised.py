@@ -386,12 +386,12 @@ def test_the_report_counts_bits_and_every_buffer():
 
 
 def test_what_does_not_go_is_said():
-    with pytest.raises(ValueError, match="kv_bits=3 must be one of: 4, 2"):
+    with pytest.raises(ValueError, match="kv_bits=3 must be one of: 8, 4, 2"):
         make("h2o", kv_bits=3)
     with pytest.raises(ValueError, match="kv_bits=4 stores a slot once; policy='merge-locret' merges evicted slots"):
         make("merge-locret", kv_bits=4)
     with pytest.raises(ValueError, match="kv_bits=2 needs a head size that is a multiple of 4, not 6"):
         layer_of(2).update(torch.zeros(1, 1, 1, 6), torch.zeros(1, 1, 1, 6))
     assert given_by(INFER, ["--kv-bits", "4"]) == {"kv_bits": 4}
-    with pytest.raises(ValueError, match="kv_bits=3 must be one of: 4, 2"):
+    with pytest.raises(ValueError, match="kv_bits=3 must be one of: 8, 4, 2"):
         given_by(INFER, ["--kv-bits", "3"])

@@ -17,7 +17,7 @@ from locret_kit.settings import RunSettings
         ({"budget": float("nan")}, "budget=nan must be"),
         ({"chunk": 0}, "chunk=0 must be at least 1"),
         ({"chunk": "x"}, "chunk=x must be an integer, at least 1"),
-        ({"kv_bits": 3}, "kv_bits=3 must be one of: 4, 2"),
+        ({"kv_bits": 3}, "kv_bits=3 must be one of: 8, 4, 2"),
         ({"positions": "clipt"}, "positions='clipt' must be compact, original, clipped or clipped(SPAN)"),
         ({"positions": "clipped(99999999999999999999)"}, "the span must be at most 2147483647"),
         ({"seed": 2**32}, "seed=4294967296 must be at least 0 and below 4294967296"),

@@ -29,6 +29,7 @@ from .geometry.schedule import Schedule
 from .pins import check_room, pins_of, without
 from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
 from .step import Fixed, evict_if_due, read_block, read_tokens
+from .storage.float8 import Float8Layer
 from .storage.make import make_layers
 from .storage.quantised import Scratch, check_storage
 from .storage.rows import BoundedLayer
@@ -434,6 +435,11 @@ class BoundedCache(Cache):
     def kept_rows(self) -> list[int]:
         """Rows a head holds now (on average where heads differ), per layer."""
         return [layer.rows for layer in self.bounded]
+
+    @property
+    def clipped(self) -> int:
+        """Numbers of keys and values beyond the range of 8 bits (``kv_bits=8``). The host waits for the device."""
+        return sum(int(rows.clipped.sum()) for rows in self.bounded if isinstance(rows, Float8Layer) and rows.seen)
 
     @property
     def nbytes(self) -> int:

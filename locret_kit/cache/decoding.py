@@ -13,14 +13,14 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 from locret_kernels.column_stats.reference import MARGIN
-from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
+from locret_kernels.ragged_decode import Float8Rows, PackedRows, Rotation, Spans
 
 
 @dataclass(frozen=True)
 class VarlenRows:
     """Rows of a layer as the decoding kernels read them, in place: ``N`` of all heads, a stretch each."""
 
-    rows: tuple[Tensor, Tensor] | PackedRows
+    rows: tuple[Tensor, Tensor] | Float8Rows | PackedRows
     """Keys and values ``[N, D]``."""
     positions_N: Tensor
     stats_XN: Tensor
@@ -31,6 +31,8 @@ class VarlenRows:
     """No head has more rows."""
     last_BH: Tensor | None = None
     """Rank of each head's newest row, where it is at hand."""
+    ranks_N: Tensor | None = None
+    """Rank of each row within its head, where rows do not lie in the order of their age; the newest one is the last."""
 
     def newest(self, window: int | None) -> VarlenRows:
         """At most the ``window`` newest rows of every head."""
@@ -81,7 +83,7 @@ def decode_rows(
         at_P = newest_BH.flatten()
         cos, sin = (table[at_P][:, None, None] for table in (turn.cos_SR, turn.sin_SR))  # [P, 1, 1, R]
         q_BQD = function("rotate_rows", backend)(group_PG1D, cos, sin).view(q_BQD.shape)
-        rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
+        rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N, flat.ranks_N)
     decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
     if not (statistics and group):

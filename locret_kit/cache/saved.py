@@ -33,6 +33,7 @@ from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .file import Record, read, write
 from .pins import pins_of
+from .storage.float8 import Float8Layer
 from .storage.quantised import QuantisedLayer
 from .storage.rows import STATE, BoundedLayer
 
@@ -492,6 +493,11 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
             raise ValueError(f"{name} must be finite")
     if rows.centroids:
         _check_tokens(held["tokens"], rows.centroids, int(counts["seen"]))
+    if isinstance(rows, Float8Layer):
+        if not all((held[name] > 0).all() and held[name].isfinite().all() for name in ("key_scale", "value_scale")):
+            raise ValueError("key_scale and value_scale must be positive and finite")
+        if any(((held[name] & 0x7F) == 0x7F).any() for name in ("keys", "values")):
+            raise ValueError("keys and values must be finite")
     if not isinstance(rows, QuantisedLayer):
         return
     group, groups, total = held["group"], held["key_step"].shape[2], held["group"].shape[-1]

@@ -27,12 +27,14 @@ class Card:
     """Share of ``matmul`` that FlashAttention-2 reaches."""
     launch: float
     """Seconds of the smallest kernel."""
+    newer: float | None = None
+    """Share of ``matmul`` that FlashAttention-3 reaches, where the card has it: a package of its own."""
 
 
 CARDS = {
     "rtx4090": Card("RTX 4090", 160e12, 920e9, products=0.92, weights=0.88, attention=0.93, launch=2.25e-6),
     "a100": Card("A100", 255e12, 1650e9, products=0.90, weights=0.82, attention=0.75, launch=2.6e-6),
-    "h100": Card("H100", 680e12, 2900e9, products=0.85, weights=0.80, attention=0.52, launch=2.0e-6),
+    "h100": Card("H100", 680e12, 2900e9, products=0.85, weights=0.80, attention=0.52, launch=2.0e-6, newer=0.785),
 }
 ELEMENTWISE = 0.9
 """Share of ``copy`` that PyTorch's elementwise kernels reach."""
@@ -40,6 +42,8 @@ KERNELS = 0.7
 """Share of ``copy`` that the kit's Triton kernels reach."""
 PASS = 2.5e-6
 """Seconds that one block of rows takes in a kernel that must finish it before the next."""
+STEP = 0.5e-6
+"""Seconds of one sum over the 32,768 numbers that a program holds in registers, its barriers included."""
 SORT = 0.14e-3
 """Seconds of a layer's stable sort, whose passes PyTorch launches by itself."""
 

@@ -21,8 +21,11 @@ from ..backbones.families import BackboneSpec, spec_of
 from ..backbones.slices import SLICE
 from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
+from ..cache.storage.float8 import COUNTS, SCALES
 from ..cache.storage.groups import GROUP, SPARE, table_size
-from ..cache.storage.quantised import RESIDUAL, check_head_size, check_storage, value_group
+from ..cache.storage.packing import BITS
+from ..cache.storage.quantised import FLOAT8, RESIDUAL, check_head_size, check_storage, value_group
+from ..cache.storage.reused import permutation_bytes, reuses_rows
 from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings
@@ -200,6 +203,8 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
     if setting.run.kv_bits is None:
         stored, scratch = H * row * sum(capacities), 0
+    elif setting.run.kv_bits == FLOAT8:
+        stored, scratch = 2 * H * spec.head_dim * sum(capacities) + (H * SCALES + COUNTS) * len(capacities), 0
     else:
         spare, ragged = 0.0 if policy.keeps_everything else SPARE, policy.ragged
         stored = sum(
@@ -207,7 +212,10 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
         )
         scratch = H * row * max(capacities, default=0)
     absorbed = 4 if policy.merge is not None and (policy.merge.remembers or policy.aside) else 0
-    full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
+    # On a card, whose kernels are for half precision, rows lie in any order.
+    reused = item == 2 and setting.run.backend != "reference" and reuses_rows(policy, setting.run.kv_bits)
+    orders = sum(map(permutation_bytes, capacities)) if reused else 0
+    full = (numbers + statistics + absorbed) * sum(capacities) + orders + (row + numbers) * windowed
     recalled = 0 if policy.recall is None else recall.device_bytes(spec, policy.recall, setting.context, item)
     return stored + scratch + H * full + queries * len(capacities) + recalled
 
@@ -259,6 +267,11 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         "evict": held + rows + 3 * q,
         "logits": always + 3 * backbone.vocab,
     }
+    if (
+        setting.run.kv_bits == FLOAT8
+    ):  # keys and values are read into the model's dtype; a float32 copy of what is stored
+        phases = {name: n + 2 * rows * (name in ("rotate keys", "attend", "evict")) for name, n in phases.items()}
+        phases["quantise"] = held + 6 * k
     if policy.prefill_mask is not None and (
         pieces := policy.prefill_mask.visible(S, T)
     ):  # keys and values that are seen, side by side
@@ -271,7 +284,7 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     transient["mlp"] = always * item + _mlp(backbone, T, item, setting.weight_bits)
     if setting.weight_bits is not None:
         transient["project"] = _project(backbone, T, item, setting.weight_bits, always, held + q)
-    if setting.run.kv_bits is not None:
+    if setting.run.kv_bits in BITS:
         kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
         transient["unpack"] = held * item + UNPACK_BYTES * kept
         transient["quantise"] = (held + q) * item + QUANTISE_BYTES * kept

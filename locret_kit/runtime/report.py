@@ -33,6 +33,8 @@ class Report:
     evicted_rows: int
     kept_rows: list[int]
     """Rows of a key/value head (on average where heads differ) after prefill, per layer."""
+    clipped: int
+    """Numbers of keys and values beyond the range of 8 bits; 0 in other storages."""
     cache_bytes: int
     peak_bytes: int
     device: str
@@ -54,7 +56,7 @@ class Report:
         return cls(
             policy=cache.policy.name, settings=cache.settings,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
-            evictions=c.evictions, evicted_rows=c.evicted_rows, cache_bytes=cache.nbytes,
+            evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.clipped, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             computed_share=c.computed_share, decoding=c.decoding, versions=versions(),
             host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if recalls else None, **measured,
@@ -86,7 +88,11 @@ class Report:
         rows = f"{high}" if low == high else f"{low} to {high}"
         s = self.settings
         sparse = "" if self.computed_share is None else f"; {self.computed_share:.1%} of the attention computed"
-        bits, share = f" ({s.kv_bits} bits)" if s.kv_bits else "", f" ({s.share} of the prompt)" if s.share else ""
+        clipped = f", {self.clipped} numbers clipped" if self.clipped else ""
+        bits, share = (
+            f" ({s.kv_bits} bits{clipped})" if s.kv_bits else "",
+            f" ({s.share} of the prompt)" if s.share else "",
+        )
         recall = []
         if (r := self.recall) is not None:
             recall = [

@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM
 from ..backbones.families import decoder_of, require_adapter, spec_of
 from ..backbones.intercept import attach
 from ..cache.bounded import BoundedCache
+from ..cache.storage.packing import BITS
 from ..heads import HeadsConfig, RetainingHeads
-from ..planning.cards import ELEMENTWISE, KERNELS, PASS, SORT, Card
+from ..planning.cards import ELEMENTWISE, KERNELS, PASS, SORT, STEP, Card
 from ..planning.plan import ITEM_BYTES, Backbone, Setting
 from .static import READS, StaticDecoder
 
@@ -43,6 +44,8 @@ PARTS = (
     PRODUCTS, ATTENTION, NORMS, IDENTITY, HEADS, ACTIVATION, COPIES, COMPACTION, ROTATION, SELECTION, RESIDUAL, SCORING, OTHER,
 )  # fmt: skip
 """Parts of a layer, in the order in which they are shown."""
+SELECT_STEPS = 32 + 2
+"""Sums of a selection: one per bit, and two counts."""
 ALLOCATES = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach", "_unsafe_view"}
 )
@@ -59,6 +62,8 @@ class Operation:
     nbytes: float
     passes: int = 0
     """Blocks of rows that a kernel takes one after another."""
+    steps: int = 0
+    """Sums over what a program holds in registers, one after another."""
 
     def seconds(self, card: Card) -> float:
         """On a card."""
@@ -66,7 +71,8 @@ class Operation:
             return SORT
         share = {"product": card.weights, "kernel": KERNELS, "attention": KERNELS}.get(self.kind, ELEMENTWISE)
         busy = self.flops / (card.matmul * (card.attention if self.kind == "attention" else card.products))
-        return max(busy, self.nbytes / (card.copy * share), self.passes * PASS, card.launch)
+        waits = self.passes * PASS + self.steps * STEP
+        return max(busy, self.nbytes / (card.copy * share), waits, card.launch)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ class Recorder(TorchDispatchMode):
         if not self.where:
             return
         name, given = kernel.__name__.strip("_"), dict(zip(kernel.arg_names, args, strict=False)) | constants
-        nbytes, passes = sum(map(extent, args)), 0
+        # What stands in for a tensor that a kernel does not read is one of the others.
+        nbytes, passes, steps = sum(map(extent, {id(x): x for x in args}.values())), 0, 0
         if name == "compact_rows":  # rows that stay are read and written, whatever the buffer holds
             per_row = given["D"] * given["x"].element_size()
             heads = prod(given["index"].shape[:2])
@@ -121,12 +128,19 @@ class Recorder(TorchDispatchMode):
             passes = ceil(given["K"] / given["BLOCK_K"])
         elif name == "kept_rows":
             passes = ceil(given["S"] / given["BLOCK_S"])
+        elif name == "select_rows":
+            steps = SELECT_STEPS * ceil(given["S"] / given["BLOCK_S"])
+            passes = ceil(given["S"] / given["BLOCK_E"])
+        elif name == "reuse_rows":
+            passes = sum(ceil(given[n] / given["BLOCK"]) for n in "SM")
+        elif name == "move_rows":
+            nbytes = 2 * extent(given["source"]) * (1 + given["D"] * given["x"].element_size() / 4)
         elif name == "ragged_decode":
             row = sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
             nbytes = grid[0] * self.rows * row
         kind: Kind = "attention" if name in ("ragged_decode", "attend", "join") else "kernel"
         part = _part(kind)
-        self.made[self.where].append(Operation(name, part, kind, 0.0, nbytes, passes))
+        self.made[self.where].append(Operation(name, part, kind, 0.0, nbytes, passes, steps))
 
 
 def _is_view(func: Any) -> bool:
@@ -225,7 +239,7 @@ def record(config: Any, setting: Setting) -> Recorded:
     unknown = {
         f"dtype={setting.dtype}": setting.dtype == "float32",
         f"weight_bits={setting.weight_bits}": setting.weight_bits is not None,
-        f"kv_bits={setting.run.kv_bits}": setting.run.kv_bits is not None,
+        f"kv_bits={setting.run.kv_bits}": setting.run.kv_bits in BITS,
         f"policy={policy.name}": policy.keeps_everything or policy.ragged or bool(policy.statistics - {"count"})
         or policy.recent(setting.chunk) > 0 or policy.merge is not None or policy.needs_logits,
     }  # fmt: skip
@@ -306,6 +320,12 @@ class Speed:
         return self._sum(self.recorded.chunk)
 
     @property
+    def newer_chunk(self) -> float | None:
+        """Of a layer's steady chunk with FlashAttention-3; None where the card has none."""
+        card = self.card
+        return None if card.newer is None else replace(self, card=replace(card, attention=card.newer)).chunk
+
+    @property
     def token(self) -> float:
         """Of a decoded token at a full cache, as a CUDA graph."""
         return self.layers * self._sum(self.recorded.token) + self._sum(self.recorded.around)
@@ -320,12 +340,16 @@ class Speed:
             return f"floor {1e3 * floor:.3g} ms, predicted {1e3 * seconds:.3g} ms: {100 * floor / seconds:.0f}% of the floor"
 
         rate = self.setting.chunk / (self.layers * self.chunk)
+        newer = [] if self.newer_chunk is None else [
+            f"  {share(self.chunk_floor, self.newer_chunk)}, with FlashAttention-3 installed"
+        ]  # fmt: skip
         return [
             f"{self.card.name}, predicted and not measured: {self.setting}",
             f"a prefill chunk of {self.setting.chunk} tokens over a full cache, one of {self.layers} layers: "
             f"{len(self.recorded.chunk)} launches",
             *self._parts(self.recorded.chunk),
             f"  {share(self.chunk_floor, self.chunk)}; {rate:,.0f} tokens/s",
+            *newer,
             f"a decoded token over a full cache, as a graph, one of {self.layers} layers: {len(self.recorded.token)} launches",
             *self._parts(self.recorded.token),
             f"  the whole token: {share(self.token_floor, self.token)}; {1 / self.token:,.0f} tokens/s",
@@ -340,15 +364,15 @@ class Speed:
         ]
 
 
-def bytes_read(backbone: Backbone, tied: bool, dtype: str, rows: int) -> int:
+def bytes_read(backbone: Backbone, tied: bool, dtype: str, rows: int, kv_bits: int | None = None) -> int:
     """Bytes that a decoded token must read: the weights, of input embeddings one row at most, and keys and values."""
     spec, table = backbone.spec, 0 if tied else backbone.vocab * backbone.hidden
-    numbers = backbone.parameters - table + 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows
-    return ITEM_BYTES[dtype] * numbers
+    held, item = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows, ITEM_BYTES[dtype]
+    return item * (backbone.parameters - table) + held * (kv_bits or 8 * item) // 8
 
 
 def predict(config: Any, setting: Setting, card: Card, recorded: Recorded | None = None) -> Speed:
     """The speed of a run on a card. ``recorded`` spares recording again for another card."""
     backbone = Backbone.of(config)
-    least = bytes_read(backbone, config.tie_word_embeddings, setting.dtype, setting.budget)
+    least = bytes_read(backbone, config.tie_word_embeddings, setting.dtype, setting.budget, setting.run.kv_bits)
     return Speed(card, setting, backbone.spec.n_layers, recorded or record(config, setting), least / card.copy)

@@ -21,6 +21,7 @@ from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import Pins
 from ..cache.step import Fixed, evict_if_due, make_room
+from ..cache.storage.packing import BITS
 from ..cache.storage.rows import COUNTS
 from ..naming import first_line
 
@@ -46,7 +47,7 @@ def reason_against(model: Any, cache: BoundedCache) -> str | None:
         return "the backbone lies on several devices"
     if weight_bits_of(model) == 8:
         return "weights of 8 bits, whose products make the host look for large activations"
-    if cache.settings.kv_bits is not None:
+    if cache.settings.kv_bits in BITS:
         return f"kv_bits={cache.settings.kv_bits}: rows are quantised when the host says"
     for flag, why in (
         (policy.ragged, "heads of different lengths, which the host lays out"),

@@ -36,6 +36,8 @@ from .groups import GROUP, SPARE, pairs_of, regroup, table_size
 from .packing import BITS, decode, encode, levels, pack, unpack
 from .rows import BoundedLayer, Column, Index, Layout
 
+FLOAT8 = 8
+"""Bits that are no codes of groups but floating point: see ``float8``."""
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
 VALUE_GROUP = 32
@@ -43,9 +45,11 @@ VALUE_GROUP = 32
 
 
 def check_bits(kv_bits: int | None) -> None:
-    """Raise ValueError unless ``kv_bits`` is 4, 2 or None."""
-    if kv_bits is not None and kv_bits not in BITS:
-        raise ValueError(f"kv_bits={kv_bits} must be 4 or 2; without it, keys and values are kept in the model's dtype")
+    """Raise ValueError unless ``kv_bits`` is 8, 4, 2 or None."""
+    if kv_bits is not None and kv_bits not in (FLOAT8, *BITS):
+        raise ValueError(
+            f"kv_bits={kv_bits} must be 8, 4 or 2; without it, keys and values are kept in the model's dtype"
+        )
 
 
 def check_storage(kv_bits: int | None, policy: Policy) -> None:
@@ -55,6 +59,10 @@ def check_storage(kv_bits: int | None, policy: Policy) -> None:
     if kv_bits is not None and policy.merge is not None:
         raise ValueError(
             f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
+        )
+    if kv_bits == FLOAT8 and policy.ragged:
+        raise ValueError(
+            f"kv_bits=8 is for heads of one length; those of policy={policy.name!r} differ: take 4 or 2 bits"
         )
 
 
@@ -116,6 +124,7 @@ class QuantisedLayer(BoundedLayer):
     tail_keys: Tensor
     """``[B, H, residual + group - 1, D]``: the newest ``tail`` rows, and so are the values."""
     tail_values: Tensor
+    takes_back = False
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels.compact import kept_rows
-from locret_kernels.ragged_decode import PackedRows
+from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
 from ..decoding import VarlenRows
 from .rows import BoundedLayer, EqualLengthHeads, Index, Layout
@@ -36,6 +36,7 @@ class RaggedLayer(BoundedLayer):
     """
 
     ragged = True
+    takes_back = False
     starts: Tensor
     """First row ``[B * H]`` (int64) of each head."""
     lengths: Tensor
@@ -104,7 +105,7 @@ class RaggedLayer(BoundedLayer):
         starts, lengths = (x.view(self.B, self.H) for x in (self.starts, self.lengths))
         return VarlenRows(self._flat_rows(), self.positions, self.stats, starts, lengths, self.longest)
 
-    def _flat_rows(self) -> tuple[Tensor, Tensor] | PackedRows:
+    def _flat_rows(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
         return self.keys, self.values
 
     def head(self, name: str, b: int, h: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret_kernels.backend import function
-from locret_kernels.ragged_decode import PackedRows
+from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
 from ..decoding import VarlenRows
 from .blocks import BlockStore
@@ -43,6 +43,8 @@ class EqualLengthHeads:
     """``[b, h, S]``"""
     bias: Tensor | None = None
     """``[b, h, S]`` float32, added to the logits of each row; None for nothing."""
+    ranks: Tensor | None = None
+    """``[b, h, S]``: each row's rank by age, where rows do not lie in that order; the newest ones are the last."""
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -170,10 +172,13 @@ class BoundedLayer(CacheLayerMixin):
         self.seen += T
         self.since_eviction += T
 
+    takes_back = True
+    """Whether rows are held as they came, so that the newest ones can be forgotten."""
+
     def can_take_back(self, tokens: int) -> bool:
         """Whether the newest tokens can be forgotten as though they had never come: they have changed nothing but their own
         rows, and an older one has come since the last eviction."""
-        own = type(self) is BoundedLayer and not (self.statistics or self.recent or self.state)
+        own = self.takes_back and not (self.statistics or self.recent or self.state)
         own = own and not (self.merges or self.centroids or self.store is not None)
         return own and self.rows > tokens < self.since_eviction and (self.window is None or self.rows == self.seen)
 
@@ -233,7 +238,7 @@ class BoundedLayer(CacheLayerMixin):
             self._flat_rows(), self.positions.flatten(), self.stats.flatten(1), starts, lengths, self.rows
         )
 
-    def _flat_rows(self) -> tuple[Tensor, Tensor] | PackedRows:
+    def _flat_rows(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
         return self.keys.flatten(0, 2), self.values.flatten(0, 2)
 
     def head(self, name: str, b: int, h: int) -> Tensor:
@@ -243,7 +248,11 @@ class BoundedLayer(CacheLayerMixin):
     def slots(self, name: str) -> Tensor:
         """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right."""
         buffer = getattr(self, name)
-        return buffer[..., : self.rows] if name == "stats" else buffer[:, :, : self.rows]
+        return buffer[..., : self.rows] if name == "stats" else self._numbers(name, buffer[:, :, : self.rows])
+
+    def _numbers(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of a buffer ``[B, H, S, ...]`` as policies and attention read them."""
+        return rows
 
     def valid(self) -> Tensor:
         """Boolean ``[B, H, S]``: which slots are no padding."""
