@@ -162,6 +162,10 @@ def test_a_text_is_the_same_in_any_company():
         assert held(cache) == held(alone[name])
 
 
+class Other(torch.nn.Module):
+    """An MLP of somebody else's."""
+
+
 def test_what_it_does_not_take():
     """Each says why, and is decoded by the plain forward; ``backend`` asks for that by name."""
     for policy, why in (
@@ -181,6 +185,7 @@ def test_what_it_does_not_take():
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m.train(), "training"),
         (lambda m: setattr(m, "_tp_size", 2), "ranks"),
+        (lambda m: setattr(m.model.layers[1], "mlp", Other()), "Other stands in"),
         (lambda m: m.half(), "float16"),
         (
             lambda m: setattr(m.model.layers[0].mlp, "down_proj", torch.nn.Sequential(m.model.layers[0].mlp.down_proj)),

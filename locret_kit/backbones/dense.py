@@ -79,6 +79,8 @@ def dense(model: Any) -> Dense:
         raise NotDense("its MLPs have another activation than SiLU")
     decoder, head = decoder_of(model), model.get_output_embeddings()
     for module in (*decoder.modules(), head):
+        if not type(module).__module__.startswith(("transformers.", "torch.nn.")):  # what it does is its own
+            raise NotDense(f"a {type(module).__name__} stands in for a module of the backbone")
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if hasattr(module, "_hf_hook") or not all(map(is_own_hook, hooks)):
             raise NotDense(f"a {type(module).__name__} of the backbone has hooks")
