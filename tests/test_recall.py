@@ -1,4 +1,4 @@
-"""Recall: what is evicted comes back, against full attention in float64."""
+"""Recall: what is evicted comes back, against full attention and against the definitions in float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from policy_runs import LENGTH, SMALL, backbone, held, make, tokens
+from recall_oracle import OurBlocks, PublishedInfLLM, recorded
 
 from locret_kit import attach
 from locret_kit.backbones.families import spec_of
@@ -61,6 +62,25 @@ def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
 def test_what_recall_does_not_go_with(other: str) -> None:
     with pytest.raises(ValueError, match=f"recall does not go with {other.split('=')[0]}"):
         parse_policy(f"locret {other} recall=blocks")
+
+
+@pytest.mark.parametrize(
+    ("across", "apart", "local", "reading"),
+    [("model", 0, 6, True), ("head", 7, 0, False)],
+)
+def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, local: int, reading: bool) -> None:
+    form = dict(size=5, take=2, representatives=2, local=local, apart=apart, across=across, reading=reading)
+    policy = f"locret recall=blocks({','.join(f'{key}={value}' for key, value in form.items())})"
+    oracle = OurBlocks(recorded(policy, 46, steps=2, chunk=11), **form, body=46 - SMALL["local_len"])
+    assert oracle.check() >= 9
+
+
+def test_infllm_is_the_papers() -> None:
+    policy = "score=recency scope=sinks(5) recall=infllm(size=5,take=2,representatives=2,far=12)"
+    oracle = PublishedInfLLM(
+        recorded(policy, 46, steps=2, budget=17, chunk=10), size=5, take=2, representatives=2, local=12
+    )
+    assert oracle.check() >= 9
 
 
 @pytest.mark.parametrize("base", ["h2o", "ada-locret"])

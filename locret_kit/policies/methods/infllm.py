@@ -1,0 +1,53 @@
+"""InfLLM, arXiv 2402.04617: the first tokens, a local window, and blocks of everything else that come back.
+
+As published and as its code does it (``inf_llm/attention/context_manager.py`` of thunlp/InfLLM): the first tokens; a window of
+``far`` tokens; blocks of 128 tokens of the text behind both, in host memory. Slots further away than the window all stand at its
+distance. A block's representatives are the 4 tokens that received most attention from within the window, in each query head by
+itself; their mean is its key. The mean of the queries that are read together finds the best 16 blocks, for all heads of a layer
+together. As a policy: ``score=recency scope=sinks(128) recall=infllm``, with a budget of 4224 (128 and 4096), ``chunk=512`` and
+``decode_every=128``. In its proportions for 256 rows, of which 84 come back: ``score=recency scope=sinks(5)
+recall=infllm(14,6,far=167)`` with a budget of 172.
+
+Differences: what has left the window waits for the next eviction, which comes after a chunk; the block that the prompt's last
+eviction cuts is stored with what was evicted of it.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..base import Found, Positive, Recall, Slots, wide
+from ..registry import part
+
+
+@part("recall", "infllm")
+class Infllm(Recall):
+    """Blocks found by the mean of their queries, for a whole layer."""
+
+    size: Positive = 128
+    """Tokens of a block."""
+    take: Positive = 16
+    """Blocks that come back."""
+    representatives: Positive = 4
+    """Tokens per block and query head whose mean key finds it."""
+    far: Positive = 4096
+    """Distance (tokens) at which all slots stand that are further away: the local window."""
+    statistics: ClassVar[frozenset[str]] = frozenset({"sum"})
+    by_query_head: ClassVar[bool] = True
+    apart: ClassVar[int] = 0
+    reading: ClassVar[bool] = True
+    local: ClassVar[int] = 0
+    across: ClassVar[str] = "layer"
+
+    def views(self, slots: Slots, scores_BHS: Tensor) -> Sequence[Tensor]:
+        return [one.stats["sum"] for one in slots.group]
+
+    def relevance(self, q_BQTD: Tensor, found: Found) -> Tensor:
+        B, H, _, _, D = found.index_BHNRD.shape
+        there_BHNGR = found.there_BHNR.unflatten(-1, (-1, self.representatives))
+        keys_BHNGRD = wide(found.index_BHNRD).unflatten(3, (-1, self.representatives))
+        total_BHNGD = keys_BHNGRD.masked_fill(~there_BHNGR[..., None], 0).sum(-2)
+        key_BHNGD = total_BHNGD / there_BHNGR.sum(-1).clamp(min=1)[..., None]
+        q_BHGD = wide(q_BQTD).mean(2).view(B, H, -1, D)
+        return (key_BHNGD * q_BHGD[:, :, None]).sum((1, 3, 4))[:, None]
