@@ -150,6 +150,11 @@ class BoundedCache(Cache):
         return self._asked.backend
 
     @property
+    def run(self) -> RunSettings:
+        """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
+        return replace(self.settings.run, backend=self.asked_backend)
+
+    @property
     def wants_unrotated(self) -> bool:
         """Whether q and k come before RoPE."""
         return self.context.ropes is not None
@@ -288,7 +293,7 @@ class BoundedCache(Cache):
         self.refuse_interrupted()
         s, seen = self.schedule, self.get_seq_length()
         # A share of the prompt is a share of the new one.
-        settings = replace(self.settings.run, budget=self.settings.share or s.budget)
+        settings = replace(self.run, budget=self.settings.share or s.budget)
         if local_len is not None:
             settings = replace(settings, local_len=local_len)
         if prompt_length is None:
@@ -308,7 +313,7 @@ class BoundedCache(Cache):
         """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
         turns of a conversation get room of their own."""
         self.refuse_interrupted()
-        settings = replace(self.settings.run, budget=budget)
+        settings = replace(self.run, budget=budget)
         new = type(self)(settings, self.policy, self.heads, prompt_length=self.schedule.prompt_length)
         new.bind(self.context.model)
         new.reread_positions = list(self.reread_positions)

@@ -197,7 +197,7 @@ class Document:
 
     def _fork(self, prompt_length: int, local_len: int) -> BoundedCache:
         """The cache for a prompt of so many tokens; an empty one where the text has to be read anew."""
-        run = replace(self.cache.settings.run, local_len=local_len)
+        run = replace(self.cache.run, local_len=local_len)
         try:
             if not self.cache.get_seq_length():
                 raise CannotFork("nothing is read yet")
