@@ -349,7 +349,7 @@ def test_the_grammar():
         ("score=cis merge=nearst", "merge='nearst' is unknown. Did you mean 'nearest'?"),
         (
             "score=cis merg=nearest",
-            "Did you mean 'merge'? Parts: score, scope, allocation, selection, merge, prefill_mask, sparse, reread.",
+            "Did you mean 'merge'? Parts: score, scope, allocation, selection, merge, recall, prefill_mask, sparse, reread.",
         ),
         ("merge-locret(metric=cosin)", "metric=cosin must be one of: cosine, l2. Did you mean 'cosine'?"),
         ("score=cis merge=nearest(weight=scores)", "weight=scores must be one of: score, count. Did you mean 'score'?"),

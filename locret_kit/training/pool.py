@@ -67,6 +67,7 @@ class LearningCache(BoundedCache):
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         rows, merger, T = self.bounded[layer], self.policy.merge, q_BQTD.shape[2]
         assert isinstance(merger, LearningMerge)
+        rows.update(k_BHTD, v_BHTD)  # makes the buffers before they are read
         folds = merger.folds.pop(layer, [])
         keys = torch.cat((_with(rows.slots("keys"), [(at, k) for at, k, _ in folds]), k_BHTD), 2)
         values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)
