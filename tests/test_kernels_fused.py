@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import unwrap
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from interpreted import KERNELS, REFERENCES, TOLERANCE, common
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones import fused as fused_backbones
 from locret_kit.backbones.fused import ROTATION, fuse
 from locret_kit.backbones.intercept import kernels_act
 from locret_kit.heads import _side_by_side
@@ -86,10 +88,13 @@ def state(model: torch.nn.Module) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3", "mistral", "gemma3"])
-def test_a_fused_model_is_the_model(family):
+def test_a_fused_model_is_the_model(family, monkeypatch):
     """The same logits but for rounding, and bit for bit the model that it was once this is undone."""
     model, ids = tiny_model(family), torch.arange(40)[None] % 90
     module = sys.modules[type(model.model.layers[0].self_attn).__module__]
+    # Other tests' models may be attached still: what counts is this module's own rotation.
+    monkeypatch.setattr(module, ROTATION, unwrap(getattr(module, ROTATION)))
+    monkeypatch.setattr(fused_backbones, "_USERS", {})
     before, rotate, names = model(ids).logits, getattr(module, ROTATION), state(model)
     launched = []
     real = common.launch

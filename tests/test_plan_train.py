@@ -56,6 +56,7 @@ def measured(config, setting: p.TrainSetting, backbone=None) -> tuple[int, int]:
     if backbone is None:
         model_bytes = allocated(lambda: made.append(AutoModelForCausalLM.from_config(config, dtype=torch.float32)))[1]
     heads_bytes = allocated(lambda: made.append(HeadTraining(made[0], cfg)))[1]
+    heads_bytes -= torch.get_rng_state().nbytes  # each trial's own state of the generator
     model, module = made[0].eval().requires_grad_(False), made[1]
     rng, answer = random.Random(0), (setting.tokens - setting.answer, setting.tokens)
     samples = [Sample(tuple(rng.randrange(97) for _ in range(setting.tokens)), (answer,)) for _ in range(setting.batch)]

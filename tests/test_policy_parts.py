@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from locret_kernels.compact import kept_rows
 from locret_kit.policies.allocation import Adaptive, Mass, Pyramid
-from locret_kit.policies.base import Slots, TopK, rank_of
+from locret_kit.policies.base import Slots, TopK, best_of, rank_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.methods.kvcrush import KMeans, Representatives
 from locret_kit.policies.methods.locret import Cis
@@ -116,7 +116,7 @@ def test_theorem_4_of_ada_kv(case):
     none = torch.zeros_like(valid)
     budgets = Adaptive(1.0).head_budgets(scores, none, valid, keep)
     retained = [
-        (scores * TopK().select(scores, none, valid, counts, None)).sum((1, 2))
+        (scores * best_of(scores, none, valid, counts, "reference")).sum((1, 2))
         for counts in (budgets, valid.sum(-1).clamp(max=keep))
     ]
     assert (retained[0] >= retained[1] - 1e-6).all()
