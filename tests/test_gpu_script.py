@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -59,6 +60,13 @@ def test_it_runs_to_its_end_on_a_cpu(tmp_path):
     assert "triton" not in {row["backend"] for row in operations}
 
 
+def brief(monkeypatch, operations: int | None = None) -> None:
+    """Three runs of each operation are enough here, or only of the first few operations."""
+    clocked, every = gpu.bench.clocked, gpu.bench.every
+    monkeypatch.setattr(gpu.bench, "clocked", lambda run, milliseconds: clocked(run, 0))
+    monkeypatch.setattr(gpu.bench, "every", lambda *where: islice(every(*where), operations))
+
+
 def small_run(tokens: int = 1280) -> e2e.Run:
     run = e2e.Run("tiny", *gpu.subject("tiny", tokens, "float32"), CPU, 1e10, 1e10)
     run.build()
@@ -98,6 +106,7 @@ def test_an_operation_that_is_wrong_stops_what_uses_it_alone(tmp_path, monkeypat
             raise gpu.bench.Disagreement(f"{case.operation} disagrees\nmore")
 
     monkeypatch.setattr(gpu.bench, "gate", wrong)
+    brief(monkeypatch)
     out = tmp_path / "rows.csv"
     argv = [
         "--device",
@@ -134,6 +143,7 @@ def test_a_model_that_cannot_be_built_gets_a_row(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     monkeypatch.setattr(e2e.Run, "build", fails)
+    brief(monkeypatch, operations=6)
     out = tmp_path / "rows.csv"
     argv = ["--device", "cpu", "--model", "tiny", "--tokens", "1280", "--out", str(out), "--part", "ops"]
     assert gpu.main(argv) == 1
