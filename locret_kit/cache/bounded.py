@@ -152,7 +152,7 @@ class BoundedCache(Cache):
     @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
-        return replace(self.settings.run, backend=self.asked_backend)
+        return replace(self.settings.run, backend=self._asked.backend)
 
     @property
     def wants_unrotated(self) -> bool:
