@@ -38,8 +38,10 @@ LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3,
 class Watched(Engine):
     """An engine that notes, after every step and by its own thread, how many caches there were."""
 
+    seen = 0
+
     def _report(self):
-        self.seen = max(getattr(self, "seen", 0), self.caches)
+        self.seen = max(self.seen, self.caches)
         super()._report()
 
 
