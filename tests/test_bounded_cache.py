@@ -18,10 +18,11 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.geometry.schedule import Schedule
-from locret_kit.policies.base import Policy, Score, Slots, TopK
+from locret_kit.policies.base import Score, Slots, TopK
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.streaming import Recency
+from locret_kit.policies.policy import Policy
 from locret_kit.policies.scopes import Sinks, Stabilizers
 from locret_kit.runtime.session import Sampling, decode, prefill
 

@@ -18,8 +18,9 @@ from locret_kit import attach
 from locret_kit.cache import step
 from locret_kit.cache.pins import pins_of, without
 from locret_kit.policies.allocation import Adaptive
-from locret_kit.policies.base import Policy, Scope, Score, Uniform, rank_of
+from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.policy import Policy
 from locret_kit.policies.rounding import raised
 from locret_kit.runtime.session import prefill
 

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 
 from ..backbones.families import spec_of, text_config
 from ..backbones.intercept import active_handler
-from ..policies.base import Policy
 from ..policies.grammar import parse_policy
 from ..policies.methods.sirllm import token_entropy
+from ..policies.policy import Policy
 from ..settings import FIRST, INT32_MAX, RunSettings, read_protect
 from .context import CacheCounters, Context, Pins
 from .fork import check_lengths, check_past, check_queries

@@ -12,7 +12,7 @@ from locret_kernels.backend import choose
 
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
 from ..backbones.rope import Rope
-from ..policies.base import Policy
+from ..policies.policy import Policy
 from ..settings import Resolved
 from .geometry.positions import Positions
 from .geometry.rotation import RotationTables

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..heads import RetainingHeads
-    from ..policies.base import Policy
+    from ..policies.policy import Policy
 
 Arguments = dict[str, Any]
 """Arguments of the decoder's forward."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..policies.base import Policy, Reread
+from ..policies.base import Reread
+from ..policies.policy import Policy
 from .context import Context, Pins
 from .geometry.schedule import Schedule
 from .pins import pins_of

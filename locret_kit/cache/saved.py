@@ -24,8 +24,8 @@ from locret_kernels.provenance import versions
 from ..backbones.families import text_config
 from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
 from ..naming import blaming
-from ..policies.base import Policy
 from ..policies.grammar import parse_policy, parts_of, spelled_out
+from ..policies.policy import Policy
 from ..policies.registry import parts_named
 from ..settings import INT32_MAX, Resolved
 from ..validation import check, made, shown

@@ -306,7 +306,7 @@ def _merge(
     than a head's rows in float32. Pinned slots are as they were read: no merger sees them."""
     raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
     rope = ctx.rope(layer)
-    told_BHS = merger.told(ctx.policy, slots, scores_BHS, stay_BHS)
+    told_BHS = merger.told(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
     B, H, S = stay_BHS.shape
     for b, h in product(range(B), range(H)):
         keys, values, positions = (rows.head(name, b, h) for name in ("keys", "values", "positions"))

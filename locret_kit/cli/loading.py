@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..cache.bounded import BoundedCache
     from ..documents.document import Document
     from ..heads import HeadsConfig, RetainingHeads
-    from ..policies.base import Policy
+    from ..policies.policy import Policy
     from ..samples.chat import Span
     from ..settings import RunSettings
 

@@ -15,7 +15,7 @@ from .command import command
 
 if TYPE_CHECKING:
     from ..planning.plan import Setting
-    from ..policies.base import Policy
+    from ..policies.policy import Policy
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 """Where neither the user nor the recipe says."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..heads import RetainingHeads
-    from ..policies.base import Policy
+    from ..policies.policy import Policy
     from ..settings import RunSettings
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..heads import RetainingHeads
-    from ..policies.base import Policy
+    from ..policies.policy import Policy
 
 Progress = Callable[[int, int], None]
 Reader = Callable[[Any, "array[int]", BoundedCache, Progress | None], None]

@@ -26,8 +26,8 @@ from ..cache.storage.groups import GROUP, SPARE, table_size
 from ..cache.storage.packing import BITS
 from ..cache.storage.quantised import FLOAT8, RESIDUAL, check_head_size, check_storage, value_group
 from ..cache.storage.reused import permutation_bytes, reuses_rows
-from ..policies.base import Policy
 from ..policies.grammar import parse_policy
+from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from ..validation import check, checked
 from . import recall

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..backbones.families import BackboneSpec
-from ..policies.base import Policy
+from ..policies.policy import Policy
 from .plan import ITEM_BYTES, Backbone, Setting, cache_bytes, store_bytes
 from .sizes import show
 

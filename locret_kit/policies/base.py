@@ -1,10 +1,10 @@
-"""Policy interface: the parts of an eviction policy, what they are given, and how they choose the slots that stay.
+"""The parts of an eviction policy.
 
 A policy answers four questions, each with one part: how much is a slot worth (``Score``), which slots may not be evicted now
-(``Scope``), how many slots does each layer and each head get (``Allocation``), and which slots stay (``Selection``). Four
-parts may be absent: ``Merge`` folds evicted slots into those that stay, ``PrefillMask`` limits what a token of the prompt
-sees, ``Sparse`` leaves out what its attention would hardly weigh, ``Reread`` reads passages of the text again for the answer.
-Parts know nothing of models or caches.
+(``Scope``), how many slots does each layer and each head get (``Allocation``), and which slots stay (``Selection``). Five
+parts may be absent: ``Merge`` folds evicted slots into those that stay, ``Recall`` brings them back for a question,
+``PrefillMask`` limits what a token of the prompt sees, ``Sparse`` leaves out what its attention would hardly weigh, ``Reread``
+reads passages of the text again for the answer. Parts know nothing of models or caches.
 
 A part is a frozen dataclass. Its fields are its parameters: their names, types, bounds and defaults stand there and nowhere
 else. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots of a head, ``T`` new tokens, ``D`` channels.
@@ -12,27 +12,26 @@ else. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
-from functools import partial, reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import torch
 from annotated_types import Interval, Predicate
-from torch import Tensor, nn
+from torch import Tensor
 
 from locret_kernels.backend import function
 from locret_kernels.select.reference import rank_of as rank_of
 
 from ..validation import Says, check
-from .rounding import raised
+from .slots import Entry as Entry
+from .slots import Slots as Slots
+from .slots import wide as wide
 
 if TYPE_CHECKING:
     from locret_kernels.sparse_attend import Blocks
 
     from ..backbones.families import BackboneSpec
-    from ..backbones.rope import Rope
 
 Count = Annotated[int, Interval(ge=0, lt=2**31)]
 """Tokens or slots; positions are int32."""
@@ -51,105 +50,6 @@ PositiveSize = Annotated[
 
 class PolicyWarning(UserWarning):
     """A policy that cannot do what its parameters say at this budget."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """New tokens of one layer as they enter the cache."""
-
-    layer: int
-    position: int
-    """Position in the text of the first new token."""
-    q: Tensor
-    """``[B, Q, T, D]`` as the backbone hands them over: before RoPE where the architecture has an adapter."""
-    k: Tensor
-    """``[B, H, T, D]``"""
-    v: Tensor
-    """``[B, H, T, D]``"""
-    head: nn.Module | None
-    """The layer's retaining head, for scores that need one."""
-    seed: int
-    rope: Rope | None = None
-    """The layer's ``Rope``; None where the architecture has no adapter."""
-    state: MutableMapping[str, Tensor] = field(default_factory=dict)
-    """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
-
-
-def _nothing() -> Tensor:
-    raise ValueError("these slots hold no keys, values or queries")
-
-
-@dataclass
-class Slots:
-    """The slots of one layer when it must be cut to ``keep`` slots per head. Heads that hold fewer than ``S`` slots (after an
-    adaptive allocation) are padded on the left."""
-
-    layer: int
-    layers: int
-    keep: int
-    """Slots that a head of this layer keeps on average, everything counted, after the allocation over layers."""
-    stabilizers: int
-    """Newest slots protected now; 0 at the last eviction before the tail."""
-    chunk: int
-    """Tokens between evictions while a prompt is read."""
-    since_eviction: int
-    """Tokens that entered since the last eviction."""
-    seen: int
-    """Tokens of the text so far."""
-    positions: Tensor
-    """``[B, H, S]`` int32, ascending in every head."""
-    valid: Tensor
-    """``[B, H, S]`` bool; False is padding."""
-    pinned: Tensor | None = field(default=None, kw_only=True)
-    """``[B, H, S]`` bool: slots that stay, whatever the parts say; None without any."""
-    entry_scores: Tensor
-    """``[B, H, S]`` float32: what ``Score.score_new_tokens`` returned for the slot; zeros for scores without. What
-    ``Score.score_slots`` writes into it stays with the slot."""
-    stats: Mapping[str, Tensor]
-    """``[B, H, S]`` float32, those that the policy asks for: ``sum`` and ``square`` of the attention received (mean over the
-    group), ``above`` (how often it was above average), ``count`` (queries that have seen the slot)."""
-    keys: Callable[[], Tensor] = _nothing
-    """Keys ``[B, H, S, D]`` as attention sees them (rotated), zeros at padding."""
-    values: Callable[[], Tensor] = _nothing
-    """Values ``[B, H, S, D]``, zeros at padding."""
-    raw_keys: Callable[[], Tensor] = _nothing
-    """Keys before RoPE; raises ValueError where the architecture has no adapter."""
-    queries: Callable[[], Tensor] = _nothing
-    """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
-    ``Score.recent`` asked for."""
-    scaling: float = 1.0
-    tokens: Tensor | None = None
-    """``[B, H, S]`` int32: tokens that a slot stands for where it is the merger's own, 0 elsewhere; None without such slots."""
-    seed: int = 0
-    target: str = "logit"
-    """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
-    lengths: Sequence[int] | None = None
-    """Slots of every head, one item of the batch after another, where some are padded; the host knows them."""
-    rope: Rope | None = None
-    """The layer's ``Rope``; None where the architecture has no adapter."""
-    next_position: Tensor | None = None
-    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_adapter``."""
-    state: MutableMapping[str, Tensor] = field(default_factory=dict)
-    """The score's state of this layer between calls."""
-    group: Sequence[Slots] = ()
-    """The same slots as each query head of a group sees them, with statistics and queries of its own, where the selection
-    asks for them (``Selection.by_query_head``)."""
-    verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
-    keep the slot in each query head. ``Policy.choose`` sets it."""
-    backend: str = "reference"
-    """Of ``locret_kernels``."""
-
-    def newest(self, n: int) -> Tensor:
-        """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""
-        S = self.positions.shape[-1]
-        row_S = torch.arange(S, device=self.positions.device)
-        return (row_S >= S - n) & self.valid
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` in float32, or in float64 where it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def wanted_count(size: int | float, total: int) -> int:
@@ -339,8 +239,9 @@ class Merge(Part, Protocol):
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Make ready for a backbone. Raises ValueError where it does not fit."""
 
-    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
-        """Facts ``[B, H, S]`` about a layer's slots, asked for once per eviction and handed to ``fold``."""
+    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+        """Facts ``[B, H, S]`` about a layer's slots, asked for once per eviction and handed to ``fold``. ``protected_BHS``:
+        slots that are pinned or in a scope; ``stay_BHS``: those that the policy keeps."""
 
     def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
         """The slots of one head that take others over. ``stay_S``: bool; the others are evicted."""
@@ -466,166 +367,3 @@ def best_of(
 def share_of(budgets_BH: Tensor, ratio: float) -> Tensor:
     """``ratio`` of each budget (int64), rounded down."""
     return (budgets_BH.double() * ratio).long()
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The parts of a policy under one name."""
-
-    name: str
-    score: Score
-    scopes: tuple[Scope, ...] = ()
-    selection: Selection = TopK()
-    allocation: Allocation = Uniform()
-    source: str = ""
-    keeps_everything: bool = False
-    merge: Merge | None = None
-    """None drops what is evicted."""
-    prefill_mask: PrefillMask | None = None
-    """None: a token of the prompt sees every slot."""
-    sparse: Sparse | None = None
-    """None: a token of the prompt attends to all that it sees."""
-    recall: Recall | None = None
-    """None: what is evicted is gone."""
-    reread: Reread | None = None
-    """None: the prompt's end is read once and sees every slot."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError where parts do not go together."""
-        self._check_sparse()
-        self._check_aside()
-        self._check_recall()
-
-    def _check_recall(self) -> None:
-        """An evicted slot goes one way, and what comes back is seen in one way."""
-        others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
-        found = [name for name, part in others.items() if part is not None]
-        if self.recall is not None and found:
-            why = (
-                "an evicted slot is merged or stored" if found[0] == "merge" else "both choose what a token attends to"
-            )
-            raise ValueError(f"policy={self.name!r}: recall does not go with {found[0]}, since {why}: leave one out")
-
-    def _check_aside(self) -> None:
-        """A merger's own slots are the same number in each head, and no places in the text."""
-        if self.aside == 0:
-            return
-        reasons = {
-            "heads of one layer may evict nothing (allocation)": self.allocation.ragged,
-            "score or scope sum attention while it is computed": bool(self.statistics - {"count"}),
-            "a centroid is no passage to read again (reread)": self.reread is not None,
-            "a centroid's count is no part of sparse prefill": self.sparse is not None,
-        }
-        if found := [reason for reason, here in reasons.items() if here]:
-            raise ValueError(f"policy={self.name!r}: merge={self.merge} does not go with it: {found[0]}")
-
-    def _check_sparse(self) -> None:
-        """Sparse prefill leaves attention out."""
-        if self.sparse is None:
-            return
-        said = f"policy={self.name!r}: sparse prefill"
-        if summed := sorted(self.statistics - {"count"}):
-            raise ValueError(
-                f"{said} leaves attention out, and score or scope read of all of it: {', '.join(summed)}; "
-                "choose others, such as score=cis or score=window"
-            )
-        if self.prefill_mask is not None:
-            raise ValueError(f"{said} chooses what a token attends to, and so does prefill_mask: leave one out")
-
-    @property
-    def needs_heads(self) -> bool:
-        """Whether retaining heads are needed."""
-        return self.score.needs_heads
-
-    @property
-    def aside(self) -> int:
-        """Slots of each head that are the merger's own."""
-        return 0 if self.merge is None else self.merge.aside
-
-    @property
-    def needs_adapter(self) -> bool:
-        """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
-        far = self.recall is not None and self.recall.far > 0
-        return self.score.needs_adapter or self.score.needs_heads or self.merge is not None or far
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the backbone's probability of each token is needed."""
-        return self.score.needs_logits
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        """Running statistics that the parts read."""
-        recall = frozenset() if self.recall is None else self.recall.statistics
-        return self.score.statistics.union(recall, *(scope.statistics for scope in self.scopes))
-
-    @property
-    def by_query_head(self) -> bool:
-        """Whether running statistics of every query head are kept, beside those of groups."""
-        recall = self.recall is not None and self.recall.by_query_head
-        return recall or (self.selection.by_query_head and self.score.by_query_head)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether heads of one layer may hold different numbers of slots."""
-        return self.allocation.ragged
-
-    def recent(self, chunk: int) -> int:
-        """Number of the newest queries that must be kept at hand."""
-        return max(self.score.recent(chunk), self.reread.window if self.reread is not None else 0)
-
-    def layer_budgets(
-        self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
-    ) -> list[int]:
-        """Slots per head of each layer. ``tail``: tokens that are never evicted and must find room in every layer.
-
-        Warns (``PolicyWarning``) where the budget leaves no room for what the parts ask for.
-        """
-        self._warn_of_caps(budget, chunk, stabilizers)
-        own = budget - self.selection.aside(budget)
-        window = max((scope.window(own, chunk, stabilizers) for scope in self.scopes), default=0)
-        return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
-
-    def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
-        own, said = budget - self.selection.aside(budget), f"policy={self.name!r} at a budget of {budget} slots:"
-        left = f", of which {self.selection} leaves {own}" if own < budget else ""
-        for scope in self.scopes:
-            if (asked := scope.reserved(own, chunk, stabilizers)) > own:
-                warnings.warn(f"{said} {scope} asks for {asked} slots{left}; the score chooses none", PolicyWarning, 3)
-        if shortfall := self.selection.shortfall(budget):
-            warnings.warn(f"{said} {self.selection} {shortfall}", PolicyWarning, 3)
-
-    def protected(self, slots: Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
-        selection leaves to score and scopes."""
-        own = replace(slots, keep=slots.keep - self.selection.aside(slots.keep))
-        found = [] if slots.pinned is None else [slots.pinned]
-        found += [scope.protects(own) for scope in self.scopes if not scope.idle]
-        return reduce(torch.logical_or, found) if found else torch.zeros_like(slots.valid)
-
-    def verdicts(self, slots: Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
-        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query
-        head. A score that reads no attention says the same of all query heads of a group."""
-        kept = []
-        for one in slots.group or (slots,):
-            scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
-            kept_BHS = best_of(scores, self.protected(one) & valid_BHS, valid_BHS, budgets_BH, slots.backend)
-            kept.append(kept_BHS & valid_BHS)
-        return torch.stack(kept, dim=2)
-
-    def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
-        scopes and selection share what the head's budget leaves, as if the head held no others."""
-        if scores_BHS is None:
-            scores_BHS = self.score.score_slots(slots)
-        protected_BHS = self.protected(slots)
-        measured_BHS = self.allocation.measured(self.score, scores_BHS, slots) if self.ragged else scores_BHS
-        budgets_BH = self.allocation.head_budgets(measured_BHS, protected_BHS, slots.valid, slots.keep)
-        valid_BHS, pinned_BHS = slots.valid, slots.pinned
-        if self.selection.by_query_head:
-            slots = replace(slots, verdicts=partial(self.verdicts, slots, scores_BHS))
-        if pinned_BHS is None:
-            return self.selection.select(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots)
-        taken_BH, free_BHS = pinned_BHS.sum(-1), valid_BHS & ~pinned_BHS
-        left_BH = raised(budgets_BH, taken_BH) - taken_BH
-        return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 from ..naming import nearest
 from ..validation import allowed, checked
 from .allocation import Adaptive, Pyramid, PyramidAdaptive
-from .base import Policy
+from .policy import Policy
 from .registry import KINDS, Named, Parameter, Parts, parameters_of, parts_named, policies
 
 UNBOUNDED = "kvzip"

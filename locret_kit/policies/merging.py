@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Folded, Merge, Policy, Slots
+from .base import Folded, Merge, Score, Slots
 from .registry import part
 
 if TYPE_CHECKING:
@@ -94,11 +94,11 @@ class Nearest(Merge):
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Any backbone will do."""
 
-    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Logarithm of what each slot's own token weighs ``[B, H, S]`` (float32), by the policy's score."""
         if self.weight == "count":
             return torch.zeros_like(scores_BHS, dtype=torch.float32)
-        return policy.score.log_weight(scores_BHS).float()
+        return score.log_weight(scores_BHS).float()
 
     def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
         """One head's slots that take others over."""

@@ -25,7 +25,8 @@ from typing_extensions import dataclass_transform
 from ..naming import blaming, first_line
 from ..validation import annotations_of
 from . import methods
-from .base import Allocation, Merge, Policy, PrefillMask, Recall, Reread, Scope, Score, Selection, Sparse, TopK, Uniform
+from .base import Allocation, Merge, PrefillMask, Recall, Reread, Scope, Score, Selection, Sparse, TopK, Uniform
+from .policy import Policy
 
 GROUP = "locret_kit.policies"
 KINDS = ("score", "scope", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread")

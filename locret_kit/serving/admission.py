@@ -13,7 +13,7 @@ from functools import partial
 from ..cache.bounded import BoundedCache
 from ..cache.fork import CannotFork
 from ..heads import RetainingHeads
-from ..policies.base import Policy
+from ..policies.policy import Policy
 from ..runtime.batch import Batch, Request, Text
 from ..runtime.session import Sampling
 from ..runtime.turns import Turns

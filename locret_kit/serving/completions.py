@@ -11,8 +11,8 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..policies.base import Policy
 from ..policies.grammar import parse_policy
+from ..policies.policy import Policy
 from .answers import Stream
 from .bodies import ChatBody, Generation, TextBody
 from .errors import problem

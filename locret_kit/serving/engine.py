@@ -24,7 +24,7 @@ from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress, describe
 from ..heads import RetainingHeads
 from ..naming import blaming
-from ..policies.base import Policy
+from ..policies.policy import Policy
 from ..runtime.batch import Batch, Text
 from ..runtime.session import Sampling, stop_ids
 from ..runtime.turns import Turns

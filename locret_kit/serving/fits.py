@@ -12,8 +12,8 @@ from ..backbones.identity import NAMES, first_difference
 from ..cache.bounded import BoundedCache
 from ..cache.saved import Origin, Saved
 from ..heads import RetainingHeads
-from ..policies.base import Policy
 from ..policies.grammar import parts_of
+from ..policies.policy import Policy
 from ..settings import RunSettings
 
 

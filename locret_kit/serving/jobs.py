@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document
-from ..policies.base import Policy
+from ..policies.policy import Policy
 from ..runtime.batch import Text
 from ..runtime.session import Sampling
 from ..settings import RunSettings

@@ -30,7 +30,7 @@ from ..documents.document import Document
 from ..files import locked, shared, write_beside
 from ..heads import RetainingHeads
 from ..naming import first_line
-from ..policies.base import Policy
+from ..policies.policy import Policy
 from .past import Past
 
 LOG = logging.getLogger("locret_kit.serving")

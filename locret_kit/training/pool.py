@@ -26,9 +26,10 @@ from ..cache.attention import attend_rows
 from ..cache.bounded import BoundedCache
 from ..config.train import TrainConfig
 from ..heads import RetainingHeads
-from ..policies.base import Folded, Merge, Policy, Slots
+from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
+from ..policies.policy import Policy
 from ..samples.chat import Sample
 from ..settings import RunSettings
 from .base import FrozenTraining
@@ -49,8 +50,8 @@ class LearningMerge(Merge):
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         self.pool.check_backbone(spec)
 
-    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
-        return pool_slots(policy, slots, scores_BHS, stay_BHS, self.pool.config.slots)
+    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+        return pool_slots(slots, scores_BHS, protected_BHS, stay_BHS, self.pool.config.slots)
 
     def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
         with torch.set_grad_enabled(self.grad):

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from locret_kernels.hadamard import hadamard
 from locret_kernels.ragged_decode import PackedRows
 
-from ...policies.base import Policy
+from ...policies.policy import Policy
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
 from .packing import BITS, decode, encode, levels, pack, unpack
 from .rows import BoundedLayer, Column, Index, Layout

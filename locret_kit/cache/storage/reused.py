@@ -16,7 +16,7 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 
-from ...policies.base import Policy
+from ...policies.policy import Policy
 from ..decoding import VarlenRows
 from .rows import BoundedLayer, EqualLengthHeads, Index
 

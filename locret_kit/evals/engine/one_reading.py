@@ -18,7 +18,8 @@ from torch import Tensor
 from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
 from ...heads import RetainingHeads
-from ...policies.base import Entry, Policy, Score, TopK, rank_of
+from ...policies.base import Entry, Score, TopK, rank_of
+from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...settings import RunSettings
 from .fidelity import nll_of

@@ -25,8 +25,9 @@ from ...backbones.intercept import attach
 from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
 from ...cache.storage.ragged import RaggedLayer
-from ...policies.base import Policy, TopK, rank_of
+from ...policies.base import TopK, rank_of
 from ...policies.methods.streaming import Recency
+from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...samples.chat import render_prompt
 from ...settings import read_protect

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..base import Folded, Merge, Policy, Positive, Slots
+from ..base import Folded, Merge, Positive, Score, Slots
 from ..registry import part, register
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Centroids(Merge):
         before_BHS = (gone_BHS.cumsum(-1) - 1) * m + E // 2
         return old_BHS | (gone_BHS & ((before_BHS + m) // E > before_BHS // E))
 
-    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Tokens that each slot stands for (float32), 0 where it stays as it is."""
         assert slots.tokens is not None
         return slots.tokens.clamp(min=1).where(~stay_BHS | (slots.tokens > 0), 0).float()

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from ...files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
 from ...naming import blaming
 from ...validation import made
-from ..base import Folded, Merge, Odd, Part, Policy, Positive, Slots, rank_of
+from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
 
 if TYPE_CHECKING:
@@ -160,10 +160,9 @@ def load_pool(folder: str | Path) -> ConvPool:
     return pool.requires_grad_(False)
 
 
-def pool_slots(policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor, size: int) -> Tensor:
-    """Boolean ``[B, H, S]``: the pool of each head, the ``size`` slots of lowest score among those that stay and that no scope
-    protects, or as many as there are. In the next pool a merged slot is one like the others, by the score of its own token."""
-    protected_BHS = policy.protected(slots)
+def pool_slots(slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor, size: int) -> Tensor:
+    """Boolean ``[B, H, S]``: the pool of each head, the ``size`` slots of lowest score among those that stay and are not
+    protected, or as many as there are. In the next pool a merged slot is one like the others, by the score of its own token."""
     free_BHS = stay_BHS & ~protected_BHS
     place_BHS = rank_of(scores_BHS, protected_BHS, slots.valid).masked_fill(~free_BHS, -1)
     last_BHR = place_BHS.topk(min(size, place_BHS.shape[-1])).indices
@@ -211,9 +210,9 @@ class Lococo(Merge):
         self.weights.check_backbone(spec)
         self.weights.to(device)
 
-    def told(self, policy: Policy, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """The pool of each head."""
-        return pool_slots(policy, slots, scores_BHS, stay_BHS, self.weights.config.slots)
+        return pool_slots(slots, scores_BHS, protected_BHS, stay_BHS, self.weights.config.slots)
 
     def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
         """One head's pool, with what was evicted in it."""

@@ -1,0 +1,191 @@
+"""A policy: its parts under one name, which go together or are refused, and the slots that they choose."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+
+from .base import (
+    Allocation,
+    Merge,
+    PolicyWarning,
+    PrefillMask,
+    Recall,
+    Reread,
+    Scope,
+    Score,
+    Selection,
+    Slots,
+    Sparse,
+    TopK,
+    Uniform,
+    best_of,
+)
+from .rounding import raised
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The parts of a policy under one name."""
+
+    name: str
+    score: Score
+    scopes: tuple[Scope, ...] = ()
+    selection: Selection = field(default_factory=TopK)
+    allocation: Allocation = field(default_factory=Uniform)
+    source: str = ""
+    keeps_everything: bool = False
+    merge: Merge | None = None
+    """None drops what is evicted."""
+    prefill_mask: PrefillMask | None = None
+    """None: a token of the prompt sees every slot."""
+    sparse: Sparse | None = None
+    """None: a token of the prompt attends to all that it sees."""
+    recall: Recall | None = None
+    """None: what is evicted is gone."""
+    reread: Reread | None = None
+    """None: the prompt's end is read once and sees every slot."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where parts do not go together."""
+        self._check_sparse()
+        self._check_aside()
+        self._check_recall()
+
+    def _check_recall(self) -> None:
+        """An evicted slot goes one way, and what comes back is seen in one way."""
+        others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
+        found = [name for name, part in others.items() if part is not None]
+        if self.recall is not None and found:
+            why = (
+                "an evicted slot is merged or stored" if found[0] == "merge" else "both choose what a token attends to"
+            )
+            raise ValueError(f"policy={self.name!r}: recall does not go with {found[0]}, since {why}: leave one out")
+
+    def _check_aside(self) -> None:
+        """A merger's own slots are the same number in each head, and no places in the text."""
+        if self.aside == 0:
+            return
+        reasons = {
+            "heads of one layer may evict nothing (allocation)": self.allocation.ragged,
+            "score or scope sum attention while it is computed": bool(self.statistics - {"count"}),
+            "a centroid is no passage to read again (reread)": self.reread is not None,
+            "a centroid's count is no part of sparse prefill": self.sparse is not None,
+        }
+        if found := [reason for reason, here in reasons.items() if here]:
+            raise ValueError(f"policy={self.name!r}: merge={self.merge} does not go with it: {found[0]}")
+
+    def _check_sparse(self) -> None:
+        """Sparse prefill leaves attention out."""
+        if self.sparse is None:
+            return
+        said = f"policy={self.name!r}: sparse prefill"
+        if summed := sorted(self.statistics - {"count"}):
+            raise ValueError(
+                f"{said} leaves attention out, and score or scope read of all of it: {', '.join(summed)}; "
+                "choose others, such as score=cis or score=window"
+            )
+        if self.prefill_mask is not None:
+            raise ValueError(f"{said} chooses what a token attends to, and so does prefill_mask: leave one out")
+
+    @property
+    def needs_heads(self) -> bool:
+        """Whether retaining heads are needed."""
+        return self.score.needs_heads
+
+    @property
+    def aside(self) -> int:
+        """Slots of each head that are the merger's own."""
+        return 0 if self.merge is None else self.merge.aside
+
+    @property
+    def needs_adapter(self) -> bool:
+        """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
+        far = self.recall is not None and self.recall.far > 0
+        return self.score.needs_adapter or self.score.needs_heads or self.merge is not None or far
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the backbone's probability of each token is needed."""
+        return self.score.needs_logits
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Running statistics that the parts read."""
+        recall = frozenset() if self.recall is None else self.recall.statistics
+        return self.score.statistics.union(recall, *(scope.statistics for scope in self.scopes))
+
+    @property
+    def by_query_head(self) -> bool:
+        """Whether running statistics of every query head are kept, beside those of groups."""
+        recall = self.recall is not None and self.recall.by_query_head
+        return recall or (self.selection.by_query_head and self.score.by_query_head)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads of one layer may hold different numbers of slots."""
+        return self.allocation.ragged
+
+    def recent(self, chunk: int) -> int:
+        """Number of the newest queries that must be kept at hand."""
+        return max(self.score.recent(chunk), self.reread.window if self.reread is not None else 0)
+
+    def layer_budgets(
+        self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
+    ) -> list[int]:
+        """Slots per head of each layer. ``tail``: tokens that are never evicted and must find room in every layer.
+
+        Warns (``PolicyWarning``) where the budget leaves no room for what the parts ask for.
+        """
+        self._warn_of_caps(budget, chunk, stabilizers)
+        own = budget - self.selection.aside(budget)
+        window = max((scope.window(own, chunk, stabilizers) for scope in self.scopes), default=0)
+        return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
+
+    def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
+        own, said = budget - self.selection.aside(budget), f"policy={self.name!r} at a budget of {budget} slots:"
+        left = f", of which {self.selection} leaves {own}" if own < budget else ""
+        for scope in self.scopes:
+            if (asked := scope.reserved(own, chunk, stabilizers)) > own:
+                warnings.warn(f"{said} {scope} asks for {asked} slots{left}; the score chooses none", PolicyWarning, 3)
+        if shortfall := self.selection.shortfall(budget):
+            warnings.warn(f"{said} {self.selection} {shortfall}", PolicyWarning, 3)
+
+    def protected(self, slots: Slots) -> Tensor:
+        """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
+        selection leaves to score and scopes."""
+        own = replace(slots, keep=slots.keep - self.selection.aside(slots.keep))
+        found = [] if slots.pinned is None else [slots.pinned]
+        found += [scope.protects(own) for scope in self.scopes if not scope.idle]
+        return reduce(torch.logical_or, found) if found else torch.zeros_like(slots.valid)
+
+    def verdicts(self, slots: Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
+        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query
+        head. A score that reads no attention says the same of all query heads of a group."""
+        kept = []
+        for one in slots.group or (slots,):
+            scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
+            kept_BHS = best_of(scores, self.protected(one) & valid_BHS, valid_BHS, budgets_BH, slots.backend)
+            kept.append(kept_BHS & valid_BHS)
+        return torch.stack(kept, dim=2)
+
+    def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
+        """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
+        scopes and selection share what the head's budget leaves, as if the head held no others."""
+        if scores_BHS is None:
+            scores_BHS = self.score.score_slots(slots)
+        protected_BHS = self.protected(slots)
+        measured_BHS = self.allocation.measured(self.score, scores_BHS, slots) if self.ragged else scores_BHS
+        budgets_BH = self.allocation.head_budgets(measured_BHS, protected_BHS, slots.valid, slots.keep)
+        valid_BHS, pinned_BHS = slots.valid, slots.pinned
+        if self.selection.by_query_head:
+            slots = replace(slots, verdicts=partial(self.verdicts, slots, scores_BHS))
+        if pinned_BHS is None:
+            return self.selection.select(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots)
+        taken_BH, free_BHS = pinned_BHS.sum(-1), valid_BHS & ~pinned_BHS
+        left_BH = raised(budgets_BH, taken_BH) - taken_BH
+        return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS

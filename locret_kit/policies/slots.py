@@ -1,0 +1,116 @@
+"""What the parts of a policy are given: new tokens as they enter the cache, and the slots of a layer that must be cut.
+
+Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``G`` query heads of a group, ``S`` slots of a head, ``T`` new
+tokens, ``D`` channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..backbones.rope import Rope
+
+
+@dataclass(frozen=True)
+class Entry:
+    """New tokens of one layer as they enter the cache."""
+
+    layer: int
+    position: int
+    """Position in the text of the first new token."""
+    q: Tensor
+    """``[B, Q, T, D]`` as the backbone hands them over: before RoPE where the architecture has an adapter."""
+    k: Tensor
+    """``[B, H, T, D]``"""
+    v: Tensor
+    """``[B, H, T, D]``"""
+    head: nn.Module | None
+    """The layer's retaining head, for scores that need one."""
+    seed: int
+    rope: Rope | None = None
+    """The layer's ``Rope``; None where the architecture has no adapter."""
+    state: MutableMapping[str, Tensor] = field(default_factory=dict)
+    """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
+
+
+def _nothing() -> Tensor:
+    raise ValueError("these slots hold no keys, values or queries")
+
+
+@dataclass
+class Slots:
+    """The slots of one layer when it must be cut to ``keep`` slots per head. Heads that hold fewer than ``S`` slots (after an
+    adaptive allocation) are padded on the left."""
+
+    layer: int
+    layers: int
+    keep: int
+    """Slots that a head of this layer keeps on average, everything counted, after the allocation over layers."""
+    stabilizers: int
+    """Newest slots protected now; 0 at the last eviction before the tail."""
+    chunk: int
+    """Tokens between evictions while a prompt is read."""
+    since_eviction: int
+    """Tokens that entered since the last eviction."""
+    seen: int
+    """Tokens of the text so far."""
+    positions: Tensor
+    """``[B, H, S]`` int32, ascending in every head."""
+    valid: Tensor
+    """``[B, H, S]`` bool; False is padding."""
+    pinned: Tensor | None = field(default=None, kw_only=True)
+    """``[B, H, S]`` bool: slots that stay, whatever the parts say; None without any."""
+    entry_scores: Tensor
+    """``[B, H, S]`` float32: what ``Score.score_new_tokens`` returned for the slot; zeros for scores without. What
+    ``Score.score_slots`` writes into it stays with the slot."""
+    stats: Mapping[str, Tensor]
+    """``[B, H, S]`` float32, those that the policy asks for: ``sum`` and ``square`` of the attention received (mean over the
+    group), ``above`` (how often it was above average), ``count`` (queries that have seen the slot)."""
+    keys: Callable[[], Tensor] = _nothing
+    """Keys ``[B, H, S, D]`` as attention sees them (rotated), zeros at padding."""
+    values: Callable[[], Tensor] = _nothing
+    """Values ``[B, H, S, D]``, zeros at padding."""
+    raw_keys: Callable[[], Tensor] = _nothing
+    """Keys before RoPE; raises ValueError where the architecture has no adapter."""
+    queries: Callable[[], Tensor] = _nothing
+    """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
+    ``Score.recent`` asked for."""
+    scaling: float = 1.0
+    tokens: Tensor | None = None
+    """``[B, H, S]`` int32: tokens that a slot stands for where it is the merger's own, 0 elsewhere; None without such slots."""
+    seed: int = 0
+    target: str = "logit"
+    """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
+    lengths: Sequence[int] | None = None
+    """Slots of every head, one item of the batch after another, where some are padded; the host knows them."""
+    rope: Rope | None = None
+    """The layer's ``Rope``; None where the architecture has no adapter."""
+    next_position: Tensor | None = None
+    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_adapter``."""
+    state: MutableMapping[str, Tensor] = field(default_factory=dict)
+    """The score's state of this layer between calls."""
+    group: Sequence[Slots] = ()
+    """The same slots as each query head of a group sees them, with statistics and queries of its own, where the selection
+    asks for them (``Selection.by_query_head``)."""
+    verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
+    keep the slot in each query head. ``Policy.choose`` sets it."""
+    backend: str = "reference"
+    """Of ``locret_kernels``."""
+
+    def newest(self, n: int) -> Tensor:
+        """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""
+        S = self.positions.shape[-1]
+        row_S = torch.arange(S, device=self.positions.device)
+        return (row_S >= S - n) & self.valid
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x`` in float32, or in float64 where it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
