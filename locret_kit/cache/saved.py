@@ -32,6 +32,7 @@ from ..validation import check, made, shown
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .file import Record, read, write
+from .geometry.schedule import Schedule
 from .pins import pins_of
 from .storage.float8 import Float8Layer
 from .storage.quantised import QuantisedLayer
@@ -353,7 +354,7 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
             _check_values(rows, counts, held[number])
     if not saved.layers[0]["seen"] and B != 1:
         raise ValueError(f"batch={B} must be 1 before the first token")
-    reread = _reread(saved, tensors.get(REREAD))
+    reread = _reread(ctx.schedule, tensors.get(REREAD))
     hidden = tensors.get(HIDDEN)
     if ctx.policy.needs_logits and saved.layers[0]["seen"]:
         _check_tensor(HIDDEN, hidden, (dtype,), (B, 1, text_config(ctx.model).hidden_size))
@@ -386,14 +387,18 @@ def _room(layers: Sequence[BoundedLayer], stated: Sequence[Mapping[str, float]])
     return sum(prod(shape) * dtype.itemsize for layer in full for dtype, shape in layer)
 
 
-def _reread(saved: Saved, stored: Tensor | None) -> list[int]:
-    """The positions that are read again, of the prompt, ascending."""
+def _reread(schedule: Schedule, stored: Tensor | None) -> list[int]:
+    """The positions that are read again, of the prompt, ascending; the tail's are the last of them."""
     if stored is None:
         return []
     if stored.dtype != torch.int32 or stored.dim() != 1:
         raise ValueError(f"{REREAD} must be one axis of int32")
-    _check_ascending(REREAD, stored, 0, saved.prompt_length or 0)
-    return stored.tolist()
+    total = schedule.prompt_length or 0
+    _check_ascending(REREAD, stored, 0, total)
+    found, tail = stored.tolist(), list(range(schedule.body or 0, total))
+    if found[len(found) - len(tail) :] != tail:
+        raise ValueError(f"{REREAD} must end with the prompt's last {len(tail)} tokens")
+    return found
 
 
 def _check_ascending(name: str, x: Tensor, low: int, end: int, first: Tensor | None = None) -> None:
