@@ -129,6 +129,13 @@ def test_every_page_is_in_the_navigation():
     assert listed == {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
 
 
+def test_no_link_leads_out_of_the_site():
+    """MkDocs says nothing of a file that is there, but beside the pages."""
+    for file in DOCS.rglob("*.md"):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", file.read_text(encoding="utf-8")):
+            assert (file.parent / link).resolve().is_relative_to(DOCS), f"{file}: {link}"
+
+
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],

@@ -243,6 +243,10 @@ def describe_policies() -> list[str]:
 
 
 def _entry(name: str, keeps: str, below: Iterable[str]) -> str:
-    """A policy's text: a line with its name, and indented lines."""
-    lines = [line for text in below for line in wrap(text, 94, break_long_words=False, break_on_hyphens=False)]
-    return "\n".join([f"  {name:<18} {keeps}".rstrip(), *(f"      {line}" for line in lines)])
+    """A policy's text: its name and what it keeps, and indented lines."""
+    said = wrap(f"  {name:<18} {keeps}".rstrip(), 100, subsequent_indent=" " * 21)
+    for text in below:
+        said += wrap(
+            text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(said)
