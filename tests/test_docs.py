@@ -70,7 +70,7 @@ def place(tmp_path_factory) -> Path:
     RetainingHeads(config).save_pretrained(str(folder / HEADS))
     for name in ("long.txt", "book.txt", "appendix.txt"):
         (folder / name).write_text(TEXT * 8)
-    (folder / "book.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))
+    (folder / "manual.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))
     (folder / "questions.txt").write_text("Who is it?\n")
     return folder
 
