@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 from annotated_types import Interval, Predicate
 
 from .naming import nearest
-from .validation import Says, check, made
+from .sizes import parse_bytes
+from .validation import NAME, Says, check, made
 
 BUDGET, CHUNK = 1024, 512
 """Slots and tokens where neither the user nor the heads say."""
@@ -74,8 +75,36 @@ def is_protect(text: str) -> bool:
     return bool(read_protect(text)) or text == "none"
 
 
+def is_size(text: str) -> bool:
+    """Whether a text is a number of bytes. Raises ValueError with what is, which names the setting."""
+    return parse_bytes(text, NAME) > 0
+
+
+Bytes = Annotated[str, Predicate(is_size)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class StoreSettings:
+    """Host memory for what recall may bring back."""
+
+    store_memory: Bytes | None = None
+    """Host memory for the evicted slots of one text, at most, such as 4GiB: blocks that were used least lately go. Default: no
+    bound."""
+    store_file: str | None = None
+    """A new file that holds them instead of memory. Only you may read it; it has no name while it is used, so nothing is left of
+    it, however the program ends. Default: memory."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def store(self) -> StoreSettings:
+        """These settings alone, where a class extends them."""
+        return StoreSettings(store_memory=self.store_memory, store_file=self.store_file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(StoreSettings):
     """How the cache works. None leaves a setting to what the heads were published with, then to the default.
 
     Raises:
@@ -101,6 +130,8 @@ class RunSettings:
     kv_bits: Literal[8, 4, 2] | None = None
     """Bits of a stored key or value: 8 (floating point, a scale for each head), 4 or 2 (but for the newest rows). Default: the
     model's dtype."""
+    store_bits: Literal[4] | None = None
+    """Bits of a key or value that recall stores in the host's memory: 4. Default: the model's dtype."""
     one_shot: bool = False
     """Evict once, when the whole prompt has been read, instead of after every chunk."""
     decode_every: Slots | None = None
@@ -110,9 +141,6 @@ class RunSettings:
     backend: Literal["reference", "triton"] | None = None
     """Kernels. Default: triton on CUDA in half precision, the reference otherwise, with one compiled call per decoded token on a
     CPU."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> RunSettings:
@@ -127,6 +155,11 @@ class RunSettings:
     def run(self) -> RunSettings:
         """These settings alone, where a class extends them."""
         return RunSettings(**{item.name: getattr(self, item.name) for item in fields(RunSettings)})
+
+    @property
+    def portable(self) -> dict[str, object]:
+        """The settings by name, but for those of the store, which are one machine's own: what a file says."""
+        return {name: value for name, value in vars(self).items() if name not in vars(self.store)}
 
     def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:
         """Settings of one prompt.

@@ -23,8 +23,9 @@ FITTED = {
     "windowed-locret": "windowed-locret(6,2)", "centroids": "centroids(n=5,rounds=1)",
 }  # fmt: skip
 # Those that read the prompt's end twice, which model.generate does not, are in test_answering.py, sparse prefill is in
-# test_sparse_prefill.py.
-ALIKE = [name for name in policies() if parse_policy(name).reread is None and parse_policy(name).sparse is None]
+# test_sparse_prefill.py, recall in test_recall.py.
+APART = ("reread", "sparse", "recall")
+ALIKE = [name for name in policies() if all(getattr(parse_policy(name), part) is None for part in APART)]
 POLICIES = [FITTED.get(name, name) for name in ALIKE]
 POLICIES += ["kvcrush(base=ada-snapkv(6,3),level=chunk)", "score=entropy allocation=adaptive selection=sampled"]
 POLICIES += ["score=lagkv(lag=7) allocation=adaptive", "score=compactor(block=8) allocation=pyramid(3)+adaptive(1)"]

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"naming", "shapes", "threads"},
+    {"naming", "shapes", "sizes", "threads"},
     {"files", "validation", "cis"},
     {"settings"},
     {"backbones", "samples", "hub"},

@@ -291,6 +291,7 @@ def test_every_named_policy_is_here():
     elsewhere |= {"windowed-locret"}  # test_reading.py
     elsewhere |= {"rereading-locret"}  # test_answering.py
     elsewhere |= {"centroids"}  # test_centroids.py
+    elsewhere |= {"infllm", "recall", "scaled-infllm"}  # test_recall.py
     elsewhere |= {"minference", "xattention"}  # test_sparse_prefill.py
     assert {policy.split("(")[0] for policy in POLICIES} >= policies().keys() - elsewhere
 

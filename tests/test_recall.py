@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from locret_kit import attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.planning.plan import Setting, cache_bytes, store_bytes
+from locret_kit.policies.base import PolicyWarning
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
@@ -76,7 +79,7 @@ def test_what_comes_back_is_what_the_definition_says(across: str, apart: int, lo
 
 
 def test_infllm_is_the_papers() -> None:
-    policy = "score=recency scope=sinks(5) recall=infllm(size=5,take=2,representatives=2,far=12)"
+    policy = "infllm(init=5,size=5,take=2,representatives=2,local=12)"
     oracle = PublishedInfLLM(
         recorded(policy, 46, steps=2, budget=17, chunk=10), size=5, take=2, representatives=2, local=12
     )
@@ -100,6 +103,36 @@ def test_copies_and_files_go_on_alike(base: str, tmp_path) -> None:
         assert cache.context.recalls.blocks == 0
         prefill(model, tokens(), cache)
         assert torch.equal(model(torch.tensor([[7]]), past_key_values=cache).logits[0, -1], wanted[1])
+
+
+def test_named_policies() -> None:
+    published = parse_policy("score=recency scope=sinks(128) recall=infllm(128,16,4,far=4096)")
+    assert replace(parse_policy("infllm"), name=published.name, source="") == published
+    scaled = parse_policy("scaled-infllm")
+    assert scaled.at(4224).recall == published.recall and scaled.scopes[0].reserved(4224, 512, 0) == 128
+    a_quarter = scaled.at(1056).recall  # rows that come back: a quarter; blocks and their tokens: the root of it
+    assert (a_quarter.size, a_quarter.take, a_quarter.far) == (64, 8, 1024)
+    assert scaled.scopes[0].reserved(1056, 512, 0) == 32
+    assert parse_policy("recall(base=h2o,take=2)").recall == parse_policy("h2o recall=blocks(take=2)").recall
+    with pytest.warns(PolicyWarning, match="places 4096 slots as in the text"):
+        published.layer_budgets(1024, 2, 512, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        published.layer_budgets(4224, 2, 512, 0)
+        scaled.layer_budgets(24, 2, 512, 0)
+
+
+def test_sizes_are_those_of_the_budget() -> None:
+    cache, model = make("scaled-infllm"), backbone()
+    with attach(model), torch.no_grad():
+        prefill(model, tokens(), cache)
+    assert cache.context.policy.recall == parse_policy("scaled-infllm").at(24).recall
+    store = cache.bounded[0].store
+    assert store is not None and store.size == 10 and cache.context.recalls.blocks > 0
+    larger = cache.with_budget(48)  # goes on with the blocks that there are
+    assert larger.context.policy.recall == cache.context.policy.recall == parse_policy(larger.policy.name).recall
+    with attach(model), torch.no_grad():
+        assert model(torch.tensor([[7]]), past_key_values=larger).logits.isfinite().all()
 
 
 def test_the_plan_is_the_buffers() -> None:

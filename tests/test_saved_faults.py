@@ -143,7 +143,7 @@ PLACE = "LOCRET-PLACE"
 NUMBER = r"\d+(\.\d+)?"
 FREE = {  # what a file says by itself, so that any value of the kind fits
     r"kit|model\.name|document\.title|document\.names\.model|counters\.decoding": lambda x: isinstance(x, str),
-    r"model\.(name|revision)|document\.share|settings\.(share|decode_every|backend|protect|kv_bits)": lambda x: (
+    r"model\.(name|revision)|document\.share|settings\.(share|decode_every|backend|protect|kv_bits|store_bits)": lambda x: (
         x is None
     ),
     r"document\.sha256": lambda x: x is None,  # where the text is missing
@@ -213,7 +213,8 @@ def changed_field(name: str, body: Body, path: tuple) -> Iterator[Mutant]:
         for value in POISON:
             if value != old or type(value) is not type(old):
                 yield mutant(f"{value!r:.40}", put(value), again=again, fits=may_load(path, value))
-        fits = label in ("document.names.model", "pins.0", "counters.computed_pairs", "counters.dense_pairs")
+        gained = "counters.computed_pairs", "counters.dense_pairs", "settings.store_bits"  # older files are without
+        fits = label in ("document.names.model", "pins.0", *gained)
         yield mutant("missing", lambda where, key: where.pop(key), again=again, fits=fits)
     for how, text in RAW.items():
         yield mutant(

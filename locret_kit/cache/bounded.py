@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from ..backbones.families import spec_of, text_config
 from ..backbones.intercept import active_handler
-from ..policies.grammar import parse_policy
+from ..policies.grammar import composed_of, parse_policy
 from ..policies.methods.sirllm import token_entropy
 from ..policies.policy import Policy
 from ..settings import FIRST, INT32_MAX, RunSettings, read_protect
@@ -313,8 +313,10 @@ class BoundedCache(Cache):
         """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
         turns of a conversation get room of their own."""
         self.refuse_interrupted()
-        settings = replace(self.run, budget=budget)
-        new = type(self)(settings, self.policy, self.heads, prompt_length=self.schedule.prompt_length)
+        settings, policy = replace(self.run, budget=budget), self.policy.at(self.schedule.budget)
+        if policy != self.policy:  # blocks that are stored keep their size
+            policy = replace(policy, name=composed_of(policy))
+        new = type(self)(settings, policy, self.heads, prompt_length=self.schedule.prompt_length)
         new.bind(self.context.model)
         new.reread_positions = list(self.reread_positions)
         new._taking_over(self)._set_pins(self.pins)

@@ -145,7 +145,7 @@ class Context:
             # LongRoPE and dynamic NTK choose frequencies by the largest position that there will be.
             span = placed.largest(rows, s.prompt_length)
         return cls(
-            policy=policy,
+            policy=policy.at(schedule.budget),
             schedule=schedule,
             heads=heads,
             settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend}),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from locret_kernels.column_stats.reference import MARGIN
 
@@ -169,11 +170,14 @@ def _attend_part(
         q_bhGtD = rotate(q_bhGtD, cos[:, :, None, -t:], sin[:, :, None, -t:])
     out = []
     for q, at in zip(q_bhGtD.split(TILE, 3), at_t.split(TILE), strict=True):
+        hidden = (positions_bhM[:, :, None] > at[:, None]) | ~shown_bhM[:, :, None]  # [b, h, t, M]
+        if not recall.far and not len(part.stats):  # nothing is read off the weights
+            out.append(_fused(q, keys, values, ~hidden, rows.scaling))
+            continue
         if rope is not None and recall.far:
             logits = _far_logits(rope, recall.far, q, keys, positions_bhM, at)
         else:
             logits = wide(q) @ wide(keys)[:, :, None].mT
-        hidden = (positions_bhM[:, :, None] > at[:, None]) | ~shown_bhM[:, :, None]  # [b, h, t, M]
         weights = (logits * rows.scaling).masked_fill(hidden[:, :, None], float("-inf")).softmax(-1)
         out.append((weights @ wide(values)[:, :, None]).to(values.dtype))
         if recall.statistics and recall.far:  # what representatives are chosen by: attention from within the window
@@ -183,12 +187,19 @@ def _attend_part(
     return torch.cat(out, 3).flatten(1, 2)
 
 
+def _fused(q_bhGtD: Tensor, keys_bhMD: Tensor, values_bhMD: Tensor, seen_bhtM: Tensor, scaling: float) -> Tensor:
+    """Attention ``[b, h, G, t, D]``; a key/value head of a text is a batch of its own, whose query heads share a mask."""
+    keys, values = (x.flatten(0, 1)[:, None].expand(-1, q_bhGtD.shape[2], -1, -1) for x in (keys_bhMD, values_bhMD))
+    q, mask = q_bhGtD.flatten(0, 1), seen_bhtM.flatten(0, 1)[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling).view_as(q_bhGtD)
+
+
 def _far_logits(
     rope: Rope, far: int, q_bhGtD: Tensor, keys_bhMD: Tensor, positions_bhM: Tensor, at_t: Tensor
 ) -> Tensor:
     """Products ``[b, h, G, t, M]`` of queries and keys that stand ``far`` tokens apart, or nearer where they truly do."""
     before = int(at_t[0]) - far
-    near_bhM = (positions_bhM - before).clamp(min=0)
+    near_bhM = (positions_bhM - before).clamp(min=0, max=far + len(at_t))  # what is later still is hidden
     cos, sin = rope.tables(torch.arange(far + len(at_t) + 1, device=at_t.device), keys_bhMD.dtype)
     near_keys = rotate(keys_bhMD, cos[near_bhM], sin[near_bhM])
     near = wide(rotate(q_bhGtD, cos[at_t - before], sin[at_t - before])) @ wide(near_keys)[:, :, None].mT

@@ -27,7 +27,7 @@ from ..naming import blaming
 from ..policies.grammar import parse_policy, parts_of, spelled_out
 from ..policies.policy import Policy
 from ..policies.registry import parts_named
-from ..settings import INT32_MAX, Resolved
+from ..settings import INT32_MAX, Resolved, StoreSettings
 from ..validation import check, made, shown
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
@@ -53,8 +53,6 @@ APART = "document."
 FINITE = (
     "keys",
     "values",
-    "store.keys",
-    "store.values",
     "store.index",
     "tail_keys",
     "tail_values",
@@ -128,9 +126,14 @@ class Saved:
 
     @property
     def resolved(self) -> Resolved:
-        """The run settings; the backend is chosen anew."""
+        """The run settings; the backend is chosen anew, and where recall stores is said at hand."""
         with blaming("settings", ValueError):
-            return replace(made(Resolved, self.settings, whole=True), backend=None)
+            return replace(made(Resolved, {**vars(StoreSettings()), **self.stated}, whole=True), backend=None)
+
+    @property
+    def stated(self) -> dict[str, object]:
+        """The settings as today's files state them: older ones of this version have no bits of recall."""
+        return {"store_bits": None, **self.settings}
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
     layers = []
     for number, rows in enumerate(cache.bounded):
         counts, held = rows.export()
+        held |= {} if rows.store is None else rows.store.export()
         layers.append(counts)
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
     if cache.last_hidden is not None:
@@ -203,7 +207,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
         "policy": cache.policy.name,
         "parts": parts,
         "pool": _pool(cache.policy),
-        "settings": asdict(cache.settings),
+        "settings": cache.settings.portable,
         "ropes": rotations(ctx),
         "dtype": str(ctx.model.dtype).removeprefix("torch."),
         "batch": cache.bounded[0].B if cache.get_seq_length() else 1,
@@ -243,6 +247,7 @@ def load_cache(
     policy: str | Policy | None = None,
     *,
     force: bool = False,
+    store: StoreSettings | None = None,
 ) -> BoundedCache:
     """The cache that ``save_cache`` wrote, on the device of ``model``, with the backend chosen anew.
 
@@ -250,13 +255,14 @@ def load_cache(
         heads: those that the cache was made with, where its policy scores with retaining heads.
         policy: the same policy as a value, where the grammar does not know it or it names a folder.
         force: take rows of a narrower dtype than the model's.
+        store: where recall stores here, and how much; what has no room there is left out. Default: in memory, all of it.
 
     Raises:
         OSError: there is no such file. ValueError: it is damaged, or the first difference to what is at hand.
     """
     record, tensors = read(Path(path))
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
-    return restore(Saved.of(record, path), own, model, heads, policy, where=str(path), force=force)
+    return restore(Saved.of(record, path), own, model, heads, policy, where=str(path), force=force, store=store)
 
 
 def restore(
@@ -268,13 +274,17 @@ def restore(
     *,
     where: str,
     force: bool = False,
+    store: StoreSettings | None = None,
     origin: Origin | None = None,
 ) -> BoundedCache:
     """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load_cache``;
     ``origin`` where it is known."""
     with blaming(where, ValueError):
         cache = BoundedCache(
-            saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
+            replace(saved.resolved, **vars(store or StoreSettings())),
+            _policy(saved, policy),
+            heads,
+            prompt_length=saved.prompt_length,
         )  # nothing is allocated yet
         # The same model under another name or revision is the same: those two are for people.
         known = (origin or Origin.of(model, cache.heads)).of_cache(cache)
@@ -289,7 +299,7 @@ def restore(
         cache.bind(model)
         _refuse({"ropes": saved.ropes}, {"ropes": rotations(cache.context)})
         _refuse(
-            {"settings": saved.settings}, {"settings": asdict(cache.settings) | {"backend": saved.settings["backend"]}}
+            {"settings": saved.stated}, {"settings": cache.settings.portable | {"backend": saved.settings["backend"]}}
         )
         # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
         stored, wanted = DTYPES[saved.dtype], model.dtype
@@ -371,6 +381,8 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
         rows.restore(counts, wide, k_BH0D, k_BH0D)
+        if rows.store is not None:
+            rows.store.restore(wide, k_BH0D, k_BH0D)
     vars(cache.counters).update(vars(counters))
     cache.reread_positions = reread
     cache.pin_all(saved.pins)
@@ -496,6 +508,8 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
     for name in FINITE:
         if name in held and not held[name].isfinite().all():
             raise ValueError(f"{name} must be finite")
+    if rows.store is not None:
+        rows.store.check(held, torch.empty(0, rows.key_size, dtype=rows.dtype, device="meta"))
     if rows.centroids:
         _check_tokens(held["tokens"], rows.centroids, int(counts["seen"]))
     if isinstance(rows, Float8Layer):

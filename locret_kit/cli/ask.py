@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..config.documents import ASK, AskOptions
 from ..config.reader import read
 from .command import command
-from .loading import open_document
+from .loading import idle_store, open_document
 from .terminal import check_question, check_sampling, write_answer
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ def run(args: AskOptions) -> int:
     questions = questions_of(args)
     sampling = check_sampling(args)
     document, chosen = open_document(
-        args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force
+        args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force, store=args.store
     )
     if not args.quiet:
-        for line in (*chosen.warnings, *repeated(document)):
-            print(line, file=sys.stderr)
+        for line in (*chosen.warnings, *repeated(document), idle_store(args.store, chosen.policy)):
+            if line:
+                print(line, file=sys.stderr)
     for number, question in enumerate(questions):
         reads, began = document.reads, time.perf_counter()
         answer = document.ask(

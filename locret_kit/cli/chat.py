@@ -25,7 +25,9 @@ def run(args: ChatOptions) -> int:
         )
     document = None
     if file is not None and file.suffix == SAVED:
-        document, chosen = open_document(str(file), args, args.ckpt, args.model, args.adapter, args.policy)
+        document, chosen = open_document(
+            str(file), args, args.ckpt, args.model, args.adapter, args.policy, store=args.store
+        )
         model, tokenizer = document.model, document.tokenizer
     else:
         chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)

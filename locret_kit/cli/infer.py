@@ -20,6 +20,7 @@ from .loading import (
     check_run,
     choose,
     idle_stabilizers,
+    idle_store,
     not_shown,
     open_document,
     prompt_ids,
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
     from ..runtime.session import Answer, Sampling
 
 Say = Callable[[str], None]
-AS_READ = (*(item.name for item in fields(RunSettings) if item.name != "seed"), "chat")
+AS_READ = (
+    *(item.name for item in fields(RunSettings) if item.name not in ("seed", "store_memory", "store_file")),
+    "chat",
+)
 """Options that say how a text is read."""
 
 
@@ -96,8 +100,11 @@ class Ready:
 
 def of_file(args: InferOptions, questions: Sequence[str | None], sampling: Sampling) -> Ready:
     """Answers about a text that was read before."""
-    document, chosen = open_document(str(args.cache), args, args.ckpt, args.model, args.adapter, args.policy)
-    return Ready(chosen, document.model, about(document, args, questions, sampling), [*chosen.warnings])
+    document, chosen = open_document(
+        str(args.cache), args, args.ckpt, args.model, args.adapter, args.policy, store=args.store
+    )
+    warnings = [*chosen.warnings, idle_store(args.store, chosen.policy)]
+    return Ready(chosen, document.model, about(document, args, questions, sampling), warnings)
 
 
 def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampling, say: Say) -> Ready:
@@ -121,7 +128,7 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     if cap is not None:
         run = replace(run, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
     model, tokenizer = chosen.load(args)
-    warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy)]
+    warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)]
     shown = None if args.quiet else progress
 
     def alone(question: str | None, ids: array[int]) -> Answer:
@@ -177,7 +184,7 @@ def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: S
     from ..backbones.load import load_config, pick_device, pick_dtype
     from ..planning.memory import PLANNED_CHUNK, fit_plan
     from ..planning.plan import Setting
-    from ..planning.sizes import show
+    from ..sizes import show
 
     heads = chosen.config
     published = heads.inference if heads else {}

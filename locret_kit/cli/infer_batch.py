@@ -22,7 +22,7 @@ from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
 from ..samples.chat import has_template, render_messages
 from ..validation import made
-from .loading import check_run, choose, idle_stabilizers, prompt_ids
+from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
 from .terminal import check_question, check_target
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def run(args: InferOptions) -> int:
             warnings.add(line)
             tqdm.write(line, file=sys.stderr)
 
-    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy)):
+    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)):
         warn(line)
     errors: list[Name] = []
     with (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.policy import Policy
     from ..samples.chat import Span
-    from ..settings import RunSettings
+    from ..settings import RunSettings, StoreSettings
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,13 @@ def prompt_ids(
 
 
 def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
-    """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
+    """Raise ValueError, or OSError for a file that cannot be made, for run settings that are out of bounds or could not act,
+    before anything big is loaded."""
     from ..cache.geometry.schedule import Schedule
+    from ..cache.storage.host import check_new
 
+    if options.store_file is not None:
+        check_new(options.store_file)
     if options.one_shot:
         why = "with --one-shot, which evicts once, after the whole prompt"
         refuse(options, ("chunk", "stabilizers", "local_len"), why)
@@ -155,6 +159,13 @@ def idle_stabilizers(options: RunSettings, policy: Policy) -> str | None:
 
     protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
     return None if protects or options.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
+
+
+def idle_store(options: StoreSettings, policy: Policy) -> str | None:
+    """A warning where something is said of the store, and the policy has none."""
+    given = [name for name, value in vars(options).items() if name.startswith("store_") and value is not None]
+    stores = policy.recall is not None
+    return None if stores or not given else f"warning: {given[0]} says nothing: policy={policy.name} stores nothing"
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
@@ -185,6 +196,7 @@ def open_document(
     policy: str | None = None,
     *,
     force: bool = False,
+    store: StoreSettings | None = None,
 ) -> tuple[Document, Chosen]:
     """The document in a file, with backbone and heads by the names that the file has for them unless others are given, in
     the file's precision unless ``machine`` says otherwise.
@@ -211,5 +223,6 @@ def open_document(
         raise FileNotFoundError(
             f"{error}. {path} was read with {theirs}: --model and --ckpt say where they are"
         ) from error
-    document = Document.load(path, loaded, tokenizer, chosen.heads if saved.heads else None, policy, force=force)
+    needed = chosen.heads if saved.heads else None
+    document = Document.load(path, loaded, tokenizer, needed, policy, force=force, store=store)
     return document, replace(chosen, policy=document.cache.policy)

@@ -73,8 +73,8 @@ def run(args: PlanOptions) -> int:
     from ..planning import fit
     from ..planning import plan as p
     from ..planning.serving import Caches, decoding_bytes
-    from ..planning.sizes import parse_bytes, show
     from ..policies.grammar import parse_policy
+    from ..sizes import parse_bytes, show
 
     if args.gpu is not None and not args.speed:
         raise ValueError(f"gpu={args.gpu} is the card of a predicted speed: give --speed too")

@@ -12,7 +12,7 @@ from ..config.documents import READ, ReadOptions
 from ..config.reader import read, refuse
 from ..settings import RunSettings
 from .command import command
-from .loading import beyond_window, check_run, choose, idle_stabilizers, not_shown, open_document
+from .loading import beyond_window, check_run, choose, idle_stabilizers, idle_store, not_shown, open_document
 from .terminal import check_target, print_policies, progress, text_of, title_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def read_text(args: ReadOptions) -> Done:
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
-    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), unseen, beyond_window(model, document.cache)):
+    idle = idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)
+    for line in (*chosen.warnings, *idle, unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)
     return document, chosen.names, document.tokens, seconds
@@ -74,7 +75,7 @@ def read_text(args: ReadOptions) -> Done:
 
 def append(args: ReadOptions) -> Done:
     """The document in the file, with the text at its end."""
-    document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter)
+    document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter, store=args.store)
     before, began = document.tokens, time.perf_counter()
     document.append(text_of(args.file), None if args.quiet else progress("read"))
     return document, chosen.names, document.tokens - before, time.perf_counter() - began

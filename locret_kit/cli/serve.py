@@ -95,13 +95,13 @@ def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
     from ..backbones.families import spec_of, text_config
     from ..planning.plan import Setting
     from ..planning.serving import Caches, refuse_unbounded
-    from ..planning.sizes import parse_bytes
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine import Engine
     from ..serving.memory import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
+    from ..sizes import parse_bytes
 
     policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)

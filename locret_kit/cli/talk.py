@@ -180,7 +180,7 @@ class Talk:
         if path.suffix == SAVED:
             if given:
                 raise ValueError(f"{path} was read before: {', '.join(given)} cannot be changed")
-            self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads))
+            self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads, store=self.run.store))
             return
         run = replace(self.run, **given)  # type: ignore[arg-type]
         check_run(run, self.chosen.config)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from ..settings import Count, RunSettings
+from ..settings import Count, RunSettings, StoreSettings
 from .infer import Generation
 from .machine import Backbone, Machine
 from .reader import Command, Each
@@ -118,7 +118,7 @@ class Questions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskOptions(Questions, Names, Generation, Machine):
+class AskOptions(Questions, Names, Generation, StoreSettings, Machine):
     """Options of ``locret-ask``."""
 
 

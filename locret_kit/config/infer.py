@@ -7,9 +7,9 @@ from typing import Annotated
 
 from annotated_types import Ge, Interval
 
-from ..settings import RunSettings
+from ..settings import Bytes, RunSettings
 from ..validation import Says, check
-from .machine import Backbone, Bytes, Machine
+from .machine import Backbone, Machine
 from .reader import Command, Each
 
 USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from annotated_types import Predicate
-
-from ..validation import NAME
-
-
-def is_size(text: str) -> bool:
-    """Whether a text is a number of bytes. Raises ValueError with what is, which names the option."""
-    from ..planning.sizes import parse_bytes
-
-    return parse_bytes(text, NAME) > 0
-
+from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Bytes = Annotated[str, Predicate(is_size)]
 
 
 @dataclass(frozen=True, kw_only=True)

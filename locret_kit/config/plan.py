@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from ..settings import RunSettings, Slots
-from .machine import Bytes, Plugin
+from ..settings import Bytes, RunSettings, Slots
+from .machine import Plugin
 from .reader import Command
 
 USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=value ...]
@@ -28,7 +28,7 @@ Gpu = Literal["rtx4090", "a100", "h100"]
 class PlanOptions(RunSettings, Plugin):
     """The plan."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "decode_every", "seed", "backend")
+    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "store_file", "decode_every", "seed", "backend")
 
     model: str
     """A recipe, a folder with config.json, or a Hub id. A recipe's settings stand in for those that are not given."""

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Interval
 
-from ..settings import RunSettings
-from .machine import Bytes, Machine
+from ..settings import Bytes, RunSettings
+from .machine import Machine
 from .reader import Command, Each
 
 USAGE = """usage: locret-serve [--key value | key=value ...]

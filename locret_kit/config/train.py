@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval, Len, Lt, MinLen, Predicate
 
-from ..settings import PUBLISHED, Count, RunSettings, Slots, is_positions
+from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
 from ..validation import Says
-from .machine import Bytes, Dtype
+from .machine import Dtype
 
 Betas = Annotated[
     list[Annotated[float, Interval(ge=0, lt=1)]], Len(2, 2), Says("two numbers, each at least 0 and below 1")

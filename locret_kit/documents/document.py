@@ -28,7 +28,7 @@ from ..naming import blaming
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.tokens import IdStream
 from ..samples.chat import Span, has_template, protected_spans, render_prompt
-from ..settings import INT32_MAX, RunSettings, Share
+from ..settings import INT32_MAX, RunSettings, Share, StoreSettings
 from ..validation import check, made, shown
 from .chat import Chat
 
@@ -370,11 +370,12 @@ class Document:
         policy: str | Policy | None = None,
         *,
         force: bool = False,
+        store: StoreSettings | None = None,
     ) -> Document:
         """The document in a file.
 
         Args:
-            heads: those that the document was read with. policy, force: as in ``load_cache``.
+            heads: those that the document was read with. policy, force, store: as in ``load_cache``.
 
         Raises:
             OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
@@ -390,7 +391,7 @@ class Document:
             stream = _stream(tokenizer, about.chat)
             stream.ids = stored_ids(tensors.pop(IDS, None), len(tokenizer)) if about.text else array("i")
             stream.text, stream.done = about.open, about.done
-        cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force)
+        cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force, store=store)
         seen = cache.get_seq_length()
         document = cls(
             model, tokenizer, cache, stream, chat=about.chat, before=about.before, title=about.title, share=about.share,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ..backbones.weight_bits import WEIGHT_BITS
 from ..cache.storage.packing import BITS
+from ..sizes import show
 from .plan import ITEM_BYTES, Backbone, Plan, Setting, TrainSetting, plan_inference, plan_training
-from .sizes import show
 
 STEP = 64
 """Budgets and chunks that are proposed are multiples of this."""

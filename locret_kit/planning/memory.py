@@ -12,9 +12,9 @@ from ..backbones.families import has_adapter, text_config
 from ..backbones.load import pick_device
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
+from ..sizes import UNITS, parse_bytes, show
 from .fit import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
 from .plan import Backbone, Plan, Setting, plan_inference
-from .sizes import UNITS, parse_bytes, show
 
 PLANNED_CHUNK = 4096
 """Tokens of a chunk that nobody named, where they fit: matrices of so many rows are large for every card."""

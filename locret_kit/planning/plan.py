@@ -23,15 +23,16 @@ from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_byt
 from ..cache.geometry.schedule import PIECE, Schedule
 from ..cache.storage.float8 import COUNTS, SCALES
 from ..cache.storage.groups import GROUP, SPARE, table_size
-from ..cache.storage.packing import BITS
-from ..cache.storage.quantised import FLOAT8, RESIDUAL, check_head_size, check_storage, value_group
+from ..cache.storage.packing import BITS, value_group
+from ..cache.storage.quantised import FLOAT8, RESIDUAL, check_head_size, check_storage
 from ..cache.storage.reused import permutation_bytes, reuses_rows
+from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings
+from ..sizes import show
 from ..validation import check, checked
 from . import recall
-from .sizes import show
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Positive = Annotated[int, Ge(1)]
@@ -140,6 +141,11 @@ class Setting:
         return self.chunked.chunk
 
     @property
+    def recall(self) -> Recall | None:
+        """How evicted slots come back, in the sizes of this budget."""
+        return self.policy.at(self.schedule.budget).recall
+
+    @property
     def width(self) -> int:
         """Width of the retaining heads; 0 where the policy needs none."""
         return self.d_hidden if self.policy.needs_heads else 0
@@ -216,14 +222,15 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     reused = item == 2 and setting.run.backend != "reference" and reuses_rows(policy, setting.run.kv_bits)
     orders = sum(map(permutation_bytes, capacities)) if reused else 0
     full = (numbers + statistics + absorbed) * sum(capacities) + orders + (row + numbers) * windowed
-    recalled = 0 if policy.recall is None else recall.device_bytes(spec, policy.recall, setting.context, item)
+    recalled = 0 if setting.recall is None else recall.device_bytes(spec, setting.recall, setting.context, item)
     return stored + scratch + H * full + queries * len(capacities) + recalled
 
 
 def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
     """Bytes in the host's memory of what was evicted and may come back."""
-    part, item = setting.policy.recall, ITEM_BYTES[setting.dtype]
-    return 0 if part is None else recall.host_bytes(spec, part, setting.context, item)
+    if setting.recall is None:
+        return 0
+    return recall.host_bytes(spec, setting.recall, setting.context, setting.dtype, setting.run)
 
 
 def quantised_bytes(spec: BackboneSpec, item: int, rows: int, bits: int, spare: float, *, ragged: bool) -> int:
@@ -294,8 +301,8 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     if policy.sparse is not None:  # at most: keys in float32, what 64 queries weigh, and the rows of each block of 64
         choice = spec.n_heads * S * (12 * min(64, T) + 10 * -(-T // 64))
         transient["choose rows"] = held * item + 4 * rows + choice
-    if policy.recall is not None:
-        found = recall.phases(spec, policy.recall, setting.context, S, T, item)
+    if setting.recall is not None:
+        found = recall.phases(spec, setting.recall, setting.context, S, T, item)
         transient |= {name: held * item + nbytes for name, nbytes in found.items()}
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..backbones.families import BackboneSpec
 from ..policies.policy import Policy
+from ..sizes import show
 from .plan import ITEM_BYTES, Backbone, Setting, cache_bytes, store_bytes
-from .sizes import show
 
 
 def refuse_unbounded(*policies: Policy) -> None:

@@ -343,6 +343,14 @@ class Recall(Part, Protocol):
         """Whether blocks are chosen for each 'head', for each 'layer', or for the 'model': by the most that a layer up to this
         one gave."""
 
+    def at(self, budget: int) -> Recall:
+        """The part whose sizes are those for a budget of so many slots a head."""
+        return self
+
+    def shortfall(self, budget: int) -> str:
+        """Why its parameters cannot be met in ``budget`` slots; empty where they can."""
+        return ""
+
     def count(self, group: int) -> int:
         """Number of ``views``, with so many query heads per key/value head."""
         return group if self.by_query_head else 1

@@ -130,6 +130,10 @@ class Policy:
         """Whether heads of one layer may hold different numbers of slots."""
         return self.allocation.ragged
 
+    def at(self, budget: int) -> Policy:
+        """The policy whose recall has the sizes for a budget of so many slots a head."""
+        return self if self.recall is None else replace(self, recall=self.recall.at(budget))
+
     def recent(self, chunk: int) -> int:
         """Number of the newest queries that must be kept at hand."""
         return max(self.score.recent(chunk), self.reread.window if self.reread is not None else 0)
@@ -152,8 +156,9 @@ class Policy:
         for scope in self.scopes:
             if (asked := scope.reserved(own, chunk, stabilizers)) > own:
                 warnings.warn(f"{said} {scope} asks for {asked} slots{left}; the score chooses none", PolicyWarning, 3)
-        if shortfall := self.selection.shortfall(budget):
-            warnings.warn(f"{said} {self.selection} {shortfall}", PolicyWarning, 3)
+        for part in (self.selection, self.recall):
+            if part is not None and (shortfall := part.shortfall(budget)):
+                warnings.warn(f"{said} {part} {shortfall}", PolicyWarning, 3)
 
     def protected(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the

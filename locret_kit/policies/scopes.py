@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Count, Scope, Size, Slots, resolve_count, wanted_count
+from .base import Scope, Size, Slots, resolve_count, wanted_count
 from .registry import part
 
 
 @part("scope", "sinks")
 class Sinks(Scope):
-    """The first ``n`` tokens of the text. Source: StreamingLLM, arXiv 2309.17453."""
+    """The first ``n`` tokens of the text, or a fraction of what the head keeps. Source: StreamingLLM, arXiv 2309.17453."""
 
-    n: Count = 4
+    n: Size = 4
 
     def reserved(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return self.n
+        return wanted_count(self.n, budget)
 
     @property
     def idle(self) -> bool:
         return not self.n
 
     def protects(self, slots: Slots) -> Tensor:
-        return (slots.positions < self.n) & slots.valid
+        return (slots.positions < wanted_count(self.n, slots.keep)) & slots.valid
 
 
 @part("scope", "window")

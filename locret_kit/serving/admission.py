@@ -221,7 +221,7 @@ class Admission:
         def load() -> None:
             assert self.store is not None
             try:
-                job.cache = self.store.load(past, self._batch.model, self.heads, self.policy)
+                job.cache = self.store.load(past, self._batch.model, self.heads, self.policy, self.settings.store)
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
             finally:

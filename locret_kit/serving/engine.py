@@ -154,7 +154,7 @@ class Engine(Admission):
         with blaming(str(path), ValueError):
             self.fits.check(saved)
         policy = next((policy for policy in self.fits.policies if policy.name == saved.policy), None)
-        return Document.load(path, self.model, self.tokenizer, self.heads, policy)
+        return Document.load(path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cached_property
 
 from transformers import PreTrainedModel
@@ -61,11 +60,12 @@ class Fits:
         for name in ("budget", "chunk"):
             if getattr(theirs, name) > mine[name]:
                 raise ValueError(f"{name}={getattr(theirs, name)} must be at most {mine[name]}, that of a session")
-        if theirs.kv_bits != self.settings.kv_bits:
-            raise ValueError(f"kv_bits={theirs.kv_bits} must be {self.settings.kv_bits}, that of a session")
+        for name in ("kv_bits", "store_bits"):
+            if getattr(theirs, name) != mine[name]:
+                raise ValueError(f"{name}={getattr(theirs, name)} must be {mine[name]}, that of a session")
         if session:
             chosen = {name for name, value in mine.items() if value is not None or name not in ("backend", "positions")}
-            stated = asdict(theirs)
+            stated = theirs.portable
             if found := first_difference(
                 {name: stated[name] for name in sorted(chosen)}, {name: mine[name] for name in sorted(chosen)}
             ):
@@ -77,4 +77,4 @@ def settings_of(
 ) -> dict[str, object]:
     """The settings of a session whose prompt has so many tokens."""
     needed = heads if policy.needs_heads else None
-    return asdict(BoundedCache(settings, policy, needed, prompt_length=prompt_length).settings)
+    return BoundedCache(settings, policy, needed, prompt_length=prompt_length).settings.portable

@@ -31,6 +31,7 @@ from ..files import locked, shared, write_beside
 from ..heads import RetainingHeads
 from ..naming import first_line
 from ..policies.policy import Policy
+from ..settings import StoreSettings
 from .past import Past
 
 LOG = logging.getLogger("locret_kit.serving")
@@ -235,11 +236,14 @@ class Store:
             write(path, {**record, "document": about}, tensors)
 
         held = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
+        held += cache.host_nbytes
         self._write(past.name, past.owner, held, to, past)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""
-        self._write(name, owner, document.cache.nbytes + 4 * document.tokens, document.save, None)
+        self._write(
+            name, owner, document.cache.nbytes + document.cache.host_nbytes + 4 * document.tokens, document.save, None
+        )
 
     def _write(self, name: str, owner: str, size: int, to: Callable[[Path], None], past: Past | None) -> None:
         path = self.folder / owner / f"{name}{SUFFIX}"
@@ -280,7 +284,7 @@ class Store:
             self.remove(other)
 
     def load(
-        self, past: Past, model: PreTrainedModel, heads: RetainingHeads | None, policy: Policy
+        self, past: Past, model: PreTrainedModel, heads: RetainingHeads | None, policy: Policy, memory: StoreSettings
     ) -> BoundedCache | None:
         """A session's cache; None for a file that is gone or damaged, which is said and removed."""
         path = self.folder / past.owner / f"{past.name}{SUFFIX}"
@@ -294,7 +298,7 @@ class Store:
                 raise ValueError(f"{path}: it has read something else than it had")
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             mine = policy if saved.policy == policy.name else None
-            cache = restore(saved, own, model, heads, mine, where=str(path), origin=self._origin)
+            cache = restore(saved, own, model, heads, mine, where=str(path), store=memory, origin=self._origin)
             if cache.get_seq_length() != past.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {past.tokens}")
         except (OSError, ValueError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ...sizes import parse_bytes
 from ..context import Context
 from .blocks import BlockStore
 from .float8 import Float8Layer, ReusedFloat8Layer
 from .groups import SPARE
-from .quantised import FLOAT8, QuantisedLayer, Scratch
+from .host import HostMemory, RowForm
+from .quantised import FLOAT8, QuantisedLayer, Scratch, check_head_size
 from .ragged import RaggedLayer
 from .ragged_quantised import RaggedQuantisedLayer
 from .reused import ReusedLayer, reuses_rows
@@ -16,7 +18,7 @@ from .rows import BoundedLayer
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
     """One store per layer; quantised ones are read through ``scratch``."""
     chunk, policy = ctx.schedule.chunk, ctx.policy
-    layers = []
+    memory, layers = host_memory(ctx), []
     for window, budget in zip(ctx.spec.windows, ctx.budgets, strict=True):
         if window is not None:  # the rows that the window can still see beside one block, and no more
             rows = BoundedLayer(window - 1 + chunk, window)
@@ -28,10 +30,25 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
             if policy.recall is not None:
                 room = -(-(ctx.schedule.prompt_length or 0) // policy.recall.size)
                 views = policy.recall.count(ctx.spec.n_heads // ctx.spec.n_kv_heads)
-                rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
+                size, representatives = policy.recall.size, policy.recall.representatives
+                rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
         rows.backend = ctx.backend
         layers.append(rows)
     return layers
+
+
+def host_memory(ctx: Context) -> HostMemory:
+    """Host memory of all stores of a cache. Raises ValueError where it has no room for a block of each, or their bits do not fit
+    the heads."""
+    s, spec = ctx.settings, ctx.spec
+    limit = None if s.store_memory is None else parse_bytes(s.store_memory, "store_memory")
+    memory = HostMemory(limit, s.store_file, spec.windows.count(None))
+    if ctx.policy.recall is not None and spec.windows.count(None):
+        if s.store_bits is not None:
+            check_head_size(s.store_bits, spec.head_dim, "store_bits")
+        form = RowForm(spec.head_dim, ctx.model.dtype, s.store_bits)
+        memory.most(2 * spec.n_kv_heads * ctx.policy.recall.size * form.nbytes)
+    return memory
 
 
 def _store(

@@ -13,10 +13,17 @@ from torch import Tensor
 
 BITS = (4, 2)
 HALF_MAX = torch.finfo(torch.float16).max
+VALUE_GROUP = 32
+"""Channels of a rotated row that share a step and a zero point, at most."""
 ROUNDING = 2.0**-10
 """Twice the largest relative error of rounding a normal number to float16."""
 SUBNORMAL = 2.0**-24
 """The spacing of float16 near zero."""
+
+
+def value_group(size: int) -> int:
+    """Channels of a rotated row of ``size`` channels that share a step and a zero point."""
+    return max(n for n in range(1, VALUE_GROUP + 1) if size % n == 0)
 
 
 def levels(lo: Tensor, hi: Tensor, bits: int) -> tuple[Tensor, Tensor]:

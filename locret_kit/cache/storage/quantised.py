@@ -33,15 +33,13 @@ from locret_kernels.ragged_decode import PackedRows
 
 from ...policies.policy import Policy
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
-from .packing import BITS, decode, encode, levels, pack, unpack
+from .packing import BITS, decode, encode, levels, pack, unpack, value_group
 from .rows import BoundedLayer, Column, Index, Layout
 
 FLOAT8 = 8
 """Bits that are no codes of groups but floating point: see ``float8``."""
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
-VALUE_GROUP = 32
-"""Channels of a rotated value row that share a step and a zero point, at most."""
 
 
 def check_bits(kv_bits: int | None) -> None:
@@ -66,15 +64,10 @@ def check_storage(kv_bits: int | None, policy: Policy) -> None:
         )
 
 
-def check_head_size(kv_bits: int, size: int) -> None:
-    """Raise ValueError where the codes of a head's numbers do not fill whole bytes."""
-    if size * kv_bits % 8:
-        raise ValueError(f"kv_bits={kv_bits} needs a head size that is a multiple of {8 // kv_bits}, not {size}")
-
-
-def value_group(size: int) -> int:
-    """Channels of a value row of ``size`` channels that share a step and a zero point."""
-    return max(n for n in range(1, VALUE_GROUP + 1) if size % n == 0)
+def check_head_size(bits: int, size: int, name: str = "kv_bits") -> None:
+    """Raise ValueError where the codes of a head's numbers do not fill whole bytes; ``name`` is the setting."""
+    if size * bits % 8:
+        raise ValueError(f"{name}={bits} needs a head size that is a multiple of {8 // bits}, not {size}")
 
 
 class Scratch:

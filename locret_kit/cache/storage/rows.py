@@ -367,8 +367,7 @@ class BoundedLayer(CacheLayerMixin):
             tensors["stats"] = torch.stack([stat[rows] for stat in self.stats])
         if hasattr(self, "queries"):
             tensors["queries"] = self.queries
-        stored = {} if self.store is None else self.store.export()
-        return counts, tensors | stored | {STATE + name: value for name, value in self.state.items()}
+        return counts, tensors | {STATE + name: value for name, value in self.state.items()}
 
     def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
         """Dtype and shape of every tensor that ``export`` gives with such counts, but for the score's state. Needs
@@ -401,8 +400,6 @@ class BoundedLayer(CacheLayerMixin):
         self.capacity = max(self.capacity, self.rows)
         self.lazy_initialization(k_BH0D, v_BH0D)
         self._fill(tensors)
-        if self.store is not None:
-            self.store.restore(tensors, k_BH0D, v_BH0D)
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Write exported tensors into the buffers."""
@@ -422,10 +419,13 @@ class BoundedLayer(CacheLayerMixin):
         return slice(None), slice(None), slice(0, self.rows)
 
     def copy_from(self, other: BoundedLayer) -> None:
-        """Become a copy of another layer of the same kind; nothing is shared. The room may be another one."""
+        """Become a copy of another layer of the same kind; nothing that one of both writes is shared. The room may be another
+        one."""
         if other.is_initialized:
             empty = torch.empty(other.B, other.H, 0, other.key_size, dtype=other.dtype, device=other.device)
             self.restore(*other.export(), empty, empty.new_empty(other.B, other.H, 0, other.value_size))
+        if self.store is not None and other.store is not None:
+            self.store.share(other.store)
 
     @property
     def nbytes(self) -> int:

@@ -4,9 +4,7 @@ As published and as its code does it (``inf_llm/attention/context_manager.py`` o
 ``far`` tokens; blocks of 128 tokens of the text behind both, in host memory. Slots further away than the window all stand at its
 distance. A block's representatives are the 4 tokens that received most attention from within the window, in each query head by
 itself; their mean is its key. The mean of the queries that are read together finds the best 16 blocks, for all heads of a layer
-together. As a policy: ``score=recency scope=sinks(128) recall=infllm``, with a budget of 4224 (128 and 4096), ``chunk=512`` and
-``decode_every=128``. In its proportions for 256 rows, of which 84 come back: ``score=recency scope=sinks(5)
-recall=infllm(14,6,far=167)`` with a budget of 172.
+together. As published: a budget of 4224 (128 and 4096), ``chunk=512``, ``decode_every=128``, positions ``compact``.
 
 Differences: what has left the window waits for the next eviction, which comes after a chunk; the block that the prompt's last
 eviction cuts is stored with what was evicted of it.
@@ -18,7 +16,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..base import Found, Positive, Recall, Slots, wide
-from ..registry import part
+from ..registry import part, register
+from ..scopes import Sinks
+from .streaming import Recency
+
+PUBLISHED = 4224
+"""Slots of a head: 128 first tokens, and a window of 4096."""
 
 
 @part("recall", "infllm")
@@ -40,6 +43,9 @@ class Infllm(Recall):
     local: ClassVar[int] = 0
     across: ClassVar[str] = "layer"
 
+    def shortfall(self, budget: int) -> str:
+        return f"places {self.far} slots as in the text" if budget < self.far else ""
+
     def views(self, slots: Slots, scores_BHS: Tensor) -> Sequence[Tensor]:
         return [one.stats["sum"] for one in slots.group]
 
@@ -51,3 +57,33 @@ class Infllm(Recall):
         key_BHNGD = total_BHNGD / there_BHNGR.sum(-1).clamp(min=1)[..., None]
         q_BHGD = wide(q_BQTD).mean(2).view(B, H, -1, D)
         return (key_BHNGD * q_BHGD[:, :, None]).sum((1, 3, 4))[:, None]
+
+
+@part("recall", "scaled-infllm")
+class ScaledInfllm(Infllm):
+    """InfLLM for any budget: at 4224 slots the sizes are as they are given. At another number the window, and the rows that come
+    back, are in proportion to it; half of that is in the size of blocks, half in their number. The scaling is this project's."""
+
+    def at(self, budget: int) -> Infllm:
+        share = budget / PUBLISHED
+        size, take = (max(1, round(n * share**0.5)) for n in (self.size, self.take))
+        return Infllm(size, take, min(self.representatives, size), max(1, round(self.far * share)))
+
+    def shortfall(self, budget: int) -> str:
+        return ""
+
+
+NAMES = {"n": "init", "far": "local"}
+SOURCE = "InfLLM, arXiv 2402.04617"
+register(
+    "infllm",
+    f"{SOURCE}: with a budget of {PUBLISHED}",
+    {"score": Recency(), "scopes": (Sinks(128),), "recall": Infllm()},
+    names=NAMES,
+)
+register(
+    "scaled-infllm",
+    f"{SOURCE}, in proportion to the budget",
+    {"score": Recency(), "scopes": (Sinks(128 / PUBLISHED),), "recall": ScaledInfllm()},
+    names=NAMES,
+)

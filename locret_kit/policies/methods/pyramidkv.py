@@ -4,10 +4,4 @@ from ..allocation import Pyramid
 from ..registry import register
 from .snapkv import NAMES, SNAPKV
 
-register(
-    "pyramidkv",
-    "PyramidKV, arXiv 2406.02069",
-    {**SNAPKV, "allocation": Pyramid()},
-    names=NAMES,
-    keeps="as snapkv; lower layers get more slots",
-)
+register("pyramidkv", "PyramidKV, arXiv 2406.02069", {**SNAPKV, "allocation": Pyramid()}, names=NAMES)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base import Count, Found, Positive, Recall, Size, wide
-from ..registry import part
+from ..registry import part, register
 
 PIECE = 64
 """Queries whose logits exist at once."""
@@ -60,3 +60,8 @@ class Blocks(Recall):
         worth_BHN = worth_BHY.new_zeros(B, H, N).scatter_reduce(-1, number_BHY, worth_BHY, "amax")
         worth_BHN = worth_BHN if self.across == "head" else worth_BHN.amax(1, keepdim=True)
         return worth_BHN.masked_fill(~any_BHN[:, : worth_BHN.shape[1]], float("-inf"))
+
+
+register(
+    "recall", "{base}; what is evicted comes back, after InfLLM, arXiv 2402.04617", {"recall": Blocks()}, base="locret"
+)

@@ -41,10 +41,4 @@ class WindowAttention(Weight):
 SNAPKV: Parts = {"score": WindowAttention(), "scopes": (Window(WindowAttention.window),)}
 NAMES = {"size": "window"}
 
-register(
-    "snapkv",
-    "SnapKV, arXiv 2404.14469",
-    SNAPKV,
-    names=NAMES,
-    keeps="attention of the newest 32 queries, pooled over neighbours",
-)
+register("snapkv", "SnapKV, arXiv 2404.14469", SNAPKV, names=NAMES)
