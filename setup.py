@@ -1,6 +1,24 @@
-"""Packages of the wheel: those found in two folders, `recipes/` as `locret_recipes` and `examples/` as `locret_examples`."""
+"""Packages of the wheel: those found in two folders, `recipes/` as `locret_recipes` and `examples/` as `locret_examples`; and
+its description, which is the README."""
+
+import re
+from pathlib import Path
 
 from setuptools import find_packages, setup
+
+
+def description() -> str:
+    """The README for a package index, where the repository's files are not: their links become names, their picture goes."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^\]]*\]\((?!https://)[^)]*\)\n\n", "", text)
+    return re.sub(r"\[`?([^\]`]*)`?\]\((?!https://)([^)#]*)[^)]*\)", name_of, text)
+
+
+def name_of(link: "re.Match[str]") -> str:
+    """What stands for a link to a file: its text, and the file's name where that says something else."""
+    text, file = link.groups()
+    return f"`{file}`" if text == file or file.endswith(f"/{text}") else f"{text} (`{file}`)"
+
 
 # `kernels/` has no `__init__.py`: as a package it would shadow the `kernels` package that transformers probes.
 setup(
@@ -10,4 +28,6 @@ setup(
         "locret_recipes": "recipes",
         "locret_examples": "examples",
     },
+    long_description=description(),
+    long_description_content_type="text/markdown",
 )

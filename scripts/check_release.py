@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -39,12 +40,13 @@ def missing_of_wheel(wheel: zipfile.ZipFile, project: dict) -> list[str]:
     points.read_string(wheel.read(f"{info}/entry_points.txt").decode())
     commands = dict(points["console_scripts"])
     metadata = message_from_string(wheel.read(f"{info}/METADATA").decode())
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    description = str(metadata.get_payload())
     missing = [f"wheel: {name}" for name in wanted if name not in names]
     missing += [
         f"wheel: command {name}" for name in project["scripts"] if commands.get(name) != project["scripts"][name]
     ]
-    missing += [] if str(metadata.get_payload()).strip() == readme.strip() else ["wheel: the README in METADATA"]
+    missing += [] if description.startswith("# locret_kit\n") else ["wheel: the README in METADATA"]
+    missing += [f"the package index: {link}" for link in re.findall(r"\]\((?!https://)[^)]*\)", description)]
     extras = set(metadata.get_all("Provides-Extra", []))
     missing += [f"wheel: extra {name}" for name in project["optional-dependencies"] if name not in extras]
     return missing

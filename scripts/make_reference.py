@@ -282,6 +282,7 @@ def policies() -> str:
             for name in re.findall(r"(?:^|\+)([\w-]+)", re.sub(r"\([^)]*\)", "", text))
         )
         rows = [
+            ("a slot is kept for", named.keeps),
             ("parts", "keeps every slot" if full else f"`{parts}`"),
             ("formulas", ", ".join(links)),
             ("parameters", ", ".join(f"`{key}={one.default}`" for key, one in named.parameters().items())),

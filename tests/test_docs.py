@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts_loaded import load_script
+from test_documents_reader import pdf
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoConfig
 
@@ -44,9 +45,15 @@ LONG = {
     "torchrun ": "several processes; tests/test_distributed.py",
     "heads=": "a variable of a table's commands",
     "python scripts/": "scripts of results take minutes to hours",
+    "pip install ": "fetches",
+    "serve run ": "two servers and Ray; tests/test_serving_shared.py has what they share",
+    "done": "the end of such a loop",
 }
 """Commands of the site that this file does not run, by their beginning, and why."""
-PAGES = ("index", "tutorials/read", "tutorials/train", "tutorials/policy", "howto/bits", "howto/many", "howto/publish")
+PAGES = (
+    "index", "tutorials/read", "tutorials/train", "tutorials/policy", "howto/bits", "howto/many", "howto/publish",
+    "documents", "policies",
+)  # fmt: skip
 """Pages whose blocks run here."""
 
 
@@ -61,8 +68,10 @@ def place(tmp_path_factory) -> Path:
     torch.manual_seed(1)
     config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=inference)
     RetainingHeads(config).save_pretrained(str(folder / HEADS))
-    for name in ("long.txt", "book.txt"):
+    for name in ("long.txt", "book.txt", "appendix.txt"):
         (folder / name).write_text(TEXT * 8)
+    (folder / "manual.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))
+    (folder / "questions.txt").write_text("Who is it?\n")
     return folder
 
 
@@ -120,6 +129,13 @@ def test_every_page_is_in_the_navigation():
     assert listed == {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
 
 
+def test_no_link_leads_out_of_the_site():
+    """MkDocs says nothing of a file that is there, but beside the pages."""
+    for file in DOCS.rglob("*.md"):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", file.read_text(encoding="utf-8")):
+            assert (file.parent / link).resolve().is_relative_to(DOCS), f"{file}: {link}"
+
+
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
@@ -149,7 +165,7 @@ def test_the_blocks_of_a_page_run(page, place, monkeypatch, capsys):
 def test_every_other_command_is_listed_with_a_reason():
     for file in sorted(DOCS.rglob("*.md")):
         page = str(file.relative_to(DOCS).with_suffix(""))
-        if page not in PAGES and not page.startswith(("results/", "documents", "policies", "serving")):
+        if page not in PAGES:
             for line in lines(page):
                 assert line.startswith((*LONG, "python -c")), f"{page}: {line}"
 

@@ -8,7 +8,8 @@ import zipfile
 import pytest
 from tiny_text import tiny_tokenizer
 
-from locret_kit.evals.tasks import Request, find_tasks
+from locret_kit.evals.metrics.benchmarks import get_metric
+from locret_kit.evals.tasks import Request, find_tasks, row_names
 from locret_kit.evals.tasks.base import count_ids
 from locret_kit.evals.tasks.documents import TRUNCATE, entries
 
@@ -175,6 +176,39 @@ def test_the_hub_s_zip_is_read_as_the_tables_name_it(tmp_path, monkeypatch):
     monkeypatch.setitem(documents.entries(), "longbench.qasper", replace(entry, hub=where))
     (task,) = find_tasks(["longbench.qasper"])
     assert task.size == 1 and task.make(Request(tiny_tokenizer(), 1000, 0)).answer == ["a"]
+
+
+def test_a_file_of_questions_is_a_task(tmp_path):
+    """Each of an L-Eval record's instructions is a question; the best of several accepted answers counts."""
+    several = {"input": BOOK, "instructions": ["Who?", "When?"], "outputs": ["The baker.", "At noon."]}
+    write(tmp_path, "mine", {"context": BOOK, "question": "Who?", "answers": ["a baker", "Ann"]}, several)
+    path = str(tmp_path / "mine.jsonl")
+    (task,) = find_tasks([path])
+    requests = [Request(tiny_tokenizer(), 512, sample) for sample in range(3)]
+    made = [task.make(request) for request in requests]
+    assert (task.name, task.size, row_names(f"fidelity:{path}")) == ("mine.jsonl", 3, ["fidelity:mine.jsonl"])
+    assert [example.answer for example in made] == [["a baker", "Ann"], ["The baker."], ["At noon."]]
+    assert ["Who?" in example.prompt for example in made] == [True, True, False]
+    for example in made:
+        size = count_ids(tiny_tokenizer(), example.prompt, example.special)
+        assert 490 <= size <= 512 and example.cut and example.prompt.startswith("<|im_start|>")
+    assert get_metric(task.metric)("Ann", made[0].answer, {}) == {"f1": 1.0}
+    assert [task.name for task in find_tasks([f"agreement:{path}", path])] == ["agreement:mine.jsonl", "mine.jsonl"]
+
+
+def test_a_file_of_questions_that_is_none_is_refused(tmp_path):
+    write(tmp_path, "mine", {"context": "c", "question": "q", "answer": "a"}, {"summary": "s"})
+    for names, error, said in (
+        (["there/mine.jsonl"], FileNotFoundError, "task=there/mine.jsonl: there is no such file"),
+        (
+            [str(tmp_path / "mine.jsonl")],
+            ValueError,
+            r"mine.jsonl: record 1: no known schema has the keys \['summary'\]",
+        ),
+        (["a/mine.jsonl", "fidelity:b/mine.jsonl"], ValueError, "tasks=a/mine.jsonl and b/mine.jsonl have one name"),
+    ):
+        with pytest.raises(error, match=said):
+            find_tasks(names)
 
 
 def test_errors_name_file_folder_and_field(tmp_path, monkeypatch):

@@ -330,6 +330,8 @@ def test_list_policies_names_every_policy(capsys):
     from locret_kit.policies.registry import policies
 
     assert main(["--list-policies"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*policies(), "kvzip"]
-    assert "sinks=4" in next(line for line in lines if line.startswith("streaming"))
+    with_heads, without = capsys.readouterr().out.split("\nWithout:\n")
+    names = [[line.split()[0] for line in part.splitlines() if line[:3].strip()] for part in (with_heads, without)]
+    assert sorted(names[0][1:] + names[1][:-1]) == list(policies()) and names[1][-1] == "kvzip"
+    assert "pyramid-locret" in names[0] and "pyramidkv" in names[1]
+    assert "parameters: sinks=4" in without and all(len(line) <= 120 for line in without.splitlines())

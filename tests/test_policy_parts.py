@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from locret_kernels.compact import kept_rows
 from locret_kit.policies.allocation import Adaptive, Mass, Pyramid
 from locret_kit.policies.base import Slots, TopK, best_of, rank_of
-from locret_kit.policies.grammar import describe_policies, parse_policy
+from locret_kit.policies.grammar import composed_of, describe_policies, parse_policy
 from locret_kit.policies.methods.kvcrush import KMeans, Representatives
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.nacl import Sampled
@@ -268,9 +268,10 @@ def test_sampling_prefers_what_scores_high_and_differs_by_head():
 @pytest.mark.parametrize("name", [name for name in policies() if name != "full"])
 def test_a_name_is_its_parts(name):
     """What --list-policies prints of a policy is an expression for it."""
-    line = next(line for line in describe_policies() if line.split()[0] == name)
-    composed = parse_policy(line.split(maxsplit=1)[1].split("  parameters:")[0])
     named = parse_policy(name)
+    composed = parse_policy(composed_of(named))
+    (text,) = (text for text in describe_policies() if text.split()[0] == name)
+    assert composed_of(named) in " ".join(text.split())
     for part in ("score", "scopes", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread"):
         assert getattr(composed, part) == getattr(named, part)
 

@@ -81,7 +81,7 @@ def test_a_file_of_the_users_is_a_policy(tables, tmp_path):
     ]
     assert parse_policy("my-vatp(most=3)").score.most == 3.0 and parse_policy("my-vatp(size=7)").score.size == 7
     assert parse_policy(f"score={spell(policy.score)}").score == policy.score
-    assert any(line.startswith("my-vatp ") for line in describe_policies())
+    assert any(text.split()[0] == "my-vatp" for text in describe_policies())
     kept = held(run("my-vatp", budget=24))
     assert kept != held(run("score=aas", budget=24)) and all(len(head) == 28 for layer in kept for head in layer)
 

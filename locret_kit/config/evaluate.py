@@ -46,7 +46,8 @@ class EvalConfig(RunSettings, Machine):
     HIDDEN: ClassVar[tuple[str, ...]] = ("budget", "backend")
 
     tasks: Names
-    """Names, groups (ruler, infinitebench, leval, longbench), or fidelity:NAME and agreement:NAME."""
+    """Names, groups (ruler, infinitebench, leval, longbench), files of questions (mine.jsonl, records as locret-train takes
+    them), or fidelity:NAME and agreement:NAME."""
     out: str
     """Folder of the rows, the summary and the report."""
     policies: Names = field(default_factory=lambda: ["full"])

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from math import isfinite
+from textwrap import wrap
 from typing import TypeVar, cast
 
 from ..naming import nearest
@@ -223,10 +224,29 @@ def composed_of(policy: Policy) -> str:
 
 
 def describe_policies() -> list[str]:
-    """One line per named policy: name, its parts in the grammar, its parameters with their defaults, its source."""
-    lines = []
-    for name, named in policies().items():
-        policy = parse_policy(name)
-        parameters = ", ".join(f"{key}={one.default}" for key, one in named.parameters().items()) or "-"
-        lines.append(f"{name:<14} {composed_of(policy)}  parameters: {parameters}  {policy.source}".rstrip())
-    return [*lines, f"{UNBOUNDED:<14} an unbounded oracle; {ORACLE}  arXiv 2505.23416"]
+    """A text per named policy, below a line that says whether they need heads: its name and what a slot is kept for, then its
+    parts in the grammar, its parameters with their defaults, its source."""
+    made = [(name, named, parse_policy(name)) for name, named in policies().items()]
+    texts = []
+    for title, needs_heads in (("With retaining heads (--ckpt):", True), ("Without:", False)):
+        texts.append(title)
+        for name, named, policy in made:
+            if policy.needs_heads == needs_heads:
+                parameters = ", ".join(f"{key}={one.default}" for key, one in named.parameters().items())
+                below = (
+                    composed_of(policy).removeprefix("-"),
+                    f"parameters: {parameters}" if parameters else "",
+                    policy.source,
+                )
+                texts.append(_entry(name, named.keeps, below))
+    return [*texts, _entry(UNBOUNDED, "an unbounded oracle", (ORACLE, "arXiv 2505.23416"))]
+
+
+def _entry(name: str, keeps: str, below: Iterable[str]) -> str:
+    """A policy's text: its name and what it keeps, and indented lines."""
+    said = wrap(f"  {name:<18} {keeps}".rstrip(), 100, subsequent_indent=" " * 21)
+    for text in below:
+        said += wrap(
+            text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(said)

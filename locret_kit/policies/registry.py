@@ -67,6 +67,7 @@ class Named:
     parts: Parts
     base: str
     names: Mapping[str, str | None]
+    keeps: str
     keeps_everything: bool
 
     def parameters(self) -> dict[str, Parameter]:
@@ -129,6 +130,7 @@ def register(
     *,
     base: str = "",
     names: Mapping[str, str | None] | None = None,
+    keeps: str = "",
     keeps_everything: bool = False,
 ) -> None:
     """Add a named policy. The fields of its parts are its parameters, and their values the defaults.
@@ -139,12 +141,13 @@ def register(
         base: the default of a parameter ``base``, another policy, in which ``parts`` are changed. ``{base}`` in ``source``
             is that policy's source.
         names: parameters that are not called what the part's field is called, ``{"size": "window"}``; None hides one.
+        keeps: what a slot is kept for, in a few words, for ``--list-policies`` and the page of policies.
 
     Raises:
         ValueError: another module has the name.
     """
     _own("policy", name, sys._getframe(1).f_globals["__name__"])
-    _policies[name] = Named(name, source, parts, base, names or {}, keeps_everything)
+    _policies[name] = Named(name, source, parts, base, names or {}, keeps, keeps_everything)
 
 
 def _own(kind: str, name: str, module: str) -> None:

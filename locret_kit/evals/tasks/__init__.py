@@ -15,6 +15,7 @@ from .base import Example, Request, Task
 from .documents import BENCHMARKS, document_task, entries
 from .needles import needle_task
 from .questions import questions_task
+from .records import is_file_of_records, records_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
 from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
@@ -103,6 +104,8 @@ def row_names(name: str) -> list[str]:
     ['fidelity:R.PassKey']
     """
     prefix, colon, plain = name.rpartition(":")
+    if is_file_of_records(plain):
+        return [prefix + colon + haystack_name(plain)]
     return [prefix + colon + ALIASES.get(member, member) for member in _groups().get(plain, [plain])]
 
 
@@ -122,22 +125,24 @@ def find_tasks(
     """The tasks of the names, one for each haystack where a task has one, each once.
 
     Args:
-        names: tasks, groups ('ruler', 'leval', ...), or 'fidelity:NAME' and 'agreement:NAME' for a task scored against what
-            full attention answers.
+        names: tasks, groups ('ruler', 'leval', ...), files of records ('mine.jsonl'), or 'fidelity:NAME' and 'agreement:NAME' for
+            a task scored against what full attention answers.
         haystacks: 'repeated', or what `samples.text.load_text` takes.
         data: folders that hold the benchmarks' files; the Hub is asked for what they lack.
         samples: how many records to read of each data set.
 
     Raises:
-        ValueError: an unknown task; suggests the nearest; or two haystacks of one name. FileNotFoundError: a haystack or a data
-            set is missing.
+        ValueError: an unknown task; suggests the nearest; or two haystacks or files of one name. FileNotFoundError: a
+            haystack, a file or a data set is missing.
     """
-    places: dict[str, str] = {}
-    for haystack in haystacks:
-        if (other := places.setdefault(haystack_name(haystack), haystack)) != haystack:
-            raise ValueError(
-                f"haystacks={other} and {haystack} have one name, which rows could not tell apart: rename one"
-            )
+    files = [plain for name in names if is_file_of_records(plain := name.rpartition(":")[2])]
+    for what, places in (("haystacks", haystacks), ("tasks", files)):
+        known: dict[str, str] = {}
+        for place in places:
+            if (other := known.setdefault(haystack_name(place), place)) != place:
+                raise ValueError(
+                    f"{what}={other} and {place} have one name, which rows could not tell apart: rename one"
+                )
     found: dict[tuple[str, str], Task] = {}
     for name in names:
         prefix, colon, _ = name.rpartition(":")
@@ -145,7 +150,7 @@ def find_tasks(
             raise ValueError(
                 f"task={name!r}: {prefix!r} is unknown.{nearest(prefix, AGAINST_FULL)} Known: {', '.join(AGAINST_FULL)}"
             )
-        for full in row_names(name):
+        for full in [name] if is_file_of_records(name) else row_names(name):
             for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples):
                 task = AGAINST_FULL[prefix](task) if colon else task
                 found[task.name, task.haystack] = task
@@ -162,6 +167,8 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
         return [_over(OVER_TEXT[name], h) if h in real else OVER_TEXT[name](h, None) for h in haystacks]
     if name in OVER_REAL_TEXT:
         return [_over(OVER_REAL_TEXT[name], haystack) for haystack in real or [REAL_TEXT]]
+    if is_file_of_records(name):
+        return [records_task(name, samples)]
     known = [*known_tasks(), *GROUPS]
     raise ValueError(f"task={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}")
 

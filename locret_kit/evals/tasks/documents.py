@@ -13,7 +13,7 @@ the training split).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -82,10 +82,18 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
         ValueError: a record lacks a field that the prompt, the answer or the metric names.
     """
     entry = entries()[name]
-    examples = list(islice(_examples(entry, _records(entry, data)), samples))
+    return task_of(entry, _examples(entry, _records(entry, data)), samples, _shots(entry, data))
+
+
+def task_of(entry: Entry, records: Iterable[Record], samples: int, shots: str = "") -> Task:
+    """The task of an entry over records, of which the first ``samples`` are read; ``shots`` stands in front of each prompt.
+
+    Raises:
+        ValueError: there is no record, or the first lacks a field that the prompt, the answer or the metric names.
+    """
+    examples = list(islice(records, samples))
     if not examples:
-        raise ValueError(f"task={name}: its data set holds no example")
-    shots = _shots(entry, data)
+        raise ValueError(f"task={entry.name}: its data set holds no example")
 
     def make(request: Request) -> Example:
         return _example(entry, examples[request.sample], shots, request)

@@ -4,5 +4,17 @@ from ..allocation import Adaptive, PyramidAdaptive
 from ..registry import register
 from .snapkv import NAMES, SNAPKV
 
-register("ada-snapkv", "Ada-KV, arXiv 2407.11550", {**SNAPKV, "allocation": Adaptive()}, names=NAMES)
-register("ada-pyramid", "Ada-KV, arXiv 2407.11550", {**SNAPKV, "allocation": PyramidAdaptive()}, names=NAMES)
+register(
+    "ada-snapkv",
+    "Ada-KV, arXiv 2407.11550",
+    {**SNAPKV, "allocation": Adaptive()},
+    names=NAMES,
+    keeps="as snapkv; heads share a layer's slots by need",
+)
+register(
+    "ada-pyramid",
+    "Ada-KV, arXiv 2407.11550",
+    {**SNAPKV, "allocation": PyramidAdaptive()},
+    names=NAMES,
+    keeps="as pyramidkv; heads share a layer's slots by need",
+)

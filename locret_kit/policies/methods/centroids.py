@@ -97,4 +97,5 @@ register(
     "{base} with centroid memory, after IndexMem++, arXiv 2605.25475",
     {"merge": Centroids()},
     base="locret",
+    keeps="as locret; evicted slots live on in 32 centroids of each head, which draw attention by their number of tokens",
 )

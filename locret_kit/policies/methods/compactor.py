@@ -127,4 +127,9 @@ class Compactor(Score):
         memory["attention"] = attention_BHN[..., -2:].clone()
 
 
-register("compactor", "Compactor, arXiv 2507.08143", {"score": Compactor()})
+register(
+    "compactor",
+    "Compactor, arXiv 2507.08143",
+    {"score": Compactor()},
+    keeps="leverage among the keys, and attention of each block to itself",
+)

@@ -90,4 +90,9 @@ class ExpectedAttention(Score):
         return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()
 
 
-register("expected-attention", "Expected Attention, arXiv 2510.00636", {"score": ExpectedAttention()})
+register(
+    "expected-attention",
+    "Expected Attention, arXiv 2510.00636",
+    {"score": ExpectedAttention()},
+    keeps="attention expected of queries to come",
+)

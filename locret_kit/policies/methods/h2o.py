@@ -20,4 +20,10 @@ class Aas(Weight):
         return slots.stats["sum"]
 
 
-register("h2o", "H2O, arXiv 2306.14048", {"score": Aas(), "scopes": (Window(),)}, names={"size": "window"})
+register(
+    "h2o",
+    "H2O, arXiv 2306.14048",
+    {"score": Aas(), "scopes": (Window(),)},
+    names={"size": "window"},
+    keeps="summed attention, and the newest half",
+)

@@ -80,10 +80,12 @@ register(
     f"{SOURCE}: with a budget of {PUBLISHED}",
     {"score": Recency(), "scopes": (Sinks(128),), "recall": Infllm()},
     names=NAMES,
+    keeps="being one of the first 128, or new; blocks of the rest come back",
 )
 register(
     "scaled-infllm",
     f"{SOURCE}, in proportion to the budget",
     {"score": Recency(), "scopes": (Sinks(128 / PUBLISHED),), "recall": ScaledInfllm()},
     names=NAMES,
+    keeps="as infllm, in proportion to the budget",
 )

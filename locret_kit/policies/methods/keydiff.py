@@ -23,4 +23,4 @@ class KeyDiff(Score):
         return key_difference(slots.keys()).float()
 
 
-register("keydiff", "KeyDiff, arXiv 2504.15364", {"score": KeyDiff()})
+register("keydiff", "KeyDiff, arXiv 2504.15364", {"score": KeyDiff()}, keeps="a key unlike the others")

@@ -24,4 +24,4 @@ class KNorm(Score):
         return low_key_norm(k).float()
 
 
-register("knorm", "arXiv 2406.11430", {"score": KNorm()})
+register("knorm", "arXiv 2406.11430", {"score": KNorm()}, keeps="a small key")

@@ -199,4 +199,10 @@ def _sum_over_units(scores_BHS: Tensor, unit_BHS: Tensor, valid_BHS: Tensor) -> 
     return total_BHS.gather(-1, run_BHS)
 
 
-register("kvcrush", "KVCrush, arXiv 2503.00022", {"selection": Representatives()}, base="h2o")
+register(
+    "kvcrush",
+    "KVCrush, arXiv 2503.00022",
+    {"selection": Representatives()},
+    base="h2o",
+    keeps="another policy's score, and representatives of what that evicts",
+)

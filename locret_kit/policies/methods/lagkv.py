@@ -75,4 +75,4 @@ class LagKV(Score):
         return slots.entry_scores
 
 
-register("lagkv", "LagKV, arXiv 2504.04704", {"score": LagKV()})
+register("lagkv", "LagKV, arXiv 2504.04704", {"score": LagKV()}, keeps="keys and values unlike those that follow")

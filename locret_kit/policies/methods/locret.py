@@ -55,20 +55,52 @@ NAMES = {"most": None, "n": "sinks", "decay": None}
 
 # A parameter's place is part of what people write, so the decay comes last, and in the others by score=cis(decay=...).
 LAST: Parts = {"scopes": LOCRET["scopes"], "score": LOCRET["score"]}
-register("locret", "Locret, arXiv 2410.01805", LAST, names={**NAMES, "decay": "decay"})
-register("ada-locret", "Locret with Ada-KV's heads", {**LOCRET, "allocation": Adaptive()}, names=NAMES)
-register("pyramid-locret", "Locret with PyramidKV's layers", {**LOCRET, "allocation": Pyramid()}, names=NAMES)
-register("merge-locret", "Locret, section 4.4", {**LOCRET, "merge": Nearest()}, names=NAMES)
-register("merge", "{base} with an attention pool, Locret, section 4.4", {"merge": Nearest()}, base="h2o")
+register(
+    "locret",
+    "Locret, arXiv 2410.01805",
+    LAST,
+    names={**NAMES, "decay": "decay"},
+    keeps="the importance that its retaining head predicts",
+)
+register(
+    "ada-locret",
+    "Locret with Ada-KV's heads",
+    {**LOCRET, "allocation": Adaptive()},
+    names=NAMES,
+    keeps="as locret; heads share a layer's slots by need",
+)
+register(
+    "pyramid-locret",
+    "Locret with PyramidKV's layers",
+    {**LOCRET, "allocation": Pyramid()},
+    names=NAMES,
+    keeps="as locret; lower layers get more slots",
+)
+register(
+    "merge-locret",
+    "Locret, section 4.4",
+    {**LOCRET, "merge": Nearest()},
+    names=NAMES,
+    keeps="as locret; evicted slots are averaged into the nearest kept one",
+)
+register(
+    "merge",
+    "{base} with an attention pool, Locret, section 4.4",
+    {"merge": Nearest()},
+    base="h2o",
+    keeps="as h2o; evicted slots are averaged into the nearest kept one",
+)
 register(
     "windowed-locret",
     "Locret with StreamingLLM's reading",
     {"score": Cis(), "scopes": (Stabilizers(Sliding.newest),), "prefill_mask": Sliding()},
     names={"most": "newest", "decay": None},
+    keeps="as locret; the text reads its newest 1,024 slots alone, the question all",
 )
 register(
     "rereading-locret",
     "Locret, then InfiniRetri's second reading, arXiv 2502.12962",
     {**LOCRET, "reread": Passages()},
     names={"most": None, "n": None, "decay": None},
+    keeps="as locret; then the passages that the question attends to are read again",
 )

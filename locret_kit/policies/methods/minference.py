@@ -210,4 +210,5 @@ register(
     "MInference, arXiv 2407.02490",
     {"score": Recency(), "sparse": VerticalSlash()},
     keeps_everything=True,
+    keeps="nothing is evicted; each chunk computes the columns and diagonals that its last 64 queries attend to most",
 )

@@ -152,4 +152,5 @@ register(
     "NaCl, arXiv 2408.03675",
     {"score": ProxyAttention(), "scopes": (Proxies(most=0.5), Sinks(0)), "selection": Sampled()},
     names={"tokens": "proxies", "most": "protected", "n": "sinks"},
+    keeps="attention of proxy tokens at the end; a share of the budget is drawn by that score",
 )

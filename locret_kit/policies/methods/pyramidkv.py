@@ -4,4 +4,10 @@ from ..allocation import Pyramid
 from ..registry import register
 from .snapkv import NAMES, SNAPKV
 
-register("pyramidkv", "PyramidKV, arXiv 2406.02069", {**SNAPKV, "allocation": Pyramid()}, names=NAMES)
+register(
+    "pyramidkv",
+    "PyramidKV, arXiv 2406.02069",
+    {**SNAPKV, "allocation": Pyramid()},
+    names=NAMES,
+    keeps="as snapkv; lower layers get more slots",
+)

@@ -34,4 +34,4 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-register("random", "RoCo, section 5.1.4", {"score": Random()})
+register("random", "RoCo, section 5.1.4", {"score": Random()}, keeps="chance")

@@ -63,5 +63,9 @@ class Blocks(Recall):
 
 
 register(
-    "recall", "{base}; what is evicted comes back, after InfLLM, arXiv 2402.04617", {"recall": Blocks()}, base="locret"
+    "recall",
+    "{base}; what is evicted comes back, after InfLLM, arXiv 2402.04617",
+    {"recall": Blocks()},
+    base="locret",
+    keeps="as locret; the best of what is evicted comes back from the host",
 )

@@ -44,4 +44,10 @@ class Deviation(Scope):
         return best_of(deviation_BHS, first_BHS, slots.valid, most_BH, slots.backend) & slots.valid
 
 
-register("roco", "RoCo, arXiv 2402.06262", {"score": Mas(), "scopes": (Deviation(),)}, names={"size": "window"})
+register(
+    "roco",
+    "RoCo, arXiv 2402.06262",
+    {"score": Mas(), "scopes": (Deviation(),)},
+    names={"size": "window"},
+    keeps="mean attention; slots whose attention varies most are safe",
+)

@@ -26,4 +26,5 @@ register(
     "ScissorHands, arXiv 2305.17118",
     {"score": Aqas(), "scopes": (Window(),)},
     names={"size": "window"},
+    keeps="how often its attention was above average, and the newest half",
 )

@@ -57,4 +57,5 @@ register(
     "SirLLM, arXiv 2405.12528",
     {"score": Entropy(), "scopes": (Sinks(), Window(0.125))},
     names={"n": "sinks", "size": "window"},
+    keeps="the token's entropy",
 )

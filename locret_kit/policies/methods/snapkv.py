@@ -41,4 +41,10 @@ class WindowAttention(Weight):
 SNAPKV: Parts = {"score": WindowAttention(), "scopes": (Window(WindowAttention.window),)}
 NAMES = {"size": "window"}
 
-register("snapkv", "SnapKV, arXiv 2404.14469", SNAPKV, names=NAMES)
+register(
+    "snapkv",
+    "SnapKV, arXiv 2404.14469",
+    SNAPKV,
+    names=NAMES,
+    keeps="attention of the newest 32 queries, pooled over neighbours",
+)

@@ -19,7 +19,11 @@ class Recency(Score):
 
 
 register(
-    "streaming", "StreamingLLM, arXiv 2309.17453", {"score": Recency(), "scopes": (Sinks(),)}, names={"n": "sinks"}
+    "streaming",
+    "StreamingLLM, arXiv 2309.17453",
+    {"score": Recency(), "scopes": (Sinks(),)},
+    names={"n": "sinks"},
+    keeps="being one of the first four, or new",
 )
-register("recency", "", {"score": Recency()})
-register("full", "", {"score": Recency()}, keeps_everything=True)
+register("recency", "", {"score": Recency()}, keeps="being new")
+register("full", "", {"score": Recency()}, keeps_everything=True, keeps="nothing is evicted")

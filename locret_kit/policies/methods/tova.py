@@ -19,4 +19,4 @@ class Ltas(Weight):
         return recent_attention(slots, 1)
 
 
-register("tova", "TOVA, arXiv 2401.06104", {"score": Ltas()})
+register("tova", "TOVA, arXiv 2401.06104", {"score": Ltas()}, keeps="the newest query's attention")

@@ -87,4 +87,5 @@ register(
     "XAttention, arXiv 2503.16428",
     {"score": Recency(), "sparse": Antidiagonal()},
     keeps_everything=True,
+    keeps="nothing is evicted; each chunk computes the fewest blocks that hold 90% of what antidiagonals estimate",
 )
