@@ -3,6 +3,7 @@ that says what is wrong, or holds other numbers that fit together; nothing is ex
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
@@ -234,7 +235,7 @@ def changed_tensors(name: str) -> Iterator[Mutant]:
         last, fits = (
             key.split(".")[-1],
             key.endswith(("state.sketch", "state.attention", "reread_positions")),
-        )  # made anew where there is none; without passages, the file is that of a first reading
+        )  # made anew where there is none, of any length; without passages, the file is that of a first reading
         others = [
             other for other, one in body.tensors.items() if (one.dtype, one.shape) != (tensor.dtype, tensor.shape)
         ]
@@ -264,7 +265,7 @@ def changed_tensors(name: str) -> Iterator[Mutant]:
             tensors = {n: x for n, x in body.tensors.items() if n != key} | ({} if changed is None else {key: changed})
             for again in (False, True):
                 yield Mutant(name, key, f"{how}, again={again}", partial(Body(body.record, tensors).file, again=again),
-                             again and fits and (how == "missing" or (last == "sketch" and how == "cut")),
+                             again and fits and (how == "missing" or (last in ("sketch", "attention") and how == "cut")),
                              names=(*key.split("."), "hash", "document") if again else ("digest", last))  # fmt: skip
         bits = tensor.clone().contiguous()
         if bits.numel():
@@ -357,7 +358,7 @@ def mutants() -> list[Mutant]:
     """Every field and every tensor of every base changed at least once, and as many more by lot as make ``MUTANTS``."""
     lot = random.Random(SEED)
     every = [m for name in BASES for m in (*changed_fields(name), *changed_tensors(name), *changed_bytes(name, lot))]
-    lot.shuffle(every)
+    every.sort(key=lambda mutant: hashlib.sha256(f"{SEED} {mutant.base} {mutant.what} {mutant.how}".encode()).digest())
     picked: dict[tuple[str, str], Mutant] = {}
     for mutant in every:
         picked.setdefault((mutant.base if mutant.what == "bytes" else "", mutant.what), mutant)
