@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from test_documents import SETTINGS, kept, parts, read, text_of
 
 from locret_kit import Chat, attach
 from locret_kit.samples.chat import render_turn
+from locret_kit.settings import RunSettings
 
 
 def replayed(chat: Chat) -> torch.Tensor:
@@ -113,6 +116,81 @@ def test_a_pinned_question_is_never_evicted():
         assert all(set(range(start, end)) <= set(head) for head in layer)
     with pytest.raises(ValueError, match="'never said' does not occur in the conversation"):
         chat.pin("never said")
+
+
+ALL = "first+system+markers"
+
+
+def inside(pieces: list[str], start: int, end: int) -> set[int]:
+    """Places of the tokens that lie within these characters."""
+    ends = list(accumulate(map(len, pieces)))
+    return {i for i, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if start <= a < b <= end}
+
+
+def heads_of(chat: Chat) -> list[set[int]]:
+    """Positions that every head of every layer holds."""
+    return [set(head) for layer in kept(chat.cache) for head in layer]
+
+
+@pytest.mark.parametrize(
+    ("policy", "bits"), [("locret", None), ("ada-locret", None), ("ada-locret", 4), ("h2o", 4), ("score=recency", None)]
+)
+def test_protected_text_of_a_conversation(policy, bits):
+    """The system prompt and the opening stay for good, the markers around a message until the next; by what the text says."""
+    model, tokenizer, heads = parts()
+    asked = RunSettings(budget=110, chunk=32, stabilizers=8, local_len=8, protect=ALL, kv_bits=bits)
+    needed = heads if "locret" in policy else None
+    chat = Chat(model, tokenizer, settings=asked, policy=policy, heads=needed, system="Be kind.", max_new_tokens=4)
+    opening, before, after = (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n",
+        "<|im_end|>\n<|im_start|>user\n",
+        "<|im_end|>\n<|im_start|>assistant\n",
+    )
+    markers: list[set[int]] = []
+    for number in range(6):
+        question = f"What of boat number {number}, which came in with nets when the harbour was quiet?"
+        list(chat.say(question))
+        pieces = [tokenizer.decode([i]) for i in chat.ids]
+        text = "".join(pieces)
+        at = text.rindex(question)
+        end = at + len(question)
+        assert text.startswith(opening) and text[:at].endswith(before) and text[end:].startswith(after)
+        around = (at - len(before), at) if number else (0, at)
+        markers.append(inside(pieces, *around) | inside(pieces, end, end + len(after)))
+        wanted = {0, 1, 2, 3} | inside(pieces, 0, len(opening)) | markers[-1]
+        assert len(wanted) > 25 and all(wanted <= head for head in heads_of(chat))
+    assert chat.cache.counters.evictions > 5
+    last = heads_of(chat)
+    assert not all(markers[1] <= head for head in last), "older markers are the policy's to evict"
+    ids, pins = list(chat.ids), chat.cache.pins
+    chat.pin(f"boat number {number}")
+    list(chat.say("And then?"))
+    chat.undo()
+    assert list(chat.ids) == ids and set(inside(pieces, text.rindex("boat"), end)) and chat.cache.pins != pins
+
+
+def test_protected_text_without_room_leaves_the_conversation_as_it_was():
+    model, tokenizer, _ = parts()
+    chat = Chat(model, tokenizer, settings=RunSettings(budget=40, protect=ALL), policy="h2o", max_new_tokens=4)
+    list(chat.say("What is it?"))
+    chat.pin()
+    ids, positions, pins = list(chat.ids), kept(chat.cache), chat.cache.pins
+    with pytest.raises(
+        ValueError, match=r"pins=\d+ tokens must be at most \d+: the smallest layer has a budget of 40 slots"
+    ):
+        for _ in range(9):
+            chat.pin(chat.turns[-1].question)
+            ids, positions, pins = list(chat.ids), kept(chat.cache), chat.cache.pins
+            list(chat.say("Who came in, and when did the boats come?"))
+    assert list(chat.ids) == ids and kept(chat.cache) == positions and chat.cache.pins == pins
+
+
+@pytest.mark.parametrize("protect", [ALL, "markers"])
+def test_a_documents_first_turn_protects_what_a_question_does(protect):
+    document = read("llama", "locret", text_of(260), **SETTINGS, protect=protect)
+    chat, answer = document.chat(max_new_tokens=4), document.ask("What is it?", max_new_tokens=4)
+    assert "".join(chat.say("What is it?")) == str(answer)
+    assert set(answer.cache.pins) - {(0, document.tokens)} and chat.cache.pins[-1] == answer.cache.pins[-1]
 
 
 def test_the_turn_of_a_template():

@@ -2,15 +2,18 @@
 
 The document's slots are pinned, and the turns have slots of their own: when those are full, old turns are evicted as text
 is. So the memory of a conversation does not grow with its turns.
+
+The setting ``protect`` holds as in any prompt: 'system' for the whole conversation, 'markers' around the first message's
+beginning and around the newest message.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +21,16 @@ from ..cache.bounded import BoundedCache
 from ..runtime.kept import token_texts
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after
-from ..samples.chat import has_template, render_first, render_turn
+from ..samples.chat import (
+    Span,
+    around_turn,
+    has_template,
+    protected_spans,
+    render_first,
+    render_turn,
+    spans_around,
+)  # fmt: skip
+from ..settings import read_protect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +49,8 @@ class Source(Protocol):
     def tokens(self) -> int: ...
 
     def prompt(self, question: str) -> array[int]: ...
+
+    def protected(self, prompt: Sequence[int]) -> list[Span]: ...
 
     def open(self, prompt_length: int) -> BoundedCache: ...
 
@@ -59,6 +73,10 @@ class _State:
     ids: array[int]
     cache: BoundedCache | None
     turns: list[Turn]
+    pinned: tuple[Span, ...] = ()
+    """Positions that stay for good."""
+    newest: tuple[Span, ...] = ()
+    """Positions of the template's own tokens around the newest message, where they are protected: until the next one."""
 
 
 class Chat:
@@ -114,48 +132,66 @@ class Chat:
         """
         if not question.strip():
             raise ValueError("the question is empty")
-        before = _State(self._now.ids, deepcopy(self._now.cache), list(self._now.turns))
-        ids, cache = self._prompt(question)
-        self.answer = answer = Answer(
-            self.model, self.tokenizer, ids, cache, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
-            seed=self.seed + len(self.turns), progress=progress,
-        )  # fmt: skip
+        before, answer = replace(self._now, cache=deepcopy(self._now.cache), turns=list(self._now.turns)), None
         text = ""
         try:
+            asked = self._asked(question)
+            assert asked.cache is not None
+            self.answer = answer = Answer(
+                self.model, self.tokenizer, asked.ids, asked.cache, max_new_tokens=self.max_new_tokens,
+                sampling=self.sampling, seed=self.seed + len(self.turns), progress=progress,
+            )  # fmt: skip
             for piece in answer:
                 text += piece
                 yield piece
         finally:
-            if answer.tokens and not cache.unfinished:
-                self._before, self._now = before, self._ended(question, text, answer)
+            if answer is not None and answer.tokens and not answer.cache.unfinished:
+                self._before, self._now = before, self._ended(asked, question, text, answer)
             else:
                 self._now = before
 
-    def _prompt(self, question: str) -> tuple[array[int], BoundedCache]:
-        """Ids of the conversation up to the next answer, and the cache that reads what is new of them."""
+    def _asked(self, question: str) -> _State:
+        """The conversation up to the next answer, and the cache that reads what is new of it."""
         now, document = self._now, self.document
         if now.cache is not None:
-            chat = document.chat_template if document is not None else True
-            return now.ids + ids_after(self.tokenizer, render_turn(self.tokenizer, question, chat=chat)), now.cache
+            return self._asked_again(question, now.cache)
         if document is not None:
             ids = document.prompt(question)
-            return ids, document.open(len(ids))
-        stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
-        ids = stream.finish(render_first(self.tokenizer, question, self.system))
-        settings, policy, heads = self._fresh
-        return ids, BoundedCache(settings, policy, heads, prompt_length=len(ids))
+            cache, spans = document.open(len(ids)), document.protected(ids)
+        else:
+            stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
+            ids = stream.finish(render_first(self.tokenizer, question, self.system))
+            settings, policy, heads = self._fresh
+            cache = BoundedCache(settings, policy, heads, prompt_length=len(ids))
+            spans = protected_spans(self.tokenizer, ids, cache.settings.protect, self.system)
+        cache.pin_all(spans)
+        newest = tuple(span for span in spans if span[1] == len(ids))
+        return _State(ids, cache, now.turns, tuple(set(spans).difference(newest)), newest)
 
-    def _ended(self, question: str, text: str, answer: Answer) -> _State:
+    def _asked_again(self, question: str, cache: BoundedCache) -> _State:
+        """``_asked`` in a later turn: the markers around the last message are let go, unless they are pinned too."""
+        now, chat = self._now, self.document is None or self.document.chat_template
+        new = ids_after(self.tokenizer, render_turn(self.tokenizer, question, chat=chat))
+        newest: tuple[Span, ...] = ()
+        if chat and "markers" in read_protect(cache.settings.protect):
+            head, tail = (list(ids_after(self.tokenizer, text)) for text in around_turn(self.tokenizer))
+            newest = tuple((len(now.ids) + a, len(now.ids) + b) for a, b in spans_around(new, head, tail) if a < b)
+        for span in now.newest:
+            cache.unpin(*span)
+        cache.pin_all((*now.pinned, *newest))
+        return _State(now.ids + new, cache, now.turns, now.pinned, newest)
+
+    def _ended(self, asked: _State, question: str, text: str, answer: Answer) -> _State:
         """The conversation after an answer."""
-        now, cache = self._now, answer.cache
+        now, cache, pinned = self._now, answer.cache, asked.pinned
+        start = len(now.ids)
         if now.cache is None and self.document is not None:
+            start = self.document.tokens
             cache = cache.with_budget(cache.settings.budget + self.history)
-            cache.pin(0, self.document.tokens)
+            cache.pin(0, start)
+            pinned = (*pinned, (0, start))
         ids = array("i", answer.ids) + array("i", answer.tokens)
-        turn = Turn(
-            question, text, len(now.ids) if now.turns or self.document is None else self.document.tokens, len(ids)
-        )
-        return _State(ids, cache, [*now.turns, turn])
+        return _State(ids, cache, [*now.turns, Turn(question, text, start, len(ids))], pinned, asked.newest)
 
     def undo(self) -> Turn:
         """Forget the last turn; only one, until the next.
@@ -189,6 +225,7 @@ class Chat:
         else:
             start, end = self._find(text)
         self.cache.pin(start, end)
+        self._now.pinned += ((start, end),)
         return start, end
 
     def _end_of_question(self, turn: Turn) -> int:

@@ -133,9 +133,9 @@ def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True)
     return _split(text, marker, "the document")
 
 
-def protected_spans(tokenizer, ids: Sequence[int], protect: str | None) -> list[Span]:
-    """Token spans of a prompt that ``protect`` names (see ``RunSettings``), but for 'first': of the system prompt that the
-    template shows by itself, and of all that the template puts around a user's message, the generation prompt included.
+def protected_spans(tokenizer, ids: Sequence[int], protect: str | None, system: str | None = None) -> list[Span]:
+    """Token spans of a prompt that ``protect`` names (see ``RunSettings``), but for 'first': of the system prompt, the
+    template's own or the one given, and of all that the template puts around a user's message, the generation prompt included.
 
     A token in which template and message meet belongs to the message. The first words of an answer may follow the template.
 
@@ -148,18 +148,23 @@ def protected_spans(tokenizer, ids: Sequence[int], protect: str | None) -> list[
     names = read_protect(protect) - {"first"}
     if not names or not has_template(tokenizer):
         return []
-    before, after = render_prompt(tokenizer, "", "")
-    head, offsets = encode(tokenizer, before)
-    while head != list(ids[: len(head)]):
-        head.pop()
-    start, end = token_span(offsets[: len(head)], *_system_span(tokenizer, before), inner=True)
+    marker = _marker([system or ""])
+    before, after = _split(render_first(tokenizer, marker, system), marker, "the message")
+    tokens, offsets = encode(tokenizer, before)
+    head, tail = spans_around(ids, tokens, encode(tokenizer, after)[0])
+    start, end = token_span(offsets[: head[1]], *_system_span(tokenizer, before), inner=True)
     spans = [(start, end)] if "system" in names else []
     if "markers" in names:
-        tail, _ = encode(tokenizer, after.removeprefix("\n\n"))
-        # Where the message's end and the template make one token, the rest of the template follows it.
-        last = _last_occurrence(ids, tail) or _last_occurrence(ids, tail[1:]) or (0, 0)
-        spans += [(0, start), (end, len(head)), last]
+        spans += [(0, start), (end, head[1]), tail]
     return [(a, b) for a, b in spans if a < b]
+
+
+def spans_around(ids: Sequence[int], head: list[int], tail: list[int]) -> tuple[Span, Span]:
+    """Token spans of the template's text around a message: as much of ``head`` as ``ids`` begin with, and the last stretch that
+    equals ``tail``, empty where there is none."""
+    same = next((i for i, (a, b) in enumerate(zip(head, ids, strict=False)) if a != b), min(len(head), len(ids)))
+    # Where the message's end and the template make one token, the rest of the template follows it.
+    return (0, same), _last_occurrence(ids, tail) or _last_occurrence(ids, tail[1:]) or (0, 0)
 
 
 def _system_span(tokenizer, before: str) -> Span:
@@ -225,6 +230,14 @@ def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
     turns = [("user", "Hello"), ("assistant", marker), ("user", question)]
     messages = [{"role": role, "content": content} for role, content in turns]
     return _split(_render(tokenizer, messages, generation=True), marker, "the answer")[1]
+
+
+def around_turn(tokenizer) -> tuple[str, str]:
+    """What `render_turn` puts before and after the question; nothing without a template. Raises ValueError as it does."""
+    if not has_template(tokenizer):
+        return "", ""
+    marker = _marker([])
+    return _split(render_turn(tokenizer, marker), marker, "the message")
 
 
 def has_template(tokenizer) -> bool:
