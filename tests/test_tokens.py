@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import PROSE, tiny_tokenizer
+from tokenizers import Tokenizer, models, normalizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
-from locret_kit.runtime.tokens import stream_ids
+from locret_kit.runtime.tokens import IdStream, stream_ids
 
 BACKBONE = Path(__file__).resolve().parents[1] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
@@ -81,6 +83,35 @@ WORDS = st.sampled_from(
 @settings(max_examples=60)
 def test_any_text_any_pieces(words, sizes, block):
     check(tiny_tokenizer(), "".join(words) * 3, sizes, block)
+
+
+@lru_cache(maxsize=1)
+def uncut_tokenizer():
+    """Merges across words, as those of Llama 2: nothing cuts words apart before."""
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.Replace(" ", "\u2581")
+    bpe.train_from_iterator(
+        [PROSE.replace(" ", "\u2581")] * 2, trainers.BpeTrainer(vocab_size=700, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+
+
+@given(st.lists(WORDS, max_size=40), st.lists(WORDS, max_size=5), st.lists(WORDS, max_size=5), st.booleans())
+@settings(max_examples=60)
+def test_what_was_settled_is_what_one_call_reads(words, more, question, cut):
+    """Tokens up to the last words are final: whatever follows, one call on the whole text reads them alike."""
+    tokenizer = tiny_tokenizer() if cut else uncut_tokenizer()
+    text, after = "".join(words) * 2 + PROSE, "".join(question)
+    stream = IdStream(tokenizer)
+    stream.feed(text)
+    stream.settle()
+    if cut:  # few tokens wait
+        assert len(tokenizer(text).input_ids) - len(stream.ids) < 60
+    for end in (after, "\n\n" + after, after[:1]):
+        assert stream.finish(end).tolist() == tokenizer(text + end, verbose=False).input_ids
+    stream.feed("".join(more))
+    stream.settle()
+    assert stream.finish(after).tolist() == tokenizer(text + "".join(more) + after, verbose=False).input_ids
 
 
 def test_special_tokens_come_once():

@@ -14,6 +14,8 @@ BLOCK = 1 << 16
 """Characters encoded at a time."""
 CONTEXT = 512
 """Characters by which windows overlap."""
+NEAR = 64
+"""The same at the end of a text, where the tokenizer cuts words apart before it makes tokens of them."""
 NEUTRAL = "x"
 """Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
 HALVES = re.compile("[\ud800-\udfff]")
@@ -71,8 +73,9 @@ class IdStream:
 
     def settle(self) -> None:
         """Take every token that no later text can change: all but those of the last words."""
-        if len(self.text) - self.done > CONTEXT:
-            self.text, self.done = _take(self.tokenizer, self.text, self.done, len(self.text), self.ids, open_end=True)
+        margin = _margin(self.tokenizer)
+        if len(self.text) - self.done > margin:
+            self.text, self.done = _take(self.tokenizer, self.text, self.done, len(self.text), self.ids, margin=margin)
 
     def forget(self) -> None:
         """Take every token and forget the text, but for blanks at its end: what follows begins a token of its own."""
@@ -101,34 +104,40 @@ def ids_after(tokenizer: PreTrainedTokenizerBase, text: str) -> array:
 
 
 def _take(
-    tokenizer: PreTrainedTokenizerBase, text: str, done: int, end: int, ids: array, *, open_end: bool = False
+    tokenizer: PreTrainedTokenizerBase, text: str, done: int, end: int, ids: array, *, margin: int | None = None
 ) -> tuple[str, int]:
     """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix. More text
-    follows where ``open_end``, or where text is left. Raises ValueError for half of a surrogate pair."""
+    follows where text is left, or where a ``margin`` of characters at its end is open. Raises ValueError for half of a surrogate
+    pair."""
     if HALVES.search(text, done, end):
         raise ValueError("the text holds half of a surrogate pair: it was not read as UTF-8")
     encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens, offsets = encoding.input_ids, encoding.offset_mapping
     first = next((i for i, (a, b) in enumerate(offsets) if b > done), len(tokens))
     last = len(tokens)
-    if open_end or end < len(text):
+    if margin is not None or end < len(text):
         # Cut well before the window's end, where later text cannot change a token any more.
+        early = end - (CONTEXT if margin is None else margin)
         last = next(
-            (
-                i
-                for i in range(last - 1, first, -1)
-                if offsets[i][0] < end - CONTEXT and _starts_word(text, offsets[i][0])
-            ),
+            (i for i in range(last - 1, first, -1) if offsets[i][0] < early and _starts_word(text, offsets[i][0])),
             first,
         )
         if last == first:  # no such word in the whole block, as in Chinese
             last = _agreed(tokenizer, text[:end], tokens, offsets, first)
-            if open_end and not (last < len(tokens) and offsets[last][0] < end - CONTEXT):
+            if margin is not None and not (last < len(tokens) and offsets[last][0] < end - CONTEXT):
                 return text, done
     ids.extend(tokens[first:last])
     reached = offsets[last][0] if last < len(tokens) else end
     keep_from = _context_start(text, reached)
     return text[keep_from:], reached - keep_from
+
+
+def _margin(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters at the end of a text whose tokens later text may change: few where words are cut apart first, and then more
+    than any added token has."""
+    cutter = tokenizer.backend_tokenizer.pre_tokenizer  # type: ignore[attr-defined]  # of fast tokenizers
+    cuts = cutter is not None and len(cutter.pre_tokenize_str("one two six")) > 2
+    return max([NEAR, *(2 * len(text) for text in tokenizer.get_added_vocab())]) if cuts else CONTEXT
 
 
 def _context_start(text: str, at: int) -> int:
