@@ -31,8 +31,10 @@ from locret_kit.files import write_text
 from locret_kit.runtime.provenance import versions
 from locret_kit.samples.text import load_text, starts, take
 from locret_kit.samples.wording import NAMES
+from locret_kit.settings import RunSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "sessions.md"
+OPENING = "Remember these facts.\n"
 FILLERS = (
     "How are you today?", "Tell me something about the sea.", "What is seven times eight?", "Name a colour.",
     "What do cats like?", "Why is the sky blue?", "Tell me a short joke.", "What is a good breakfast?",
@@ -147,37 +149,47 @@ def questions(args: argparse.Namespace) -> None:
 
 
 def turns(args: argparse.Namespace) -> None:
-    """A conversation with its first message pinned, the same without, and under full attention while the model's window lasts."""
+    """A conversation with its first message pinned; up to ``until`` turns the same without, and under full attention while the
+    model's window lasts."""
     model, tokenizer, heads = load(args.ckpt)
     told = facts(args.questions, args.seed)
     window = model.config.max_position_embeddings
+    settings = RunSettings(budget=args.budget, protect=args.protect)
     kinds = {
-        "first message pinned": {"settings": args.budget, "heads": heads},
-        "not pinned": {"settings": args.budget, "heads": heads},
+        "first message pinned": {"settings": settings, "heads": heads},
+        "not pinned": {"settings": settings, "heads": heads},
         "full attention": {"settings": window, "policy": "full"},
     }
-    checks = sorted({turn for turn in args.checks if turn <= args.turns} | {args.turns})
+    checks = sorted({turn for turn in args.checks if turn <= args.turns} | {min(args.until, args.turns)})
     answered: dict[tuple[str, int], list[bool]] = {}
-    memory = []
+    memory: dict[int, int] = {}
+    began = time.perf_counter()
     with attach(model):
         for kind, given in kinds.items():
+            pinned = kind == "first message pinned"
             chat = Chat(model, tokenizer, max_new_tokens=8, **given)
-            lines = [f"{statement.split(' Remember')[0]}\n" for statement, _, _ in told]
-            list(chat.say("Remember these facts.\n" + "".join(lines)))
-            if kind == "first message pinned":
+            list(chat.say(OPENING + "".join(f"{statement}\n" for statement, _, _ in told)))
+            if pinned:
                 chat.pin()
-            for turn in range(1, args.turns + 1):
+            for turn in range(1, (args.turns if pinned else min(args.until, args.turns)) + 1):
                 if turn > 1:
                     list(chat.say(FILLERS[turn % len(FILLERS)]))
                 if len(chat.ids) > window - 256 and kind == "full attention":
                     break
-                if kind == "not pinned" and turn in (min(10, args.turns), args.turns):
-                    memory.append(psutil.Process().memory_info().rss)
                 if turn in checks:
                     answered[kind, turn] = [asked(chat, question, key) for _, question, key in told]
+                if pinned and turn in (min(10, args.turns), args.turns):
+                    memory[turn] = psutil.Process().memory_info().rss
+                if turn in checks or turn % 50 == 0:
+                    right = f", {sum(answered[kind, turn])} right" if (kind, turn) in answered else ""
+                    print(f"{kind}, turn {turn}, {time.perf_counter() - began:.0f} s{right}", flush=True)
+    early, late = min(memory), max(memory)
+    short = [i for i, right in enumerate(answered["first message pinned", checks[0]]) if right]
+    lasting = sum(answered["first message pinned", checks[-1]][i] for i in short)
+    more = f" --protect {args.protect}" if args.protect else ""
     lines = [
-        f"`python scripts/sessions.py turns --ckpt {args.ckpt} --turns {args.turns} --budget {args.budget} --seed {args.seed}`; "
-        f"{ground()}.",
+        f"`python scripts/sessions.py turns --ckpt {args.ckpt} --turns {args.turns} --until {args.until} --budget {args.budget} "
+        f"--seed {args.seed}{more}`; {ground()}.",
         "",
         f"{len(told)} facts are told in the first message, fillers follow. Right answers after so many turns:",
         "",
@@ -190,8 +202,10 @@ def turns(args: argparse.Namespace) -> None:
             for turn in checks
         ),
         "",
-        f"Resident memory after turn {args.turns} against turn {min(10, args.turns)}, not pinned: "
-        f"{(memory[-1] - memory[0]) / 2**20:+.1f} MiB.",
+        f"Pinned, of the {len(short)} answered after turn {checks[0]}, {lasting} are after turn {checks[-1]}.",
+        "",
+        f"Resident memory of the pinned conversation: {memory[early] / 2**20:.0f} MiB after turn {early}, "
+        f"{memory[late] / 2**20:.0f} MiB after turn {late} ({(memory[late] - memory[early]) / 2**20:+.1f} MiB).",
     ]
     put("turns", lines)
 
@@ -222,10 +236,14 @@ def main() -> None:
     parser.add_argument("--chunk", type=int)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--questions", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=1000)
+    parser.add_argument(
+        "--until", type=int, default=200, help="last turn of the conversations without a pin, and of questions"
+    )
     parser.add_argument(
         "--checks", type=int, nargs="*", default=[1, 4, 12, 50], help="turns after which the facts are asked for"
     )
+    parser.add_argument("--protect", help="the run setting")
     parser.add_argument("--kv-bits", type=int, choices=[2, 4])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", type=Path, default=Path("document.locret"))
