@@ -128,7 +128,7 @@ class Reading(Chat):
     @torch.inference_mode()
     def read(self, question: str, answer: Sequence[int]) -> tuple[float, int]:
         """Summed nats of the answer's tokens, and how many of them greedy decoding would have written."""
-        asked = self._asked(question)
+        asked = self._prompt(question)
         cache = asked.cache
         assert cache is not None
         cache.bind(self.model)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import PROSE, tiny_tokenizer
-from tokenizers import Tokenizer, models, normalizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
@@ -87,12 +87,11 @@ def test_any_text_any_pieces(words, sizes, block):
 
 @lru_cache(maxsize=1)
 def uncut_tokenizer():
-    """Merges across words, as those of Llama 2: nothing cuts words apart before."""
+    """Its tokens are within words, as those of Llama 2, but nothing cuts words apart before they are merged."""
     bpe = Tokenizer(models.BPE())
-    bpe.normalizer = normalizers.Replace(" ", "\u2581")
-    bpe.train_from_iterator(
-        [PROSE.replace(" ", "\u2581")] * 2, trainers.BpeTrainer(vocab_size=700, show_progress=False)
-    )
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
+    bpe.train_from_iterator([PROSE] * 3, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
 
 

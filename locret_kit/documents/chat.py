@@ -135,7 +135,7 @@ class Chat:
         before, answer = replace(self._now, cache=deepcopy(self._now.cache), turns=list(self._now.turns)), None
         text = ""
         try:
-            asked = self._asked(question)
+            asked = self._prompt(question)
             assert asked.cache is not None
             self.answer = answer = Answer(
                 self.model, self.tokenizer, asked.ids, asked.cache, max_new_tokens=self.max_new_tokens,
@@ -150,11 +150,11 @@ class Chat:
             else:
                 self._now = before
 
-    def _asked(self, question: str) -> _State:
+    def _prompt(self, question: str) -> _State:
         """The conversation up to the next answer, and the cache that reads what is new of it."""
         now, document = self._now, self.document
         if now.cache is not None:
-            return self._asked_again(question, now.cache)
+            return self._next_prompt(question, now.cache)
         if document is not None:
             ids = document.prompt(question)
             cache, spans = document.open(len(ids)), document.protected(ids)
@@ -164,12 +164,13 @@ class Chat:
             settings, policy, heads = self._fresh
             cache = BoundedCache(settings, policy, heads, prompt_length=len(ids))
             spans = protected_spans(self.tokenizer, ids, cache.settings.protect, self.system)
-        cache.pin_all(spans)
+        if spans:
+            cache.pin_all(spans)
         newest = tuple(span for span in spans if span[1] == len(ids))
         return _State(ids, cache, now.turns, tuple(set(spans).difference(newest)), newest)
 
-    def _asked_again(self, question: str, cache: BoundedCache) -> _State:
-        """``_asked`` in a later turn: the markers around the last message are let go, unless they are pinned too."""
+    def _next_prompt(self, question: str, cache: BoundedCache) -> _State:
+        """``_prompt`` in a later turn: the markers around the last message are let go, unless they are pinned too."""
         now, chat = self._now, self.document is None or self.document.chat_template
         new = ids_after(self.tokenizer, render_turn(self.tokenizer, question, chat=chat))
         newest: tuple[Span, ...] = ()
@@ -178,7 +179,8 @@ class Chat:
             newest = tuple((len(now.ids) + a, len(now.ids) + b) for a, b in spans_around(new, head, tail) if a < b)
         for span in now.newest:
             cache.unpin(*span)
-        cache.pin_all((*now.pinned, *newest))
+        if now.newest or newest:
+            cache.pin_all((*now.pinned, *newest))
         return _State(now.ids + new, cache, now.turns, now.pinned, newest)
 
     def _ended(self, asked: _State, question: str, text: str, answer: Answer) -> _State:
