@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
-from locret_kit.runtime.tokens import IdStream, stream_ids
+from locret_kit.runtime.tokens import CONTEXT, IdStream, stream_ids
 
 BACKBONE = Path(__file__).resolve().parents[1] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
@@ -95,22 +95,28 @@ def uncut_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
 
 
-@given(st.lists(WORDS, max_size=40), st.lists(WORDS, max_size=5), st.lists(WORDS, max_size=5), st.booleans())
+@given(st.lists(WORDS, max_size=40), st.lists(WORDS, max_size=5), st.lists(WORDS, max_size=5))
 @settings(max_examples=60)
-def test_what_was_settled_is_what_one_call_reads(words, more, question, cut):
+def test_what_was_settled_is_what_one_call_reads(words, more, question):
     """Tokens up to the last words are final: whatever follows, one call on the whole text reads them alike."""
-    tokenizer = tiny_tokenizer() if cut else uncut_tokenizer()
+    tokenizer = tiny_tokenizer()
     text, after = "".join(words) * 2 + PROSE, "".join(question)
     stream = IdStream(tokenizer)
     stream.feed(text)
     stream.settle()
-    if cut:  # few tokens wait
-        assert len(tokenizer(text).input_ids) - len(stream.ids) < 60
+    assert len(tokenizer(text).input_ids) - len(stream.ids) < 60, "few tokens wait"
     for end in (after, "\n\n" + after, after[:1]):
         assert stream.finish(end).tolist() == tokenizer(text + end, verbose=False).input_ids
     stream.feed("".join(more))
     stream.settle()
     assert stream.finish(after).tolist() == tokenizer(text + "".join(more) + after, verbose=False).input_ids
+
+
+def test_more_waits_where_nothing_cuts_words_apart():
+    stream = IdStream(uncut_tokenizer())
+    stream.feed(PROSE * 6)
+    stream.settle()
+    assert len(stream.text) - stream.done >= CONTEXT
 
 
 def test_special_tokens_come_once():
