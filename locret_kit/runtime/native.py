@@ -16,8 +16,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from locret_kernels import native
+from locret_kernels.native.halves import Halves
 from locret_kernels.ragged_decode import PackedRows
 
 from ..backbones.dense import Dense, DenseLayer, NotDense, Product, dense
@@ -67,6 +69,8 @@ class Lane:
     """Rotations by which new keys are stored, and the memory ``[2, R]`` where those of the next token stand."""
     held: list[object]
     """What addresses point to."""
+    wider: dict[int, tuple[Tensor, Tensor]]
+    """Of layers in few bits whose tail is full: a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Held:
     """
 
     layers: np.ndarray
-    tensors: list[Tensor]
+    halves: Halves
     signature: Signature
 
 
@@ -107,10 +111,10 @@ class NativeDecoder:
         self.weights = weights
         Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
         self.line = (Q + 2 * H) * self.channels
-        self._copied: list[Tensor] = []
         self._products = [_products(layer) for layer in weights.layers]
-        self._own = [[self._address(product) for product in products] for products in self._products]
-        self._head = self._address(weights.head)
+        self._halves = Halves(x.weight for products in (*self._products, [weights.head]) for x in products if x)
+        self._own = [[_address(product, self._halves) for product in products] for products in self._products]
+        self._head = _address(weights.head, self._halves)
         self._plain = self._layers(None)
         self._with_heads: WeakKeyDictionary[RetainingHeads, Held] = WeakKeyDictionary()
         self._lanes: WeakKeyDictionary[BoundedCache, Lane] = WeakKeyDictionary()
@@ -138,13 +142,13 @@ class NativeDecoder:
         return None
 
     def takes(self, cache: BoundedCache) -> bool:
-        """Whether the next token of a cache can come here: rows in few bits are quantised by the plain forward."""
+        """Whether the next token of a cache can come here."""
         ready = not (cache.needs_reread or cache.unfinished) and cache.get_seq_length() > 0
-        return ready and all(
-            rows.scratch.owner is not rows and rows.tail < rows.tail_keys.shape[2]
-            for rows in cache.bounded
-            if isinstance(rows, QuantisedLayer)
-        )
+        return ready and all(rows.reads_flat for rows in cache.bounded if isinstance(rows, QuantisedLayer))
+
+    def weight_bytes(self, heads: RetainingHeads | None = None) -> int:
+        """Bytes of matrices that are read for a token, with those of retaining heads."""
+        return self._halves.read + self._held(heads).halves.read * (heads is not None)
 
     # ---- a token ---------------------------------------------------------------------------------------------------
 
@@ -184,6 +188,8 @@ class NativeDecoder:
         lane.rows["position"] = seen
         if ctx.positions.span:
             lane.rows["before"] = max(0, seen + 1 - ctx.positions.span)
+        if lane.left == 1:
+            self._widen(cache, lane)
         for rope, held in lane.own:
             cos, sin = rope.tables(torch.tensor([seen]), self.dtype)
             held[0], held[1] = cos[0], sin[0]
@@ -196,7 +202,7 @@ class NativeDecoder:
         due = ctx.schedule.after_prompt(seen, room)
         lane = Lane(
             np.zeros(L, native.ROWS), np.zeros(L, native.PACKED), np.zeros((L, H), np.int64), np.zeros((L, H), np.int64),
-            min(room, ctx.schedule.until_boundary(seen)) if due is None else due, seen, cache.counters.evicted_rows, [], [],
+            min(room, ctx.schedule.until_boundary(seen)) if due is None else due, seen, cache.counters.evicted_rows, [], [], {},
         )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
@@ -224,11 +230,20 @@ class NativeDecoder:
                 assert isinstance(rows, QuantisedLayer)
                 _packed(lane.packed[layer], flat.rows, rows, H)
                 at["packed"] = lane.packed[layer : layer + 1].ctypes.data
+                lane.left = min(lane.left, rows.tail_keys.shape[2] - rows.tail + 1)
             else:
                 at["keys"], at["values"] = (x.data_ptr() for x in flat.rows)
             lane.held.append(flat)
         lane.own = list(own.values())
         return lane
+
+    def _widen(self, cache: BoundedCache, lane: Lane) -> None:
+        """Room for the token with which a group of rows fills and is quantised."""
+        for layer, rows in enumerate(cache.bounded):
+            if isinstance(rows, QuantisedLayer) and rows.tail == rows.tail_keys.shape[2]:
+                keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (rows.tail_keys, rows.tail_values))
+                lane.wider[layer], at = (keys, values), lane.packed[layer]
+                at["tail_keys"], at["tail_values"], at["tail_room"] = keys.data_ptr(), values.data_ptr(), rows.tail + 1
 
     def _table(self, rope: Rope, length: int) -> Tables:
         """Of the positions below ``length`` at least."""
@@ -240,16 +255,17 @@ class NativeDecoder:
 
     def _count(self, cache: BoundedCache, lane: Lane) -> None:
         """A row more in every layer, and the evictions that are due."""
-        for rows in cache.bounded:
-            rows.count(1)
-            if isinstance(rows, QuantisedLayer):
-                rows.tail += 1
         lane.lengths_LH += 1
         lane.packed["tail"] += 1
         lane.left -= 1
         lane.seen += 1
-        if not lane.left:
-            for layer, rows in enumerate(cache.bounded):
+        for layer, rows in enumerate(cache.bounded):
+            if isinstance(rows, QuantisedLayer) and layer in lane.wider:
+                rows.overflow(*lane.wider[layer])
+            elif isinstance(rows, QuantisedLayer):
+                rows.tail += 1
+            rows.count(1)
+            if not lane.left:
                 evict_if_due(cache.context, layer, rows)
                 rows.finish_block()
 
@@ -272,32 +288,18 @@ class NativeDecoder:
         return known
 
     def _layers(self, heads: RetainingHeads | None) -> Held:
-        found, copied = np.zeros(len(self.weights.layers), native.LAYER), list[Tensor]()
+        found = np.zeros(len(self.weights.layers), native.LAYER)
+        halves = Halves(() if heads is None else (x for x in heads.parameters() if x.dim() == 2))
         for i, layer in enumerate(self.weights.layers):
-            own = (
-                [Product(getattr(heads[i], name).weight, None) for name in ("fc1", "fc2")]
-                if heads is not None
-                else [None] * 2
-            )
+            theirs = (None, None) if heads is None else (heads[i].fc1.weight, heads[i].fc2.weight)
+            own = [x if x is None else Product(x, None) for x in theirs]
             norms = layer.norm, layer.query_norm, layer.key_norm, layer.mlp_norm
             found[i] = (
                 *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
-                *(number for address in (*self._own[i], *(self._address(one, copied) for one in own)) for number in address),
+                *(number for address in (*self._own[i], *(_address(one, halves) for one in own)) for number in address),
                 layer.norm.eps, layer.query_norm.eps if layer.query_norm is not None else 0.0, layer.mlp_norm.eps, layer.scaling,
             )  # fmt: skip
-        return Held(found, copied, () if heads is None else signature_of([next(heads.parameters())]))
-
-    def _address(self, product: Product | None, copied: list[Tensor] | None = None) -> tuple[int, int, int, bool]:
-        """Where a product's weights and biases are, how many rows it has, and whether the weights are a copy of half the size."""
-        if product is None:
-            return 0, 0, 0, False
-        weight, bias = product.weight, 0 if product.bias is None else product.bias.data_ptr()
-        if weight.dtype == torch.float32 and not weight.is_inference():
-            half = weight.bfloat16()
-            if torch.equal(half.float(), weight):
-                (self._copied if copied is None else copied).append(half)
-                return half.data_ptr(), bias, len(weight), True
-        return weight.data_ptr(), bias, len(weight), False
+        return Held(found, halves, () if heads is None else signature_of([next(heads.parameters())]))
 
     def _decoder(self, held: Held) -> np.ndarray:
         """The decoder as the call reads it."""
@@ -337,6 +339,15 @@ def _products(layer: DenseLayer) -> tuple[Product, ...]:
 def signature_of(tensors: Iterable[Tensor]) -> Signature:
     """Where tensors lie, and how often they were written to."""
     return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+
+
+def _address(product: Product | None, halves: Halves) -> tuple[int, int, int, bool]:
+    """Where a product's weights and biases are, how many rows it has, and whether the weights are a copy of half the size."""
+    if product is None:
+        return 0, 0, 0, False
+    half = halves.of(product.weight)
+    weight = product.weight if half is None else half
+    return weight.data_ptr(), 0 if product.bias is None else product.bias.data_ptr(), len(weight), half is not None
 
 
 def _packed(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer, H: int) -> None:

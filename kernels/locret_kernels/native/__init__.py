@@ -25,12 +25,12 @@ import torch
 __all__: list[str] = []  # no operation of other backends
 
 SOURCE = Path(__file__).with_name("step.cpp")
+"""Beside the headers that it includes."""
 TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 """Types of weights and rows. Sums are of float32, those of float64 of float64."""
 FLAGS = (
     "-std=c++17",
-    "-O2",
-    "-ftree-vectorize",
+    "-O3",
     "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -106,9 +106,8 @@ def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
     if compiler is None:
         raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
     macros = f"-DTYPE={TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
-    made = hashlib.sha256(
-        "\0".join((SOURCE.read_text("utf-8"), *FLAGS, *macros, _machine(), _version(compiler))).encode()
-    )
+    sources = (path.read_text("utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    made = hashlib.sha256("\0".join((*sources, *FLAGS, *macros, _machine(), _version(compiler))).encode())
     library = folder() / f"step-{made.hexdigest()[:24]}.so"
     try:
         if not library.exists():

@@ -75,6 +75,8 @@ class Scratch:
 
     def __init__(self) -> None:
         self.owner: QuantisedLayer | None = None
+        self.complete = True
+        """Whether it holds all values, and not the tail's alone."""
         self.keys = self.values = torch.empty(0)
 
     def lend(self, layer: QuantisedLayer) -> None:
@@ -184,6 +186,10 @@ class QuantisedLayer(BoundedLayer):
         """Index of new rows ``[B, H, T]``."""
         return slice(None), slice(None), new
 
+    def _next_row(self) -> slice | Tensor:
+        """The row that the next token becomes in every head."""
+        return slice(self.rows, self.rows + 1)
+
     def _newest(self, older: int, newer: int) -> Index:
         """Index of the rows that are among the newest ``older`` of their head and not among its newest ``newer``."""
         return slice(None), slice(None), slice(self.rows - older, self.rows - newer)
@@ -191,6 +197,11 @@ class QuantisedLayer(BoundedLayer):
     def _held(self) -> Index:
         """Index of all rows ``[B, tables, S]``: those that share a table side by side."""
         return self._newest(self.rows, 0)
+
+    def _among(self, held: Index, some_BTN: Tensor) -> Index:
+        """Index of some of the rows that are held ``[B, tables, N]``."""
+        B, tables = (torch.arange(n, device=self.device) for n in some_BTN.shape[:2])
+        return B[:, None, None], tables[:, None], some_BTN
 
     def _heads(self) -> tuple[Tensor, int]:
         """Head of each row ``[B, tables, S]`` (int64) among those that share a table, and how many share it."""
@@ -238,19 +249,24 @@ class QuantisedLayer(BoundedLayer):
             self._tails(),
         )
 
-    def _open(self) -> None:
-        """Read all rows into the scratch, unless they are there."""
-        if self.scratch.owner is self:
+    def _open(self, *, values: bool = True) -> None:
+        """Read all rows into the scratch, unless they are there. To quantise, the tail's ``values`` are enough."""
+        scratch, open_already = self.scratch, self.scratch.owner is self
+        if open_already and (scratch.complete or not values):
             return
-        self.scratch.lend(self)
         held, newest, in_tail = self._held(), self._newest(self.tail, 0), self._in_tail()
         # All rows from their codes first, then the tail's over them: rows of the tail have no codes, or keep exact ones.
-        for lent, read, tail in (
-            (self._lent("keys"), self._read_keys, self.tail_keys),
-            (self._lent("values"), self._read_values, self.tail_values),
-        ):
-            lent[held] = read(held)
-            lent[newest] = tail[in_tail]
+        if not open_already:
+            scratch.lend(self)
+            lent = self._lent("keys")
+            lent[held] = self._read_keys(held)
+            lent[newest] = self.tail_keys[in_tail]
+        lent = self._lent("values")
+        tail = lent[newest].clone() if open_already else self.tail_values[in_tail]
+        if values:
+            lent[held] = self._read_values(held)
+        lent[newest] = tail
+        scratch.complete = values
 
     def _read_keys(self, at: Index) -> Tensor:
         """Keys of rows ``[B, tables, S]``; anything where a row is not quantised."""
@@ -284,6 +300,16 @@ class QuantisedLayer(BoundedLayer):
             self._lent("keys")[at], self._lent("values")[at] = k, v
         self.group[at] = self.group.new_full((), -1)
         self.tail += T
+
+    def overflow(self, keys_HRD: Tensor, values_HRD: Tensor) -> None:
+        """Write the token for which the full tail has no room, from a copy of the tail that has; it is not yet counted.
+        ``finish_block`` then quantises the group that is full."""
+        self._open(values=False)
+        at, new = self._next_in_tail(), self._written(self._next_row())  # [B, H] and [B, H, 1]
+        self._lent("keys")[new] = keys_HRD[None][at].unsqueeze(2)
+        self._lent("values")[new] = values_HRD[None][at].unsqueeze(2)
+        self.group[new] = self.group.new_full((), -1)
+        self.tail += 1
 
     def finish_block(self) -> None:
         if self.scratch.owner is not self:
@@ -329,6 +355,11 @@ class QuantisedLayer(BoundedLayer):
     def _store_keys(self, at: Index, x: Tensor, target_BTS: Tensor, made_BTM: Tensor) -> None:
         """Quantise those of the keys ``x`` of rows whose target is a group, by the limits of all that have the same target."""
         # Groups that are made anew get new levels; rows of other groups keep levels and codes.
+        if x.device.type == "cpu":  # few rows have a target; elsewhere the host would wait for their number
+            some_BTN = (target_BTS < 0).byte().argsort(dim=-1, stable=True)
+            some_BTN = some_BTN[..., : int((target_BTS >= 0).sum(-1).max())]
+            at, target_BTS = self._among(at, some_BTN), target_BTS.gather(2, some_BTN)
+            x = x.gather(2, some_BTN[..., None].expand(*some_BTN.shape, x.shape[-1]))
         chosen_BTS = target_BTS >= 0
         step, zero = levels(*self._limits(x, target_BTS, made_BTM.shape[-1]), self.bits)
         self.key_step.copy_(torch.where(made_BTM[..., None], step, self.key_step))

@@ -40,6 +40,9 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
     def _written(self, new: slice | Tensor) -> Index:
         return new
 
+    def _next_row(self) -> Tensor:
+        return (self.starts + self.lengths).view(self.B, self.H, 1)
+
     def _newest(self, older: int, newer: int) -> Tensor:
         # Per head [P]: rows from length - older to length - newer; short heads have fewer, or none.
         first, end = ((self.lengths - n).clamp(min=0) for n in (older, newer))
@@ -48,6 +51,10 @@ class RaggedQuantisedLayer(QuantisedLayer, RaggedLayer):
 
     def _held(self) -> Index:
         return self._newest(self.longest, 0).view(self.B, 1, -1)
+
+    def _among(self, held: Index, some_BTN: Tensor) -> Tensor:
+        assert isinstance(held, Tensor)
+        return held.gather(2, some_BTN)
 
     def _heads(self) -> tuple[Tensor, int]:
         head, _ = each_row(self.starts, self.lengths, self.B * self.H * self.rows)

@@ -1,0 +1,262 @@
+// One token's attention over the rows of one head, by pieces.
+
+#pragma once
+
+#include <vector>
+
+#include "products.h"
+
+namespace {
+
+constexpr i64 ROWS = 256; // of a head in one item
+constexpr i64 BLOCK = 8;  // rows that are converted together, and then read by every query head of the group
+constexpr i64 MOST_CHANNELS = 1024;
+
+template <class A> inline void rotate(A *x, const A *cos, const A *sin, i64 R) {
+    i64 half = R / 2;
+    A *y = x + half;
+    const A *high_cos = cos + half, *high_sin = sin + half;
+    each<A>(
+        half,
+        [&](auto d) {
+            auto low = load(x + d), high = load(y + d);
+            keep<A>(x + d, low * load(cos + d) - high * load(sin + d));
+            keep<A>(y + d, high * load(high_cos + d) + low * load(high_sin + d));
+        },
+        [&](i64 d) {
+            A low = x[d], high = y[d];
+            x[d] = low * cos[d] - high * sin[d];
+            y[d] = high * high_cos[d] + low * high_sin[d];
+        });
+}
+
+// to += sum of by[i] x[i] over rows `x [M, n]`.
+template <int M, class A> inline void gather(A *to, const A *by, const A *x, i64 n) {
+    A weight[M]; // `to` is another place, which the compiler does not know
+    UNROLL for (int i = 0; i < M; i++) weight[i] = by[i];
+    each<A>(
+        n,
+        [&](auto d) {
+            Wide<A> sum = load(to + d);
+            UNROLL for (int i = 0; i < M; i++) sum += weight[i] * load(x + i * n + d);
+            keep<A>(to + d, sum);
+        },
+        [&](i64 d) {
+            for (int i = 0; i < M; i++) to[d] += weight[i] * x[i * n + d];
+        });
+}
+
+template <class A> inline void hadamard(A *x, i64 D) { // orthonormal, in blocks of the largest power of two that divides D
+    i64 side = D & -D;
+    A by = A(1) / std::sqrt(A(side));
+    for (i64 block = 0; block < D; block += side)
+        for (i64 h = 1; h < side; h *= 2)
+            for (i64 i = block; i < block + side; i += 2 * h)
+                for (i64 j = i; j < i + h; j++) {
+                    A a = x[j], b = x[j + h];
+                    x[j] = a + b, x[j + h] = a - b;
+                }
+    for (i64 d = 0; d < D; d++) x[d] *= by;
+}
+
+template <int BITS> inline void unpack(const uint8_t *__restrict codes, i64 bytes, uint8_t *__restrict out) {
+    constexpr int each = 8 / BITS, mask = (1 << BITS) - 1;
+    i64 byte = 0;
+#if WIDE == 64
+    if constexpr (BITS == 4)
+        for (; byte + 32 <= bytes; byte += 32) { // a byte 00hl becomes 0h0l
+            __m512i two = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(codes + byte)));
+            two = _mm512_and_si512(_mm512_or_si512(two, _mm512_slli_epi16(two, 4)), _mm512_set1_epi8(0xf));
+            _mm512_storeu_si512(out + 2 * byte, two);
+        }
+#endif
+    for (; byte < bytes; byte++)
+        for (int i = 0; i < each; i++) out[byte * each + i] = (codes[byte] >> (i * BITS)) & mask;
+}
+inline void codes_of(const Packed &p, const uint8_t *codes, i64 row, i64 D, uint8_t *out) {
+    i64 bytes = D * p.bits / 8;
+    codes += row * bytes;
+    p.bits == 4 ? unpack<4>(codes, bytes, out) : unpack<2>(codes, bytes, out);
+}
+
+// What attention over some rows of a head gave, before it is joined with the rest of them.
+template <class A> struct Partial { A *most, *sum, *out; }; // [G], [G], [G, D]
+
+template <class W, class A> struct Attention {
+    const Decoder &m;
+    const Rows &rows;
+    i64 h;
+    const A *query, *key, *value; // of the new token: [G, D], [D], [D]
+    double scaling;
+    i64 G = m.query_heads / m.heads;
+    i64 start = rows.starts[h], length = rows.lengths[h] + 1, first = 0; // ranks [first, length) are seen
+    i64 tail = rows.packed ? std::min(length, rows.packed->tail + 1) : 0;
+
+    Attention(const Decoder &m, const Rows &rows, i64 h, const A *query, const A *key, const A *value, double scaling)
+        : m(m), rows(rows), h(h), query(query), key(key), value(value), scaling(scaling) {
+        if (rows.window && length > rows.window) first = length - rows.window;
+    }
+
+    i64 channels() const { return CHANNELS ? CHANNELS : m.channels; } // a constant, where it is compiled for it
+    i64 place(i64 rank, i64 position) const { return rows.before < 0 ? rank : std::max(rank, position - rows.before); }
+    const A *table(const void *t, i64 place) const { return (const A *)t + place * rows.rotated; }
+    W *in_tail(void *t, i64 rank) const { return (W *)t + (h * rows.packed->tail_room + rank - (length - tail)) * channels(); }
+
+    void write() const { // the new token's row
+        const i64 D = channels(), row = start + length - 1;
+        std::vector<A> own(key, key + D);
+        if (rows.own_cos) rotate(own.data(), (const A *)rows.own_cos, (const A *)rows.own_sin, rows.rotated);
+        W *k = rows.packed ? in_tail(rows.packed->tail_keys, length - 1) : (W *)rows.keys + row * D;
+        W *v = rows.packed ? in_tail(rows.packed->tail_values, length - 1) : (W *)rows.values + row * D;
+        for (i64 d = 0; d < D; d++) store(k[d], own[d]), store(v[d], value[d]);
+        if (rows.packed && rows.packed->group_bytes == 2) ((int16_t *)rows.packed->group)[row] = -1;
+        if (rows.packed && rows.packed->group_bytes == 4) ((int32_t *)rows.packed->group)[row] = -1;
+        rows.positions[row] = int32_t(rows.position);
+        rows.scores[row] = 0;
+        i64 statistics = __builtin_popcountll(rows.statistics) * (rows.by_head ? 1 + G : 1);
+        for (i64 i = 0; i < statistics; i++) rows.stats[i * rows.stats_stride + row] = 0;
+    }
+
+    void queries(A *q) const { // [G, D], rotated
+        const i64 D = channels();
+        memcpy(q, query, G * D * sizeof(A));
+        const void *cos = rows.cos ? rows.cos : rows.own_cos, *sin = rows.cos ? rows.sin : rows.own_sin;
+        if (!cos) return;
+        i64 at = rows.cos ? place(length - 1, rows.position) : 0;
+        for (i64 g = 0; g < G; g++) rotate(q + g * D, table(cos, at), table(sin, at), rows.rotated);
+    }
+
+    static void convert(const W *from, A *to, i64 n) {
+        each<A>(n, [&](auto d) { keep<A>(to + d, load(from + d)); }, [&](i64 d) { to[d] = number(from[d]); });
+    }
+
+    void read_key(i64 rank, A *k) const {
+        const i64 D = channels(), row = start + rank;
+        if (!rows.packed || rank >= length - tail) {
+            convert(rows.packed ? in_tail(rows.packed->tail_keys, rank) : (const W *)rows.keys + row * D, k, D);
+        } else {
+            const Packed &p = *rows.packed;
+            i64 group = p.group_bytes == 2 ? ((int16_t *)p.group)[row] : ((int32_t *)p.group)[row];
+            i64 at = (h / p.sharing * p.groups + group) * D;
+            uint8_t codes[MOST_CHANNELS];
+            codes_of(p, p.key_codes, row, D, codes);
+            const f16 *zero = p.key_zero + at, *step = p.key_step + at;
+            each<A>(
+                D, [&](auto d) { keep<A>(k + d, load(zero + d) + load(codes + d) * load(step + d)); },
+                [&](i64 d) { k[d] = number(zero[d]) + A(codes[d]) * number(step[d]); });
+        }
+        if (rows.cos) {
+            i64 at = place(rank, rows.positions[row]);
+            rotate(k, table(rows.cos, at), table(rows.sin, at), rows.rotated);
+        }
+    }
+
+    void read_packed_value(i64 rank, A *v) const { // rotated by Hadamard's matrix
+        const i64 D = channels(), row = start + rank;
+        const Packed &p = *rows.packed;
+        uint8_t codes[MOST_CHANNELS];
+        codes_of(p, p.value_codes, row, D, codes);
+        const i64 some = D / p.value_groups;
+        for (i64 c = 0; c < p.value_groups; c++) {
+            A step = number(p.value_step[row * p.value_groups + c]), zero = number(p.value_zero[row * p.value_groups + c]);
+            const uint8_t *from = codes + c * some;
+            A *to = v + c * some;
+            each<A>(some, [&](auto d) { keep<A>(to + d, zero + load(from + d) * step); }, [&](i64 d) { to[d] = zero + A(from[d]) * step; });
+        }
+    }
+
+    // Ranks [from, to): logits [G, stride] and what they weigh.
+    void attend(i64 from, i64 to, A *logits, i64 stride, Partial<A> part, A *space) const {
+        const i64 D = channels();
+        A *q = space, *block = q + G * D, *rotated = block + BLOCK * D; // [G, D], [BLOCK, D], [G, D]
+        queries(q);
+        for (i64 i = 0; i < G * D; i++) q[i] *= A(scaling);
+        for (i64 at = from, n; at < to; at += n) {
+            n = std::min(BLOCK, to - at);
+            for (i64 i = 0; i < n; i++) read_key(at + i, block + i * D);
+            for (i64 g = 0; g < G; g++) {
+                A *own = logits + g * stride + at - from;
+                i64 i = 0;
+                for (; i + 4 <= n; i += 4) dots(block + i * D, q + g * D, D, own + i);
+                for (; i < n; i++) own[i] = dot(block + i * D, q + g * D, D);
+            }
+        }
+        A *weights = rotated + G * D; // [G, ROWS]: logits may be wanted as they are
+        for (i64 g = 0; g < G; g++) {
+            A *w = weights + g * ROWS;
+            memcpy(w, logits + g * stride, (to - from) * sizeof(A));
+            part.most[g] = largest(w, to - from);
+            part.sum[g] = exponentials(w, to - from, part.most[g]);
+        }
+        memset(part.out, 0, G * D * sizeof(A));
+        i64 packed = rows.packed ? std::min(std::max(from, length - tail), to) : from;
+        if (packed > from) {
+            memset(rotated, 0, G * D * sizeof(A));
+            for (i64 s = from, n; s < packed; s += n) {
+                n = std::min(BLOCK, packed - s);
+                for (i64 i = 0; i < n; i++) read_packed_value(s + i, block + i * D);
+                weigh(block, n, weights + s - from, rotated);
+            }
+            for (i64 g = 0; g < G; g++) hadamard(rotated + g * D, D);
+            memcpy(part.out, rotated, G * D * sizeof(A));
+        }
+        const W *v = rows.packed ? (packed < to ? in_tail(rows.packed->tail_values, packed) : nullptr)
+                                 : (const W *)rows.values + (start + packed) * D;
+        for (i64 s = packed, n; s < to; s += n, v += n * D) {
+            n = std::min(BLOCK, to - s);
+            convert(v, block, n * D);
+            weigh(block, n, weights + s - from, part.out);
+        }
+    }
+
+    // out [G, D] += sums of rows `block [n, D]` by weights [G, ROWS].
+    void weigh(const A *block, i64 n, const A *weights, A *out) const {
+        const i64 D = channels();
+        for (i64 g = 0; g < G; g++) {
+            const A *own = weights + g * ROWS;
+            i64 i = 0;
+            for (; i + 4 <= n; i += 4) gather<4>(out + g * D, own + i, block + i * D, D);
+            for (; i < n; i++) gather<1>(out + g * D, own + i, block + i * D, D);
+        }
+    }
+
+    // Join the parts of a head: out [G, D]; `logits` become weights where statistics are kept.
+    void join(const std::vector<Partial<A>> &all, A *out, A *logits, i64 stride) const {
+        const i64 D = channels();
+        for (i64 g = 0; g < G; g++) {
+            A most = all[0].most[g], sum = 0;
+            for (auto &one : all) most = std::max(most, one.most[g]);
+            for (i64 d = 0; d < D; d++) out[g * D + d] = 0;
+            for (auto &one : all) {
+                A by = std::exp(one.most[g] - most);
+                sum += by * one.sum[g];
+                for (i64 d = 0; d < D; d++) out[g * D + d] += by * one.out[g * D + d];
+            }
+            for (i64 d = 0; d < D; d++) out[g * D + d] /= sum;
+            if (rows.statistics) {
+                exponentials(logits + g * stride, length - first, most);
+                for (i64 s = 0; s < length - first; s++) logits[g * stride + s] /= sum;
+            }
+        }
+        if (rows.statistics) count(logits, stride);
+    }
+
+    void count(const A *weights, i64 stride) const {
+        i64 each = __builtin_popcountll(rows.statistics);
+        A above = A(1 + 1e-5) / A(length);
+        for (i64 s = 0; s < length - first; s++) {
+            A mean = 0;
+            for (i64 g = 0; g < G; g++) mean += weights[g * stride + s];
+            gain(rows.stats + start + first + s, mean / A(G), above);
+            for (i64 g = 0; rows.by_head && g < G; g++)
+                gain(rows.stats + (1 + g) * each * rows.stats_stride + start + first + s, weights[g * stride + s], above);
+        }
+    }
+    void gain(float *stat, A weight, A above) const {
+        if (rows.statistics & ABOVE) *stat += weight > above, stat += rows.stats_stride;
+        if (rows.statistics & SQUARE) *stat += float(weight * weight), stat += rows.stats_stride;
+        if (rows.statistics & SUM) *stat += float(weight);
+    }
+};
+
+} // namespace
