@@ -5,8 +5,8 @@
 
 All ways read the same tokens, by turns, in one run; each says as many tokens, greedily, whatever they are. llama.cpp runs in a
 process of its own, through the wheel ``xllamacpp``, on the GGUF file from which scripts/fetch_backbone.py makes the demo
-backbone (or ``--gguf FILE``). A share of the bandwidth is what one token must read (weights, retaining heads, and the rows of
-the cache), by the rate of tokens, over what copying a large tensor moves.
+backbone (or ``--gguf FILE``). A share of the bandwidth is what one token reads (weights as the compiled call holds them,
+retaining heads, and the rows of the cache), by the rate of tokens, over what copying a large tensor moves.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.files import write_text
+from locret_kit.runtime.native import native_decoder
 from locret_kit.runtime.provenance import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.text import load_text
@@ -64,7 +65,7 @@ class Ours:
         self.heads = RetainingHeads.from_pretrained(ckpt)
         self.model, _ = load_backbone(resolve_model(self.heads.config.backbone), dtype=dtype, device="cpu")
         self.ids, self.kv_bits, self.budget = ids, kv_bits, budget
-        self.read, self.decoding = 0, ""
+        self.read = 0
 
     @torch.inference_mode()
     def __call__(self, new: int) -> Rates:
@@ -82,8 +83,11 @@ class Ours:
             began = time.perf_counter()
             said = sum(1 for _ in tokens)
             wrote = time.perf_counter() - began
-        self.decoding = cache.counters.decoding
-        self.read = bytes_of(self.model, self.heads) + rows_of(cache)
+        native = native_decoder(self.model)
+        weights = (
+            bytes_of(self.model, self.heads) if isinstance(native, str) else native.weight_bytes(cache.context.heads)
+        )
+        self.read = weights + rows_of(cache)
         return len(self.ids) / read, said / wrote
 
 
@@ -115,10 +119,8 @@ def bytes_of(*modules: torch.nn.Module) -> int:
 
 
 def rows_of(cache: BoundedCache) -> int:
-    """Bytes of keys and values that attention of one token reads, in few bits or not."""
-    bits = cache.settings.kv_bits
-    each = sum(rows.rows * rows.H * (rows.key_size + rows.value_size) for rows in cache.bounded)
-    return each * bits // 8 if bits else each * cache.bounded[0].dtype.itemsize
+    """Bytes of keys and values, with the levels of those in few bits, that attention of one token reads."""
+    return sum(sum(x.nbytes for x in rows.flat().rows) * rows.rows // rows.capacity for rows in cache.bounded)
 
 
 def start_llama(path: str, context: int, threads: int) -> None:
