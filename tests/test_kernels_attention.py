@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, common, poisoned
 
 from locret_kernels.column_stats import STATISTICS
+from locret_kernels.column_stats.reference import attend_and_count
 from locret_kernels.ragged_decode import Rotation, Spans
 from locret_kit.cis import cis_target
 
@@ -55,6 +56,31 @@ def test_column_stats(group, T, S, D):
     for name, expected in oracle.items():
         close(getattr(theirs, name), expected.float())
         close(getattr(mine, name), getattr(theirs, name))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("T", "S"), [(1, 9), (70, 135), (64, 64)])
+def test_attention_that_counts_its_weights(group, T, S):
+    """Each weight is computed once, for the output and for the statistics of a group and of its heads."""
+    Q, H = GROUPS[group]
+    q, k = queries_and_keys(Q, H, T, S, 8, B=2, dtype=torch.float64)
+    v = random(2, H, S, 6, seed=3, dtype=torch.float64)
+    out, counted = attend_and_count(q, k, v, 0.2, want=STATISTICS, by_head=True)
+    p = attention(q, k, 0.2)[0]
+    torch.testing.assert_close(out, (p @ v[:, :, None]).flatten(1, 2))
+    seen = torch.arange(S - T + 1, S + 1)[:, None]
+    for a, mine in zip([p.mean(2), *p.unbind(2)], counted, strict=True):
+        oracle = {
+            "sum": a.sum(2),
+            "square": a.square().sum(2),
+            "above": (a > 1.00001 / seen).sum(2),
+            "last": a[:, :, -1],
+        }
+        for name, expected in oracle.items():
+            close(getattr(mine, name), expected.float())
+    alone, (sums,) = attend_and_count(q, k, v, 0.2, want=frozenset({"sum"}))
+    assert torch.equal(alone, out)
+    close(sums.sum, p.mean(2).sum(2).float())
 
 
 @pytest.mark.parametrize("name", sorted(STATISTICS))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from locret_kernels.backend import function
+from locret_kernels.column_stats.reference import attend_and_count
 
 from ..backbones.rope import rotate, rotate_lean
 from ..policies.base import Entry, Merge, PrefillMask, Slots
@@ -209,17 +210,20 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
     if not len(part.stats):
         bias = None if part.bias is None else _picked(part.bias, seen)
         return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend, bias)
-    out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
-    # Each row's statistic [b, h, S] sums over the group and the block's queries.
-    began = time.perf_counter()
-    column_stats, G = function("column_stats", ctx.backend), ctx.group
-    # Of the whole group first, then of each of its query heads [b, h, T, D] by itself.
-    heads = [slice(None), *(slice(g, None, G) for g in range(G))]
-    for own, stats in zip(heads, part.stats.unflatten(0, (len(heads), -1)), strict=True):
-        made = column_stats(q[:, own], keys, rows.scaling, lse[:, own], want=frozenset(ctx.statistics))
+    # Each row's statistic [b, h, S] sums over the group and the block's queries: first the whole group's, then that of each of
+    # its query heads by itself.
+    want, G = frozenset(ctx.statistics), ctx.group
+    if ctx.backend == "reference" and q.device.type == "cpu":
+        out, counted = attend_and_count(q, keys, values, rows.scaling, want=want, by_head=G > 0)
+    else:
+        out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
+        began, column_stats = time.perf_counter(), function("column_stats", ctx.backend)
+        heads = [slice(None), *(slice(g, None, G) for g in range(G))]
+        counted = [column_stats(q[:, own], keys, rows.scaling, lse[:, own], want=want) for own in heads]
+        ctx.counters.score_s += time.perf_counter() - began
+    for made, stats in zip(counted, part.stats.unflatten(0, (1 + G, -1)), strict=True):
         for stat, name in zip(stats, ctx.statistics, strict=True):
             _add_picked(stat, getattr(made, name), seen)
-    ctx.counters.score_s += time.perf_counter() - began
     return out
 
 

@@ -52,29 +52,65 @@ def column_stats(
     if unknown := want - STATISTICS:
         raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
     check_queries(q_BQTD, k_BHSD)
-    B, T = q_BQTD.shape[0], q_BQTD.shape[2]
-    H, S = k_BHSD.shape[1:3]
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
-    out = {name: torch.zeros(B, H, S, dtype=dtype, device=q_BQTD.device) for name in sorted(want)}
-    heads = want - {"sum"}  # these need the mean over the group before they are reduced
+    counts = _Counts(k_BHSD, dtype, want)
     for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
-        G, t, n = logit_GTN.shape
+        G, t, _ = logit_GTN.shape
         lse_GT = lse_BQT[b, h * G : (h + 1) * G, start : start + t].to(dtype)
-        p_GTN = _causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0)
-        if not heads:
+        counts.add(b, h, _causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0))
+    return counts.stats()
+
+
+def attend_and_count(
+    q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, *, want: frozenset[str], by_head: bool = False
+) -> tuple[Tensor, list[ColumnStats]]:
+    """Attention ``[B, Q, T, D]`` and the statistics of its weights, which are computed once for both; causal as ``column_stats``.
+
+    Returns:
+        Attention; statistics of the mean over each group and, ``by_head``, of each query head of the groups alone.
+    """
+    check_queries(q_BQTD, k_BHSD)
+    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
+    G = q_BQTD.shape[1] // k_BHSD.shape[1]
+    of_group, of_heads = _Counts(k_BHSD, dtype, want), [_Counts(k_BHSD, dtype, want) for _ in range(G * by_head)]
+    out = q_BQTD.new_empty(*q_BQTD.shape[:3], v_BHSD.shape[-1])
+    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
+        _, t, n = logit_GTN.shape
+        p_GTN = _causal(logit_GTN, float("-inf")).softmax(-1)
+        out[b, h * G : (h + 1) * G, start : start + t] = (p_GTN.view(-1, n) @ v_BHSD[b, h, :n].to(dtype)).view(G, t, -1)
+        for g, counts in enumerate(of_heads):
+            counts.add(b, h, p_GTN[g : g + 1])
+        of_group.add(b, h, p_GTN)
+    return out, [counts.stats() for counts in (of_group, *of_heads)]
+
+
+class _Counts:
+    """Statistics that grow by tiles of attention weights."""
+
+    def __init__(self, k_BHSD: Tensor, dtype: torch.dtype, want: frozenset[str]) -> None:
+        self._out = {name: torch.zeros(k_BHSD.shape[:3], dtype=dtype, device=k_BHSD.device) for name in sorted(want)}
+        self._means = want - {"sum"}  # these need the mean over the group before they are reduced
+
+    def add(self, b: int, h: int, p_GTN: Tensor) -> None:
+        """Weights of a head over its first ``n`` slots, of which the last query of the tile sees all."""
+        (G, t, n), out = p_GTN.shape, self._out
+        if not self._means:
             out["sum"][b, h, :n] += p_GTN.sum((0, 1)) / G
-            continue
+            return
         a_TN = p_GTN[0] if G == 1 else p_GTN.mean(0)
         if "sum" in out:
             out["sum"][b, h, :n] += a_TN.sum(0)
         if "above" in out:
             seen_T1 = torch.arange(n - t + 1, n + 1, device=a_TN.device)[:, None]
             out["above"][b, h, :n] += (a_TN > (1 + MARGIN) / seen_T1).sum(0)
-        if "last" in out and start + t == T:
+        if "last" in out and n == out["last"].shape[2]:
             out["last"][b, h] = a_TN[-1]
         if "square" in out:
-            out["square"][b, h, :n] += a_TN.square_().sum(0)
-    return ColumnStats(**{name: value.float() for name, value in out.items()})
+            out["square"][b, h, :n] += a_TN.square().sum(0)
+
+    def stats(self) -> ColumnStats:
+        """What has been counted."""
+        return ColumnStats(**{name: value.float() for name, value in self._out.items()})
 
 
 def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
