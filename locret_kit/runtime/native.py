@@ -291,8 +291,8 @@ class NativeDecoder:
         found = np.zeros(len(self.weights.layers), native.LAYER)
         halves = Halves(() if heads is None else (x for x in heads.parameters() if x.dim() == 2))
         for i, layer in enumerate(self.weights.layers):
-            theirs = (None, None) if heads is None else (heads[i].fc1.weight, heads[i].fc2.weight)
-            own = [x if x is None else Product(x, None) for x in theirs]
+            names = ("fc1", "fc2")
+            own = [None if heads is None else Product(getattr(heads[i], name).weight, None) for name in names]
             norms = layer.norm, layer.query_norm, layer.key_norm, layer.mlp_norm
             found[i] = (
                 *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
