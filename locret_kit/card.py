@@ -127,6 +127,7 @@ def make_card(
     facts: dict[str, Any] = {
         "license": "apache-2.0",
         "library_name": "locret_kit",
+        "pipeline_tag": "text-generation",
         "tags": ["locret", "kv-cache", "long-context"],
         "datasets": [name for name in sources if REPO.match(name)] or None,
         **given,

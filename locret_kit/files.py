@@ -136,17 +136,19 @@ def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
 
 
-def read_utf8(stream: BinaryIO, block: int = 1 << 16) -> Iterator[str]:
+def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Iterator[str]:
     """Decode a byte stream block by block, without a byte-order mark at its beginning.
 
     Args:
         block: bytes read at a time.
+        first: bytes that were read before.
 
     Raises:
         ValueError: the stream is not UTF-8; names the offset of the first wrong byte.
     """
-    decoder, offset, first = codecs.getincrementaldecoder("utf-8")(), 0, True
-    while data := stream.read(block):
+    decoder, offset, begun = codecs.getincrementaldecoder("utf-8")(), 0, False
+    while data := first or stream.read(block):
+        first = b""
         held = len(decoder.getstate()[0])
         try:
             text = decoder.decode(data)
@@ -155,8 +157,8 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16) -> Iterator[str]:
                 f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}"
             ) from None
         offset += len(data)
-        yield text.removeprefix("\ufeff") if first else text
-        first = first and not text
+        yield text if begun else text.removeprefix("\ufeff")
+        begun = begun or bool(text)
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:

@@ -223,6 +223,15 @@ class RetainingHeads(nn.Module):
         write_checkpoint(Path(target), self.config.to_dict(), state_of(self, dtype))
 
 
+def loaded(heads: RetainingHeads | str | Path | None) -> RetainingHeads | None:
+    """Retaining heads as they are, or from their folder, file or Hub repository; None stays None.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``RetainingHeads.from_pretrained``.
+    """
+    return RetainingHeads.from_pretrained(heads) if isinstance(heads, str | Path) else heads
+
+
 def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights by their published names, contiguous, in ``dtype``, on the CPU."""
     return {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in heads.named_weights().items()}

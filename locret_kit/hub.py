@@ -6,6 +6,7 @@ This module knows nothing of heads.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -22,6 +23,28 @@ REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 """``user/name``, as the Hub writes it."""
 ATTEMPTS = 3
 """Times that a commit is sent where the Hub is busy or the connection is lost."""
+
+
+class OneRetryLine(logging.Filter):
+    """Of the client's warnings of calls that it sends again, the first alone, with what a user can do."""
+
+    LOGGER = "huggingface_hub.utils._http"
+    """Logger that it is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        if said.startswith("Retrying in "):
+            return False
+        if " thrown while requesting " not in said:
+            return True
+        if first := not self._said:
+            record.msg, record.args = f"{said}: trying again; HF_HUB_OFFLINE=1 looks into the Hub's cache alone", ()
+        self._said = True
+        return first
 
 
 class Access(TypedDict, total=False):

@@ -69,8 +69,25 @@ def checked(name: str, annotation: object, value: object) -> object:
     near = nearest(str(value), map(str, choices(annotation))) if isinstance(value, str) else ""
     beyond = any(reason["type"] in _BEYOND and not any(type(x) is int for x in reason["loc"]) for reason in reasons)
     raise ValueError(
-        f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}" + (near and f".{near}")
+        f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}"
+        + (near and f".{near}")
+        + (
+            f": {value!r} is a text, not a number"
+            if isinstance(value, str) and _fits_as_number(annotation, value)
+            else ""
+        )
     )
+
+
+def _fits_as_number(annotation: object, text: str) -> bool:
+    """Whether the number that a text spells is allowed."""
+    for number in (int, float):
+        try:
+            _adapter(annotation).validate_python(number(text))
+            return True
+        except ValueError:  # pydantic's too
+            continue
+    return False
 
 
 def shown(value: object) -> str:

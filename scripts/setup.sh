@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Install the project and its development tools, once: into the active virtual environment, else into .venv.
+# LOCRET_EXTRAS=documents,serve installs these extras alone, in place of all that development needs.
 # LOCRET_TORCH_INDEX=URL takes torch from that index, such as a CPU-only one. PYTHON=... picks the Python of a new .venv.
 # Other scripts source this file: afterwards `python` is the environment's.
 set -euo pipefail
@@ -7,7 +8,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 locret_setup() {
-    local venv="${VIRTUAL_ENV:-$root/.venv}" stamp want torch made
+    local venv="${VIRTUAL_ENV:-$root/.venv}" extras="${LOCRET_EXTRAS:-dev}" stamp want torch made
     made="$venv/bin/python"
     [ -x "$made" ] || made="${PYTHON:-python3}"
     if ! "$made" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -21,12 +22,12 @@ locret_setup() {
     fi
     export PATH="$venv/bin:$PATH"
 
-    # What is installed depends on these two files and on where the project is.
+    # What is installed depends on these two files, on where the project is and on the extras; dev holds all of them.
     stamp="$venv/.locret-setup"
     want="$(cd "$root" && python -c '
 import hashlib, pathlib
 print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest(), pathlib.Path.cwd())')"
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+    if [ -f "$stamp" ] && { [ "$(cat "$stamp")" = "$want $extras" ] || [ "$(cat "$stamp")" = "$want dev" ]; }; then
         echo "setup: nothing to do ($venv)"
         return 0
     fi
@@ -36,9 +37,9 @@ print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.
     echo "setup: installing $torch into $venv"
     python -m pip install --quiet -c "$root/constraints.txt" \
         ${LOCRET_TORCH_INDEX:+--index-url "$LOCRET_TORCH_INDEX"} "$torch"
-    echo "setup: installing locret-kit with its development tools"
-    (cd "$root" && python -m pip install --quiet -c constraints.txt -e '.[dev]')
-    echo "$want" >"$stamp"
+    echo "setup: installing locret-kit[$extras]"
+    (cd "$root" && python -m pip install --quiet -c constraints.txt -e ".[$extras]")
+    echo "$want $extras" >"$stamp"
 }
 
 locret_setup >&2

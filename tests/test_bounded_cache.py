@@ -512,3 +512,19 @@ def test_settings_out_of_range_are_named():
         BoundedCache(8, "locret")
     with pytest.raises(ValueError, match="Did you mean 'streaming'"):
         parse_policy("streamin")
+
+
+def test_heads_by_their_folder(tmp_path):
+    model = backbone("llama")
+    heads = random_heads(model)
+    heads.save_pretrained(tmp_path / "heads")
+    ids = tokens(40)
+    kept = []
+    for named in (heads, str(tmp_path / "heads"), tmp_path / "heads"):
+        made = BoundedCache(16, heads=named, chunk=8, prompt_length=40)
+        with attach(model), torch.no_grad():
+            model(ids, past_key_values=made)
+        kept.append(torch.stack([made.kept_positions(layer)[0][0] for layer in range(3)]))
+    assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
+    with pytest.raises(FileNotFoundError, match="ckpt='no-such-heads': no such file or folder"):
+        BoundedCache(16, heads="no-such-heads")

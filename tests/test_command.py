@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ import pytest
 
 from locret_kit.cli import ask, chat, eval, infer, info, kept, plan, publish, read, train
 from locret_kit.cli.command import command
+from locret_kit.hub import OneRetryLine
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
@@ -139,3 +141,32 @@ def test_the_package_lists_the_commands_that_are_installed(capsys):
     declared = set(re.findall(r"^(locret-\w+) =", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M))
     runpy.run_module("locret_kit", run_name="__main__")
     assert set(re.findall(r"^(locret-\w+) +\w", capsys.readouterr().out, re.M)) == declared
+
+
+def test_retries_of_the_hub_are_one_line(caplog):
+    """As ``huggingface_hub`` logs them: two lines a try, for every file."""
+    logger = logging.getLogger(OneRetryLine.LOGGER)
+    once = OneRetryLine()
+    logger.addFilter(once)
+    try:
+        with caplog.at_level(logging.WARNING, logger=OneRetryLine.LOGGER):
+            for attempt in range(1, 6):
+                logger.warning("'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json")
+                logger.warning(f"Retrying in {attempt}s [Retry {attempt}/5].")
+            logger.warning("Rate limited. Waiting 301.0s before retry [Retry 1/5].")
+    finally:
+        logger.removeFilter(once)
+    assert caplog.messages == [
+        "'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json: trying again; HF_HUB_OFFLINE=1 looks into "
+        "the Hub's cache alone",
+        "Rate limited. Waiting 301.0s before retry [Retry 1/5].",
+    ]
+
+
+def test_the_hubs_client_logs_where_the_filter_is():
+    """Its source is what says so: a release that logs elsewhere would print its ten lines again."""
+    from huggingface_hub.utils import _http
+
+    assert _http.logger.name == OneRetryLine.LOGGER
+    source = Path(_http.__file__).read_text(encoding="utf-8")
+    assert " thrown while requesting " in source and "Retrying in " in source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -21,6 +22,7 @@ import pytest
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli import command, infer
+from locret_kit.cli.terminal import text_of
 from locret_kit.samples.reader import read_document, read_stream
 
 LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"
@@ -476,3 +478,25 @@ def test_infer_reads_documents(tmp_path):
             report = json.loads((tmp_path / "report.json").read_text())
             said.append((report["prompt_tokens"], report["answer"]))
         assert said[0] == said[1]
+
+
+def test_a_pdf_from_stdin_or_without_an_ending_is_converted(monkeypatch, tmp_path):
+    """As a shell gives it: `locret-infer < book.pdf`."""
+    data = pdf([prose(3, 4)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert "".join(text_of(None)) == read_stream(io.BytesIO(data), "book.pdf")
+    (tmp_path / "book").write_bytes(data)
+    assert "".join(text_of(str(tmp_path / "book"))) == read_stream(io.BytesIO(data), "book.pdf")
+    (tmp_path / "book.txt").write_bytes(data)
+    with pytest.raises(ValueError, match=r"book\.txt is a \.pdf file by its content: rename it to book\.pdf"):
+        list(text_of(str(tmp_path / "book.txt")))
+
+
+def test_text_from_stdin_is_read_in_blocks_and_a_foreign_format_is_named(monkeypatch):
+    text = "\ufeffGrüße, " + "a line of text\n" * 9000
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    pieces = list(text_of("-"))
+    assert len(pieces) > 1 and "".join(pieces) == text[1:]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"words"))))
+    with pytest.raises(ValueError, match="stdin is a gzip file: unpack it first"):
+        list(text_of(None))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -576,3 +577,17 @@ def test_a_reader_that_leaves_gets_no_traceback():
         run.stdout.close()
         err = run.stderr.read().decode()
     assert (run.returncode, err) == (1, "locret-eval: stdout was closed before the output ended\n")
+
+
+def test_a_length_that_a_task_cannot_have_ends_the_run_before_it_begins(heads, tmp_path, capsys):
+    for task in ("R.KV", "passkey"):
+        assert main(words(heads, tmp_path / "run", tasks=f"[perplexity_prefill,{task}]", lengths="[240,30]")) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        name = {"passkey": "R.PassKey"}.get(task, task)
+        found = re.fullmatch(
+            rf"locret-eval: task={name}: length=30 must be at least (\d+) for .* shortest prompt", line
+        )
+        least = int(found[1])
+        assert not list((tmp_path / "run").glob("rows.*.jsonl"))
+    made = words(heads, tmp_path / "run", tasks="[passkey]", lengths=f"[{least + 8}]", policies="[full]", samples=1)
+    assert main(made) == 0

@@ -79,7 +79,8 @@ def test_metadata_of_the_card(tmp_path):
     index = data.pop("model-index")
     assert data == {
         "base_model": "lab/tiny", "base_model_relation": "adapter", "library_name": "locret_kit",
-        "license": "apache-2.0", "tags": ["locret", "kv-cache", "long-context"], "datasets": ["Some/Set"],
+        "license": "apache-2.0", "pipeline_tag": "text-generation", "tags": ["locret", "kv-cache", "long-context"],
+        "datasets": ["Some/Set"],
     }  # fmt: skip
     assert index[0]["name"] == "heads"
     results = {r["dataset"]["config"]: r["metrics"][0] for r in index[0]["results"]}

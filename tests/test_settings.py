@@ -14,6 +14,7 @@ from locret_kit.settings import RunSettings
         ({"budget": 0}, "budget=0 must be at least 1 slot (at most 2147483647), or with a point a share of the prompt"),
         ({"budget": 1.5}, "budget=1.5 must be at least 1 slot"),
         ({"budget": True}, "budget=True must be"),
+        ({"budget": "512"}, "at most 1.0: '512' is a text, not a number"),
         ({"budget": float("nan")}, "budget=nan must be"),
         ({"chunk": 0}, "chunk=0 must be at least 1"),
         ({"chunk": "x"}, "chunk=x must be an integer, at least 1"),

@@ -186,6 +186,13 @@ def test_a_source_without_a_usable_record_is_one_error_and_no_list(tmp_path, cap
     assert capsys.readouterr().err == ""
 
 
+def test_a_source_of_unknown_records_says_which_are_known(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"keys \['foo'\]; known schemas: messages: .*; conversations: .*anti-haystack\)$"
+    ):
+        samples_of(jsonl(tmp_path / "bad.jsonl", [BAD[0][0]] * 7))
+
+
 def test_a_run_trains_past_a_bad_record(backbone, tmp_path, capsys):
     source = jsonl(tmp_path / "mixed.jsonl", [BAD[2][0], *GOOD])
     assert train(backbone, tmp_path / "run", f"data.sources=[{source}]", "optim.accumulate=4") == 0

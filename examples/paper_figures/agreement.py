@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 from study import Prompt, Study, chosen, held, read
+from tqdm import tqdm
 
 from locret_kit.evals.figures.style import line, panels
 
@@ -21,13 +22,18 @@ def jaccard(study: Study) -> Figure:
     figure, (axis,) = panels(
         1, f"Agreement with the full cache's top set ({tokens} tokens, n={len(prompts)})", width=6.4, height=4
     )
+    bar = tqdm(total=len(study.policies) * len(study.sweep) * len(prompts), unit="text", desc="jaccard")
     for i, policy in enumerate(study.policies):
         means, spreads = [], []
         for rate in study.sweep:
-            found = [similarity(study, policy, prompt, max(1, round(rate * len(prompt.ids)))) for prompt in prompts]
+            found = []
+            for prompt in prompts:
+                found.append(similarity(study, policy, prompt, max(1, round(rate * len(prompt.ids)))))
+                bar.update()
             means.append(np.mean(found))
             spreads.append(np.std(found))
         axis.errorbar(study.sweep, means, spreads, label=policy, capsize=2, **line(i))
+    bar.close()
     axis.set_xlabel("budget (share of the text)")
     axis.set_ylabel("Jaccard similarity (mean over evictions, layers and heads)")
     axis.set_ylim(0, 1.03)

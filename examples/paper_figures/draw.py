@@ -58,7 +58,8 @@ FIGURES = {
     ),
     "jaccard": Kind(
         agreement.jaccard, "agreement with the full cache's top set by budget (RoCo, figure 2)",
-        {"policies": "[score=aas,score=aqas,score=ltas,score=mas]", "samples": "2"}, (0.1, 0.3, 0.5, 0.7, 0.9),
+        {"policies": "[score=aas,score=aqas,score=ltas,score=mas]", "samples": "2", "lengths": "[1024]"},
+        (0.1, 0.3, 0.5, 0.7, 0.9),
     ),
     "persistence": Kind(
         attention.persistence, "how the deviation of attention settles (RoCo, figure 3)", {"lengths": "[1024]"}

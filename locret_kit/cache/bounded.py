@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from ..backbones.families import spec_of, text_config
 from ..backbones.intercept import active_handler
+from ..heads import RetainingHeads, loaded
 from ..policies.grammar import composed_of, parse_policy
 from ..policies.methods.sirllm import token_entropy
 from ..policies.policy import Policy
@@ -34,9 +36,6 @@ from .storage.make import make_layers
 from .storage.quantised import Scratch, check_storage
 from .storage.rows import BoundedLayer
 
-if TYPE_CHECKING:
-    from ..heads import RetainingHeads
-
 
 class BoundedCache(Cache):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
@@ -46,8 +45,9 @@ class BoundedCache(Cache):
             eviction, everything counted; the mean over layers and heads where the policy's allocation tells them apart.
         policy: a name or an expression of the policy grammar, or a ``Policy``; by default what ``heads`` were published
             with, or locret.
-        heads: retaining heads, for policies that score by predicted importance; the first forward moves them to the
-            model's device and dtype. What they were published with stands in for settings that are not given.
+        heads: retaining heads, or their folder, file or Hub repository, for policies that score by predicted importance;
+            the first forward moves them to the model's device and dtype. What they were published with stands in for
+            settings that are not given.
         prompt_length: tokens of the prompt. When given, the last ``local_len`` of them are never evicted before
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). When not, every
             boundary is treated as one in the middle of the prompt.
@@ -62,19 +62,20 @@ class BoundedCache(Cache):
             where the prompt is read once, or not yet for the second time.
 
     Raises:
-        ValueError: a setting out of range; names the setting, its value and the bound.
+        ValueError: a setting out of range; names the setting, its value and the bound. FileNotFoundError: no such heads.
     """
 
     def __init__(
         self,
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
-        heads: RetainingHeads | None = None,
+        heads: RetainingHeads | str | Path | None = None,
         *,
         prompt_length: int | None = None,
         **given: object,
     ) -> None:
         super().__init__(layers=[])
+        heads = loaded(heads)
         if policy is None:
             policy = heads.config.policy if heads is not None else "locret"
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy

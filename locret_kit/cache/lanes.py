@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..heads import RetainingHeads, loaded
 from ..policies.base import Entry
 from ..settings import RunSettings
 from .bounded import BoundedCache
@@ -23,7 +25,6 @@ from .bounded import BoundedCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..heads import RetainingHeads
     from ..policies.policy import Policy
 
 Arguments = dict[str, Any]
@@ -171,11 +172,11 @@ class BatchCache(Lanes):
         self,
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
-        heads: RetainingHeads | None = None,
+        heads: RetainingHeads | str | Path | None = None,
         **given: object,
     ) -> None:
         super().__init__()
-        self._arguments = settings, policy, heads, given
+        self._arguments = settings, policy, loaded(heads), given
         self.columns = 0
 
     def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:

@@ -243,7 +243,7 @@ def rotations(ctx: Context) -> list[dict[str, object]] | None:
 def load_cache(
     path: str | Path,
     model: Any,
-    heads: RetainingHeads | None = None,
+    heads: RetainingHeads | str | Path | None = None,
     policy: str | Policy | None = None,
     *,
     force: bool = False,
@@ -269,7 +269,7 @@ def restore(
     saved: Saved,
     tensors: Mapping[str, Tensor],
     model: Any,
-    heads: RetainingHeads | None = None,
+    heads: RetainingHeads | str | Path | None = None,
     policy: str | Policy | None = None,
     *,
     where: str,

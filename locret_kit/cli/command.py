@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import os
 import re
 import sys
@@ -13,9 +14,11 @@ from typing import ParamSpec
 
 from .. import threads
 from ..config.reader import UsageError
+from ..hub import OneRetryLine
 from ..naming import first_line
 
 P = ParamSpec("P")
+_RETRIES = OneRetryLine()
 
 
 def open_streams() -> None:
@@ -61,6 +64,7 @@ def command(
         def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
             open_streams()
             threads.choose()
+            logging.getLogger(OneRetryLine.LOGGER).addFilter(_RETRIES)
             try:
                 status = main(*args, **kwargs)
                 sys.stdout.flush()  # here, since a pipe that is closed at exit prints a traceback

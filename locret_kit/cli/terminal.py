@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,14 @@ to_stdout = partial(print, end="", flush=True)
 
 
 def text_of(file: str | None) -> Iterator[str]:
-    """Pieces of the text of a file, or of stdin where it is None or -.
+    """Pieces of the text of a file, or of stdin where it is None or -. What is no text by its first bytes, such as a PDF from
+    stdin, is converted whole.
 
     Raises:
-        ValueError: it cannot be read, is not UTF-8, or is blank.
+        ValueError: it cannot be read, is not UTF-8, or is blank. ImportError: a format that needs the extra ``documents``.
     """
     from ..files import read_utf8
-    from ..samples.reader import CONVERTED, read_document
+    from ..samples.reader import CONVERTED, LIMIT, may_be_text, read_document, read_stream
 
     if file is not None and file.lower().endswith(CONVERTED):
         yield read_document(file)
@@ -37,7 +39,12 @@ def text_of(file: str | None) -> Iterator[str]:
         print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
     try:
         with nullcontext(sys.stdin.buffer) if source == "stdin" else Path(str(file)).open("rb") as stream:
-            for block in read_utf8(stream):
+            first = stream.read(1 << 16)
+            if not may_be_text(first):
+                whole = BytesIO(first + stream.read(LIMIT))
+                yield read_stream(whole, "stdin" if source == "stdin" else str(file))
+                return
+            for block in read_utf8(stream, first=first):
                 blank = blank and not block.strip()
                 yield block
     except OSError as error:

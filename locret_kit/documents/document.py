@@ -24,6 +24,7 @@ from ..cache.bounded import BoundedCache
 from ..cache.file import Record, read, read_record
 from ..cache.fork import CannotFork
 from ..cache.saved import Saved, restore, save_cache
+from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.tokens import IdStream
@@ -35,7 +36,6 @@ from .chat import Chat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..heads import RetainingHeads
     from ..policies.policy import Policy
 
 Progress = Callable[[int, int], None]
@@ -118,7 +118,7 @@ class Document:
         text: str | Path | Iterable[str],
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
-        heads: RetainingHeads | None = None,
+        heads: RetainingHeads | str | Path | None = None,
         *,
         chat: bool = True,
         title: str = "",
@@ -154,6 +154,7 @@ class Document:
             settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
         elif given:
             raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
+        heads = loaded(heads)
         published = heads.config.inference if heads is not None else {}
         resolved = settings.resolved(published, len(stream.finish()))
         settings = replace(settings, budget=resolved.budget)
@@ -366,7 +367,7 @@ class Document:
         path: str | Path,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        heads: RetainingHeads | None = None,
+        heads: RetainingHeads | str | Path | None = None,
         policy: str | Policy | None = None,
         *,
         force: bool = False,

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 
 from locret_kit.samples.chat import encode
-from locret_kit.samples.text import count, cut, starts
+from locret_kit.samples.text import TooShort, count, cut, starts
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
@@ -179,7 +179,8 @@ def make_needle(
     key = _digits(rng, words.repeats)
     fixed = count(tokenizer, _build(words, form, key, "", 0.0).prompt)
     if fixed >= n_tokens:
-        raise ValueError(f"n_tokens={n_tokens} must be above {fixed}, the tokens of instruction, needle and question")
+        said = f"n_tokens={n_tokens} must be above {fixed}, the tokens of instruction, needle and question"
+        raise TooShort(said, fixed + 1)
     wanted = n_tokens - fixed + 32
     if haystack is None:
         line = count(tokenizer, NOISE * 8) / 8

@@ -39,6 +39,11 @@ _TURN = Lock()
 """Held during a conversion: PDFium runs in one thread at a time, and warnings are silenced for the whole process."""
 
 
+def may_be_text(first: bytes) -> bool:
+    """Whether a file that begins with these bytes may be plain text: no format that ``read_stream`` knows by its first 8."""
+    return not first.startswith((b"%PDF-", b"PK\x03\x04", *(start for start, _ in _FOREIGN)))
+
+
 class _Refused(ValueError):
     """A refusal whose words are complete."""
 

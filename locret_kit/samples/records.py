@@ -18,6 +18,7 @@ SCHEMAS = (
     "instruction, output, optionally input (Yukang/LongAlpaca-12k)",
     "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
 )
+_UNKNOWN = "no known schema has the keys"
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Beginning of a lone surrogate, and of a pair of them, in JSON."""
 ROLES = {name: name for name in ("system", "user", "assistant")}
@@ -90,7 +91,12 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
         value = _text(record, answer)
         return _turn(f"{_text(record, name)}\n\n{_text(record, question)}", value)
     known = "\n".join(f"  {schema}" for schema in SCHEMAS)
-    raise ValueError(f"no known schema has the keys {sorted(map(str, record))}\nKnown are\n{known}")
+    raise ValueError(f"{_UNKNOWN} {sorted(map(str, record))}\nKnown are\n{known}")
+
+
+def is_unknown(reason: str) -> bool:
+    """Whether a reason that ``to_messages`` gave is that a record has no known schema."""
+    return reason.startswith(_UNKNOWN)
 
 
 def _read_file(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:

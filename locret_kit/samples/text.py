@@ -23,6 +23,18 @@ _START = re.compile(r"(?<=\n)(?=[ \t]*\S)|(?<=[.!?] )(?=\S)")
 _SAMPLE_CHARS = 2000
 
 
+class TooShort(ValueError):
+    """A prompt cannot be made in the tokens that are asked for.
+
+    Args:
+        message: what is said. least: tokens that the shortest prompt has.
+    """
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 def load_text(source: str | Path) -> str:
     """Text to hide things in.
 

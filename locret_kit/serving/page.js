@@ -82,10 +82,22 @@ const turns = () => {
   return conversations.get(chosen);
 };
 
+const begun = new Map(); // by id: when a document's reading was first seen, and how far it was then
+
+// How long the rest of a document will take, at the rate so far; nothing in the first three seconds.
+const left = (one) => {
+  const now = Date.now() / 1000;
+  if (!begun.has(one.id)) begun.set(one.id, { at: now, tokens: one.read_tokens });
+  const { at, tokens } = begun.get(one.id);
+  if (now - at < 3 || one.read_tokens <= tokens) return "";
+  const seconds = (one.total_tokens - one.read_tokens) * (now - at) / (one.read_tokens - tokens);
+  return seconds < 90 ? `, ${Math.ceil(seconds)} s left` : `, ${Math.round(seconds / 60)} min left`;
+};
+
 const facts = (one) => {
   if (one.status === "failed") return one.error;
   if (one.status === "ready") return `${number(one.total_tokens)} tokens, ${size(one.bytes)} of memory`;
-  return one.total_tokens ? `reading: ${number(one.read_tokens)} of ${number(one.total_tokens)} tokens` : "being converted to text";
+  return one.total_tokens ? `reading: ${number(one.read_tokens)} of ${number(one.total_tokens)} tokens${left(one)}` : "being converted to text";
 };
 
 // The line of a document, made once and refreshed in place, so that the focus stays.
@@ -131,6 +143,7 @@ const keep = (one) => {
 };
 const forget = (id) => {
   documents.delete(id);
+  begun.delete(id);
   conversations.delete(id);
   [...$("documents").children].find((item) => item.dataset.id === id)?.remove();
   if (id === chosen) choose("");

@@ -13,7 +13,7 @@ from ..config.train import DataConfig
 from ..naming import first_line
 from ..samples import overlap
 from ..samples.chat import Sample, encode_chat
-from ..samples.records import read_records, to_messages
+from ..samples.records import SCHEMAS, is_unknown, read_records, to_messages
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 from ..samples.text import load_text, next_start
 
@@ -135,8 +135,10 @@ class Records:
                 return sample
             refused[number] = sample
             last, number = number, rng.choice(self.trained)
+        known = f"; known schemas: {'; '.join(SCHEMAS)}" if any(map(is_unknown, refused.values())) else ""
         raise ValueError(
-            f"data.sources: {self.name!r} has no usable record among {DRAWS} drawn; the last was record {last}: {refused[last]}"
+            f"data.sources: {self.name!r} has no usable record among {DRAWS} drawn; the last was record {last}: "
+            f"{refused[last]}{known}"
         )
 
     def _shuffled(self, what: str) -> list[int]:

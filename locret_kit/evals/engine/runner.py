@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from ...planning.memory import OutOfMemory
 from ...runtime.tokens import stream_ids
+from ...samples.text import TooShort
 from ..metrics.benchmarks import get_metric
-from ..tasks.base import REFERRED, Request
+from ..tasks.base import REFERRED, Request, Task
 from . import oracle
 from .measure import Fields, NotStored, Prompt, cache_for, measure_row
 from .prefix import PrefixCache, Turn, max_shared_prefix, order_by_prefix, turns
@@ -30,6 +31,8 @@ from .settings import Engine, Group, Run, Variant, is_oracle, key_of
 Rows = dict[Key, Row]
 """By key."""
 FULL = Variant("full", "-", 0)
+ROOM = 8192
+"""Tokens that hold the shortest prompt of every task."""
 
 
 def answer(run: Run) -> int:
@@ -74,6 +77,17 @@ def check(run: Run) -> None:
     for task in run.tasks:
         if task.kind in ("answer", "fidelity"):
             get_metric(task.metric)
+        for length in run.lengths:
+            check_length(run.engine, task, length)
+
+
+def check_length(engine: Engine, task: Task, length: int) -> None:
+    """Raise ValueError where a task's shortest prompt is longer than ``length``; names task and both lengths."""
+    if length >= ROOM:
+        return
+    prompt = _prompt(engine, Group(task, length, 0))
+    if isinstance(prompt, TooShort):
+        raise ValueError(f"task={task.name}: {prompt}") from prompt
 
 
 def check_prompts(run: Run) -> dict[Key, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...samples.chat import has_template, render_prompt
+from ...samples.text import TooShort
 from ..metrics import Answer, Extra
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[
         return f"{text} {prefix}" if prefix else text, True
     before, after = render_prompt(request.tokenizer, "", "", chat=True)
     return before + text + after.removeprefix("\n\n") + prefix, False
+
+
+def too_short(length: int, least: int) -> TooShort:
+    """Error of a length that cannot hold a task's shortest prompt, of ``least`` tokens."""
+    return TooShort(f"length={length} must be at least {least} for the task's shortest prompt", least)
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, special: bool) -> int:

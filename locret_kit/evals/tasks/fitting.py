@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from .base import count_ids
+from .base import count_ids, too_short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ def fit(
         least: the smallest ``n`` that makes sense.
 
     Raises:
-        ValueError: the fixed parts are longer than ``length``, or no candidate is near enough.
+        TooShort: the fixed parts are longer than ``length``. ValueError: no candidate is near enough.
     """
 
     def measured(salt: int, n: int) -> tuple[D, int]:
@@ -46,7 +46,7 @@ def fit(
 
     smallest = measured(0, least)[1]
     if smallest > length:
-        raise ValueError(f"length={length} must be at least {smallest} for the task's shortest prompt")
+        raise too_short(length, smallest)
     tolerance = max(1, int(TOLERANCE * length))
     n, per_item = least, max(1.0, (measured(0, 2 * least + 8)[1] - smallest) / (least + 8))
     n = max(least, least + int((length - smallest) / per_item))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...samples.needles import make_needle
-from .base import Example, Request, Task, asked_depth, count_ids, wrap
+from ...samples.text import TooShort
+from .base import Example, Request, Task, asked_depth, count_ids, too_short, wrap
 
 
 def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
@@ -16,17 +17,21 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
 
     def make(request: Request) -> Example:
         chat = request.wants_chat(False)
-        needle = make_needle(
-            words,
-            request.tokenizer,
-            n_tokens=request.length - _overhead(request, chat),
-            depth=asked_depth(name, request.sample),
-            seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
-            haystack=text,
-            ending=request.ending,
-            wording=request.wording,
-            offset=request.offset,
-        )
+        overhead = _overhead(request, chat)
+        try:
+            needle = make_needle(
+                words,
+                request.tokenizer,
+                n_tokens=request.length - overhead,
+                depth=asked_depth(name, request.sample),
+                seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
+                haystack=text,
+                ending=request.ending,
+                wording=request.wording,
+                offset=request.offset,
+            )
+        except TooShort as error:
+            raise too_short(request.length, error.least + overhead) from error
         depth = round(needle.depth, 4)
         form = {"ending": "chat" if chat else request.ending, "wording": request.wording, "offset": request.offset}
         if not chat:
