@@ -145,17 +145,13 @@ def test_the_package_lists_the_commands_that_are_installed(capsys):
 
 def test_retries_of_the_hub_are_one_line(caplog):
     """As ``huggingface_hub`` logs them: two lines a try, for every file."""
-    logger = logging.getLogger(OneRetryLine.LOGGER)
-    once = OneRetryLine()
-    logger.addFilter(once)
-    try:
-        with caplog.at_level(logging.WARNING, logger=OneRetryLine.LOGGER):
-            for attempt in range(1, 6):
-                logger.warning("'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json")
-                logger.warning(f"Retrying in {attempt}s [Retry {attempt}/5].")
-            logger.warning("Rate limited. Waiting 301.0s before retry [Retry 1/5].")
-    finally:
-        logger.removeFilter(once)
+    logger = logging.getLogger("a client's own")
+    logger.addFilter(OneRetryLine())
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        for attempt in range(1, 6):
+            logger.warning("'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json")
+            logger.warning(f"Retrying in {attempt}s [Retry {attempt}/5].")
+        logger.warning("Rate limited. Waiting 301.0s before retry [Retry 1/5].")
     assert caplog.messages == [
         "'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json: trying again; HF_HUB_OFFLINE=1 looks into "
         "the Hub's cache alone",
