@@ -224,9 +224,9 @@ def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, caps
 
 def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_path):
     out = tmp_path / "run"
-    assert main(words(heads, out, tasks="[ruler.cwe]", lengths="[100]", samples=1)) == 1
+    assert main(words(heads, out, tasks="[reconstruction]", lengths="[200]", samples=1)) == 1
     rows = read_rows(out)
-    assert len(rows) == 5 and all("ValueError: length=100 must be at least" in row.error for row in rows)
+    assert len(rows) == 5 and all("ValueError: length=200 is too short for a quotation" in row.error for row in rows)
 
 
 def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, monkeypatch):
