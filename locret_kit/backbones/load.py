@@ -59,7 +59,8 @@ def resolve_model(name: str, field: str = "model") -> str:
         return str(beside)
     if name.startswith(("checkpoints/", "./", "/")):
         script = {"checkpoints/SmolLM2-135M-Instruct": "fetch_backbone", "checkpoints/smollm2-135m-lora": "train_lora"}
-        hint = f" (python scripts/{script[name]}.py makes it)" if name in script else ""
+        hint = f" (in a clone, python scripts/{script[name]}.py makes it)" if name in script else ""
+        hint += ": on the Hub it is HuggingFaceTB/SmolLM2-135M-Instruct" if "fetch" in hint else ""
         raise FileNotFoundError(f"{field}={name!r}: no such folder{hint}")
     return name
 

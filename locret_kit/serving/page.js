@@ -272,7 +272,7 @@ const figures = (usage, seconds, first) => {
   return [
     `${number(usage.prompt_tokens)} tokens in (${number(details.cached_tokens ?? 0)} cached)`, `${number(usage.completion_tokens)} out`,
     `${number(locret.evictions ?? 0)} evictions`, `${number(locret.kept_rows ?? 0)} rows kept`, one ? `document ${size(one.bytes)}` : null,
-    `first token ${first.toFixed(1)} s, all ${seconds.toFixed(1)} s`,
+    `first token ${first.toFixed(1)}\u00a0s, all ${seconds.toFixed(1)}\u00a0s`,
   ].filter(Boolean).join(" \u00b7 ");
 };
 
