@@ -264,9 +264,12 @@ def changed_tensors(name: str) -> Iterator[Mutant]:
             new["not finite"].view(-1)[0] = float("nan")
         for how, changed in new.items():
             tensors = {n: x for n, x in body.tensors.items() if n != key} | ({} if changed is None else {key: changed})
+            resized = (
+                changed is not None and changed.dim() and changed.shape[:-1] == tensor.shape[:-1]
+            )  # any length fits
             for again in (False, True):
                 yield Mutant(name, key, f"{how}, again={again}", partial(Body(body.record, tensors).file, again=again),
-                             again and fits and (how == "missing" or (last in ("sketch", "attention") and how == "cut")),
+                             again and fits and (how == "missing" or bool(resized and last in ("sketch", "attention"))),
                              names=(*key.split("."), "hash", "document") if again else ("digest", last))  # fmt: skip
         bits = tensor.clone().contiguous()
         if bits.numel():
