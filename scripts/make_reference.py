@@ -56,7 +56,7 @@ KIND_SAYS = {
     "reread": "which passages of the text are read again before the answer",
 }
 PYTHON: dict[str, Sequence[str]] = {
-    "locret_kit.Document": ("read", "append", "ask", "chat", "save", "load"),
+    "locret_kit.Document": ("read", "append", "prepare", "ask", "chat", "save", "load"),
     "locret_kit.Chat": ("say", "undo", "retry", "pin"),
     "locret_kit.attach": (),
     "locret_kit.BoundedCache": ("fork", "pin", "unpin", "reset", "with_budget", "kept_positions"),

@@ -113,6 +113,9 @@ def questions(args: argparse.Namespace) -> None:
     load_s = time.perf_counter() - began
     rows = []
     with attach(model):
+        began = time.perf_counter()
+        document.prepare()
+        prepare_s = time.perf_counter() - began
         for number, (_, question, key) in enumerate(told):
             began = time.perf_counter()
             answer = document.ask(question, max_new_tokens=16)
@@ -132,7 +135,8 @@ def questions(args: argparse.Namespace) -> None:
         f"`python scripts/sessions.py questions {said}`; {ground()}.",
         "",
         f"- Read once: {figures['tokens']} tokens in {figures['read_s']:.0f} s ({figures['ground']}).",
-        f"- Loading the file: {load_s:.2f} s, {load_s / figures['read_s']:.2%} of that (the model's own loading excluded).",
+        f"- Loading the file: {load_s:.2f} s, {load_s / figures['read_s']:.2%} of that (the model's own loading excluded). "
+        f"Reading the text's end ahead of the questions: {prepare_s:.2f} s.",
         f"- The file: {size / 2**20:.1f} MiB, {size / figures['cache_bytes']:.2f} of the cache's buffers.",
         f"- First token after {max(row[3] for row in rows):.2f} s at most, answers of at most 16 tokens after "
         f"{max(row[4] for row in rows):.2f} s at most. Right: {right} of {len(rows)}.",

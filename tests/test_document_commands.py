@@ -103,7 +103,7 @@ def test_questions_from_a_file_and_answers_as_json(use, book, tmp_path, flag):
     assert [(one["question"], one["answer"] + "\n") for one in said] == list(zip(QUESTIONS, fresh, strict=True))
     for one in said:
         assert one["finish_reason"] == ("length" if one["tokens"] == 5 else "stop")
-        assert one["cached_tokens"] == 32 * (one["cached_tokens"] // 32) > 100 and 0 < one["prompt_tokens"] < 200
+        assert one["cached_tokens"] > 100 and 0 < one["prompt_tokens"] < 200
         assert 0 < one["first_token_s"] <= one["total_s"]
 
 
@@ -271,12 +271,12 @@ def test_a_page_in_a_browser(page, tmp_path):
 
 def test_kept_text_in_the_terminal(use, book):
     status, out, _ = use("kept", str(book), "--layer", "1", "--head", "0")
-    assert status == 0 and out.startswith("long.txt: ") and "48 of 128 held (layer 1, head 0)" in out and " ... " in out
+    assert status == 0 and out.startswith("long.txt: ") and "48 of 256 held (layer 1, head 0)" in out and " ... " in out
     with safe_open(book, "pt") as file:
         positions = file.get_tensor("layers.1.positions")[0, 0].tolist()
         ids = file.get_tensor("document.ids").tolist()
     texts = token_texts(tiny_tokenizer(), ids)
-    runs = itertools.groupby(range(128), key=lambda at: at in positions)
+    runs = itertools.groupby(range(256), key=lambda at: at in positions)
     expected = "".join("".join(texts[at] for at in run) if kept else " ... " for kept, run in runs)
     assert out.split("\n\n", 1)[1] == expected + "\n"
 

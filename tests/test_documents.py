@@ -105,6 +105,30 @@ def test_answers_equal_fresh_runs_bit_for_bit(policy, family, tmp_path):
     check_equal(tmp_path, family, policy, **SETTINGS)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "policy", ["h2o", "roco", "snapkv(6,3)", "streaming", "merge", "compactor(block=8)"]
+)  # scores do not tie
+def test_a_prepared_document_reads_little_more_than_the_question(policy, family):
+    document = read(family, policy, text_of(310), **SETTINGS)
+    unprepared = document.cache.get_seq_length()
+    document.prepare()
+    for question in (*QUESTIONS, "?"):
+        ids = document.prompt(question)
+        assert unprepared + 20 < document.open(len(ids)).get_seq_length() < len(ids) - 5
+        answer, (said, positions, cache) = (
+            document.ask(question, max_new_tokens=6),
+            fresh(family, policy, text_of(310), question, **SETTINGS),
+        )
+        assert str(answer) == said and kept(answer.cache) == positions
+        for a, b in zip(answer.cache.bounded, cache.bounded, strict=True):
+            torch.testing.assert_close(a.slots("keys"), b.slots("keys"), rtol=1e-9, atol=1e-9)
+    assert document.cache.get_seq_length() == unprepared and document.reads == 0
+    document.append(" More of it." * 20)
+    longer = text_of(310) + " More of it." * 20
+    assert str(document.ask("Who?", max_new_tokens=6)) == fresh(family, policy, longer, "Who?", **SETTINGS)[0]
+
+
 @pytest.mark.parametrize("policy", ["locret", "ada-snapkv(6,3)"])
 def test_protected_markers_are_pinned_as_in_a_fresh_run(policy, tmp_path):
     model, tokenizer, heads = parts()

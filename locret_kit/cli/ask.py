@@ -31,6 +31,7 @@ def run(args: AskOptions) -> int:
         for line in (*chosen.warnings, *repeated(document), idle_store(args.store, chosen.policy)):
             if line:
                 print(line, file=sys.stderr)
+    document.prepare()
     for number, question in enumerate(questions):
         reads, began = document.reads, time.perf_counter()
         answer = document.ask(

@@ -71,6 +71,7 @@ class Talk:
 
     def begin(self, document: Document) -> None:
         """Talk about a document, from its first turn on."""
+        document.prepare()
         self.chat = document.chat(self.args.history, **self._generation)
         self.document, self._asked, cache = document, "", document.cache
         if self.args.system:

@@ -10,6 +10,7 @@ import hashlib
 import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -106,6 +107,7 @@ class Document:
         self._stream, self._before = stream, before
         self._reader: Reader = read_alone
         self._unknown = unknown  # tokens whose ids are not known: a file without its text
+        self._prepared: BoundedCache | None = None
         self.reads = 0
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class Document:
         end = cache.schedule.safe(len(ids))
         if end > cache.get_seq_length():
             self._reader(self.model, ids[:end], cache, progress)
-        self._stream, self.cache = stream, cache
+        self._stream, self.cache, self._prepared = stream, cache, None
 
     def _with_unknown(self, ids: array[int]) -> array[int]:
         """Ids with zeros in the place of those that are not known, which the cache has read."""
@@ -268,7 +270,7 @@ class Document:
         """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.
 
         It equals the answer of a fresh run over text and question (in few bits where the room depends
-        on the prompt's length, under full attention and one-shot: to rounding).
+        on the prompt's length, under full attention and one-shot, and after ``prepare``: to rounding).
 
         Where a prompt of that length is read otherwise from its
         beginning on (short texts under a pyramid, LongRoPE's other factor), the text is read anew for this question, and
@@ -297,11 +299,30 @@ class Document:
     def open(self, prompt_length: int) -> BoundedCache:
         """A cache of its own that has read the text and goes on with a prompt of so many tokens."""
         local_len = self.cache.schedule.local_len
+        if self._prepared is not None:
+            with suppress(CannotFork):  # a longer tail, another budget
+                return self._prepared.fork(prompt_length, local_len=local_len)
         if self._unknown:  # evictions before the tail must come after what was read
             local_len = min(local_len, prompt_length - self.cache.get_seq_length() - 1)
         cache = self._fork(prompt_length, local_len)
         self.reads += cache.get_seq_length() < self.cache.get_seq_length()
         return cache
+
+    def prepare(self) -> None:
+        """Read the text's end ahead, into a second cache, so that a question reads few tokens but its own.
+
+        Then an answer equals that of a fresh run to rounding, no longer bit for bit: the same tokens are multiplied in other
+        pieces, and of two slots that tie another may be kept. Without effect where each question has a budget of its own, or
+        the text is not in the file. Nothing is saved of it.
+        """
+        local_len = self.cache.schedule.local_len
+        end = min(len(self.prompt("?")) - local_len, len(self._stream.ids))  # no question evicts what comes later
+        if self._unknown or end <= self.cache.get_seq_length():
+            return
+        with suppress(CannotFork):
+            ahead = self.cache.fork(end + local_len + 1, local_len=local_len)
+            self._reader(self.model, self._stream.ids[:end], ahead, None)
+            self._prepared = ahead
 
     def _check_sampling(self, sampling: Sampling | None) -> None:
         if self._unknown and sampling is not None and sampling.repetition_penalty != 1.0:
