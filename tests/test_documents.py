@@ -107,7 +107,7 @@ def test_answers_equal_fresh_runs_bit_for_bit(policy, family, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "policy", ["h2o", "roco", "snapkv(6,3)", "streaming", "merge", "compactor(block=8)"]
+    "policy", ["h2o", "roco", "snapkv(6,3)", "streaming", "compactor(block=8)"]
 )  # scores do not tie
 def test_a_prepared_document_reads_little_more_than_the_question(policy, family):
     document = read(family, policy, text_of(310), **SETTINGS)

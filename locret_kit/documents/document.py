@@ -27,7 +27,7 @@ from ..cache.fork import CannotFork
 from ..cache.saved import Saved, restore, save_cache
 from ..heads import RetainingHeads, loaded
 from ..naming import blaming
-from ..runtime.session import Answer, Sampling, prefill
+from ..runtime.session import Answer, Sampling, prefill, ready
 from ..runtime.tokens import IdStream
 from ..samples.chat import Span, has_template, protected_spans, render_prompt
 from ..settings import INT32_MAX, RunSettings, Share, StoreSettings
@@ -322,6 +322,7 @@ class Document:
         with suppress(CannotFork):
             ahead = self.cache.fork(end + local_len + 1, local_len=local_len)
             self._reader(self.model, self._stream.ids[:end], ahead, None)
+            ready(self.model, ahead)
             self._prepared = ahead
 
     def _check_sampling(self, sampling: Sampling | None) -> None:

@@ -162,6 +162,11 @@ def decode(
             logits = step(token)
 
 
+def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
+    """Make what the first decoded token would wait for: on a CPU the compiled call and its weights."""
+    _decoder(model, cache, False)
+
+
 def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Callable[[int], Tensor]:
     """The step that gives the logits ``[V]`` after a token."""
 
