@@ -34,6 +34,7 @@ from ..cache.storage.rows import BoundedLayer
 from ..heads import RetainingHead, RetainingHeads
 from ..policies.base import Entry, Score
 from ..policies.methods.locret import Cis
+from .native_groups import FullTail, can_quantise, point_at, quantise
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Lane:
     """A text's rows as the call reads them, until its next boundary.
 
     Attributes:
-        left: tokens before which nothing is evicted. seen, evicted: of the cache, by which another hand is noticed.
+        left: tokens until a boundary, where rows are evicted or a group is quantised. due: tokens of the text when rows may
+            be evicted. seen, evicted: of the cache, by which another hand is noticed.
     """
 
     rows: np.ndarray
@@ -63,6 +65,7 @@ class Lane:
     starts_LH: np.ndarray
     lengths_LH: np.ndarray
     left: int
+    due: int
     seen: int
     evicted: int
     own: list[tuple[Rope, Tensor]]
@@ -200,9 +203,10 @@ class NativeDecoder:
         ctx, seen, L, H = cache.context, cache.get_seq_length(), len(cache.bounded), self.shape[1]
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
         due = ctx.schedule.after_prompt(seen, room)
+        left = min(room, ctx.schedule.until_boundary(seen)) if due is None else due
         lane = Lane(
             np.zeros(L, native.ROWS), np.zeros(L, native.PACKED), np.zeros((L, H), np.int64), np.zeros((L, H), np.int64),
-            min(room, ctx.schedule.until_boundary(seen)) if due is None else due, seen, cache.counters.evicted_rows, [], [], {},
+            left, seen + left, seen, cache.counters.evicted_rows, [], [], {},
         )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
@@ -228,7 +232,7 @@ class NativeDecoder:
                 at["own_cos"], at["own_sin"], at["rotated"] = held[0].data_ptr(), held[1].data_ptr(), R
             if isinstance(flat.rows, PackedRows):
                 assert isinstance(rows, QuantisedLayer)
-                _packed(lane.packed[layer], flat.rows, rows, H)
+                point_at(lane.packed[layer], flat.rows, rows)
                 at["packed"] = lane.packed[layer : layer + 1].ctypes.data
                 lane.left = min(lane.left, rows.tail_keys.shape[2] - rows.tail + 1)
             else:
@@ -259,15 +263,22 @@ class NativeDecoder:
         lane.packed["tail"] += 1
         lane.left -= 1
         lane.seen += 1
+        full: list[FullTail] = []
         for layer, rows in enumerate(cache.bounded):
-            if isinstance(rows, QuantisedLayer) and layer in lane.wider:
-                rows.overflow(*lane.wider[layer])
-            elif isinstance(rows, QuantisedLayer):
-                rows.tail += 1
+            if isinstance(rows, QuantisedLayer):
+                wider = lane.wider.get(layer)
+                # An eviction comes before the quantising, and moves rows that are open.
+                if wider is not None and not (lane.seen < lane.due and can_quantise(rows)):
+                    rows.overflow(*wider)
+                else:
+                    rows.tail += 1
+                    full += [] if wider is None else [FullTail(rows, *wider)]
             rows.count(1)
             if not lane.left:
                 evict_if_due(cache.context, layer, rows)
                 rows.finish_block()
+        if full:
+            quantise(full)
 
     # ---- entry scores and queries --------------------------------------------------------------------------------------
 
@@ -348,28 +359,6 @@ def _address(product: Product | None, halves: Halves) -> tuple[int, int, int, bo
     half = halves.of(product.weight)
     weight = product.weight if half is None else half
     return weight.data_ptr(), 0 if product.bias is None else product.bias.data_ptr(), len(weight), half is not None
-
-
-def _packed(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer, H: int) -> None:
-    """The addresses of rows in few bits."""
-    tables, groups, _ = packed.key_step_TMD.shape
-    found = (
-        packed.key_codes_NX, packed.value_codes_NX, packed.group_N, packed.key_step_TMD, packed.key_zero_TMD,
-        packed.value_step_NC, packed.value_zero_NC, packed.tail_keys_PRD, packed.tail_values_PRD,
-    )  # fmt: skip
-    for name, x in zip(native.PACKED.names or (), found, strict=False):
-        at[name] = x.data_ptr()
-    at["bits"], at["group_bytes"], at["groups"], at["sharing"] = (
-        packed.bits,
-        packed.group_N.itemsize,
-        groups,
-        H // tables,
-    )
-    at["value_groups"], at["tail_room"], at["tail"] = (
-        packed.value_step_NC.shape[1],
-        packed.tail_keys_PRD.shape[1],
-        rows.tail,
-    )
 
 
 @lru_cache

@@ -26,6 +26,7 @@ __all__: list[str] = []  # no operation of other backends
 
 SOURCE = Path(__file__).with_name("step.cpp")
 """Beside the headers that it includes."""
+QUANTISER = SOURCE.with_name("quantise.cpp")
 TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 """Types of weights and rows. Sums are of float32, those of float64 of float64."""
 FLAGS = (
@@ -71,6 +72,13 @@ ROWS = np.dtype(
         "position", "rotated", "before", "window", "stats_stride", "statistics", "by_head", "packed",
     )]
 )  # fmt: skip
+GROUP = np.dtype(
+    [(name, _I) for name in (
+        "key_codes", "value_codes", "group", "key_step", "key_zero", "value_step", "value_zero", "tail_keys", "tail_values",
+        "hadamard", "heads", "rows", "capacity", "channels", "bits", "groups", "value_group", "tail", "ready", "full", "pairs",
+        "type",
+    )]
+)  # fmt: skip
 STATISTICS = {"above": 1, "square": 2, "sum": 4}
 """Bits of the statistics that rows carry."""
 
@@ -101,25 +109,38 @@ def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
         raise Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
     if sys.platform != "linux":
         raise Unavailable(f"it is built on Linux, not on {sys.platform}")
-    name = os.environ.get("CXX", "g++")
-    compiler = shutil.which(name)
-    if compiler is None:
-        raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
-    macros = f"-DTYPE={TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
-    sources = (path.read_text("utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
-    made = hashlib.sha256("\0".join((*sources, *FLAGS, *macros, _machine(), _version(compiler))).encode())
-    library = folder() / f"step-{made.hexdigest()[:24]}.so"
-    try:
-        if not library.exists():
-            _compile(compiler, macros, library)
-        loaded = ctypes.CDLL(str(library))
-    except OSError as error:
-        raise Unavailable(str(error)) from error
+    loaded = _built(SOURCE, f"-DTYPE={TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}")
     loaded.locret_step.argtypes = [
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
     ]  # fmt: skip
     loaded.locret_step.restype = None
     return loaded
+
+
+@cache
+def load_quantiser() -> ctypes.CDLL:
+    """The compiled quantising of rows in few bits. Raises Unavailable as ``load``."""
+    loaded = _built(QUANTISER, "-ffp-contract=off")  # it rounds as tensors do
+    loaded.locret_quantise.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    loaded.locret_quantise.restype = None
+    return loaded
+
+
+def _built(source: Path, *options: str) -> ctypes.CDLL:
+    """A source, compiled unless it was."""
+    name = os.environ.get("CXX", "g++")
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
+    texts = (path.read_text("utf-8") for path in (source, *sorted(source.parent.glob("*.h"))))
+    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), _version(compiler))).encode())
+    library = folder() / f"{source.stem}-{made.hexdigest()[:24]}.so"
+    try:
+        if not library.exists():
+            _compile(compiler, source, options, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise Unavailable(str(error)) from error
 
 
 def _machine() -> str:
@@ -135,13 +156,13 @@ def _version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
 
 
-def _compile(compiler: str, macros: tuple[str, ...], library: Path) -> None:
+def _compile(compiler: str, source: Path, options: tuple[str, ...], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     # PyTorch's own OpenMP, so that its threads and these are the same.
     own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
         parts = str(Path(work) / "step.o"), str(Path(work) / "step.so")
-        _run([compiler, *FLAGS, *macros, "-c", str(SOURCE), "-o", parts[0]])
+        _run([compiler, *FLAGS, *options, "-c", str(source), "-o", parts[0]])
         _run([compiler, "-shared", parts[0], "-o", parts[1], *([str(own[0])] if own else ["-fopenmp"])])
         os.replace(parts[1], library)  # complete or not at all, whoever else compiles it now
 
