@@ -20,6 +20,7 @@ from ..cache.storage.quantised import QuantisedLayer
 
 def point_at(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer) -> None:
     """Write the addresses of rows in few bits into an element of ``native.PACKED``."""
+    native.load_quantiser()  # compiled before a group is full
     tables, groups, _ = packed.key_step_TMD.shape
     found = (
         packed.key_codes_NX, packed.value_codes_NX, packed.group_N, packed.key_step_TMD, packed.key_zero_TMD,
