@@ -30,7 +30,7 @@ PLUGIN = ROOT / "examples" / "value_attention.py"
 REFERENCE = load_script("scripts/make_reference.py")
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
 LONG = {
-    "bash scripts/setup.sh": "installs",
+    "LOCRET_EXTRAS=": "installs",
     "python scripts/fetch_backbone.py": "fetches",
     "python scripts/make_long_text.py": "the README's own test runs it",
     "curl ": "needs the server of the block before; tests/test_serving.py asks it the same",

@@ -15,7 +15,7 @@ import warm
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
-SETUP = "bash scripts/setup.sh && source .venv/bin/activate"
+SETUP = "LOCRET_EXTRAS=documents,gguf,serve bash scripts/setup.sh && source .venv/bin/activate"
 """Left out: `scripts/test.sh`, which runs this test, has just done it."""
 SHORTER = {
     "locret-train": " optim.steps=2 optim.warmup_steps=1 data.max_tokens=256 data.val_samples=1",
