@@ -213,16 +213,9 @@ def attend_text(q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, 
 
 
 def attend_rows_lse(
-    q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str = "reference"
+    q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """``attend_rows`` without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
     if backend != "reference" and has_flash(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1]):
         return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)
-    if backend != "reference" or q_BQTD.device.type != "cpu":
-        return function("attend", backend)(q_BQTD, k_BHSD, v_BHSD, scaling)
-    T, S = q_BQTD.shape[2], k_BHSD.shape[2]
-    mask = lower_right_mask(T, S, None, q_BQTD.dtype, q_BQTD.device) if T > 1 else None
-    # What scaled_dot_product_attention itself calls on a CPU; it keeps the log-sum-exp to itself.
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BQTD, k_BHSD, v_BHSD, 0.0, False, attn_mask=mask, scale=scaling
-    )
+    return function("attend", backend)(q_BQTD, k_BHSD, v_BHSD, scaling)
