@@ -91,6 +91,8 @@ template <class W, class A> struct Attention {
     i64 G = m.query_heads / m.heads;
     i64 start = rows.starts[h], length = rows.lengths[h] + 1, first = 0; // ranks [first, length) are seen
     i64 tail = rows.packed ? std::min(length, rows.packed->tail + 1) : 0;
+    i64 table_of_keys = rows.packed ? h / rows.packed->sharing * rows.packed->groups : 0; // its first group
+    i64 some = rows.packed ? channels() / rows.packed->value_groups : 0;                  // channels that share a value's level
 
     Attention(const Decoder &m, const Rows &rows, i64 h, const A *query, const A *key, const A *value, double scaling)
         : m(m), rows(rows), h(h), query(query), key(key), value(value), scaling(scaling) {
@@ -137,7 +139,7 @@ template <class W, class A> struct Attention {
         } else {
             const Packed &p = *rows.packed;
             i64 group = p.group_bytes == 2 ? ((int16_t *)p.group)[row] : ((int32_t *)p.group)[row];
-            i64 at = (h / p.sharing * p.groups + group) * D;
+            i64 at = (table_of_keys + group) * D;
             uint8_t codes[MOST_CHANNELS];
             codes_of(p, p.key_codes, row, D, codes);
             const f16 *zero = p.key_zero + at, *step = p.key_step + at;
@@ -156,7 +158,6 @@ template <class W, class A> struct Attention {
         const Packed &p = *rows.packed;
         uint8_t codes[MOST_CHANNELS];
         codes_of(p, p.value_codes, row, D, codes);
-        const i64 some = D / p.value_groups;
         for (i64 c = 0; c < p.value_groups; c++) {
             A step = number(p.value_step[row * p.value_groups + c]), zero = number(p.value_zero[row * p.value_groups + c]);
             const uint8_t *from = codes + c * some;

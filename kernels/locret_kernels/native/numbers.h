@@ -52,6 +52,9 @@ inline float number(bf16 x) {
     memcpy(&out, &bits, 4);
     return out;
 }
+#if defined(__F16C__)
+inline float number(f16 x) { return _cvtsh_ss(x.bits); }
+#else
 inline float number(f16 x) { // finite ones
     uint32_t bits = uint32_t(x.bits & 0x7fff) << 13, scale = 0x77800000, sign = uint32_t(x.bits & 0x8000) << 16;
     float out, by;
@@ -63,6 +66,7 @@ inline float number(f16 x) { // finite ones
     memcpy(&out, &bits, 4);
     return out;
 }
+#endif
 inline void store(float &to, float x) { to = x; }
 inline void store(double &to, double x) { to = x; }
 inline void store(bf16 &to, float x) { // to the nearest, ties to even, as PyTorch
