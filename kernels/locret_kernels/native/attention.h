@@ -59,24 +59,9 @@ template <class A> inline void hadamard(A *x, i64 D) { // orthonormal, in blocks
     for (i64 d = 0; d < D; d++) x[d] *= by;
 }
 
-template <int BITS> inline void unpack(const uint8_t *__restrict codes, i64 bytes, uint8_t *__restrict out) {
-    constexpr int each = 8 / BITS, mask = (1 << BITS) - 1;
-    i64 byte = 0;
-#if WIDE == 64
-    if constexpr (BITS == 4)
-        for (; byte + 32 <= bytes; byte += 32) { // a byte 00hl becomes 0h0l
-            __m512i two = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(codes + byte)));
-            two = _mm512_and_si512(_mm512_or_si512(two, _mm512_slli_epi16(two, 4)), _mm512_set1_epi8(0xf));
-            _mm512_storeu_si512(out + 2 * byte, two);
-        }
-#endif
-    for (; byte < bytes; byte++)
-        for (int i = 0; i < each; i++) out[byte * each + i] = (codes[byte] >> (i * BITS)) & mask;
-}
 inline void codes_of(const Packed &p, const uint8_t *codes, i64 row, i64 D, uint8_t *out) {
     i64 bytes = D * p.bits / 8;
-    codes += row * bytes;
-    p.bits == 4 ? unpack<4>(codes, bytes, out) : unpack<2>(codes, bytes, out);
+    unpack(p.bits, codes + row * bytes, bytes, out);
 }
 
 // What attention over some rows of a head gave, before it is joined with the rest of them.

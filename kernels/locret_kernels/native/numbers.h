@@ -149,6 +149,25 @@ inline float total(const wide_f32 &v, float) {
 }
 #endif
 
+// Codes of bytes; the first has the lowest bits.
+template <int BITS> inline void unpack(const uint8_t *__restrict codes, i64 bytes, uint8_t *__restrict out) {
+    constexpr int each = 8 / BITS, mask = (1 << BITS) - 1;
+    i64 byte = 0;
+#if WIDE == 64
+    if constexpr (BITS == 4)
+        for (; byte + 32 <= bytes; byte += 32) { // a byte 00hl becomes 0h0l
+            __m512i two = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(codes + byte)));
+            two = _mm512_and_si512(_mm512_or_si512(two, _mm512_slli_epi16(two, 4)), _mm512_set1_epi8(0xf));
+            _mm512_storeu_si512(out + 2 * byte, two);
+        }
+#endif
+    for (; byte < bytes; byte++)
+        for (int i = 0; i < each; i++) out[byte * each + i] = (codes[byte] >> (i * BITS)) & mask;
+}
+inline void unpack(i64 bits, const uint8_t *codes, i64 bytes, uint8_t *out) {
+    bits == 4 ? unpack<4>(codes, bytes, out) : unpack<2>(codes, bytes, out);
+}
+
 template <class A> inline A dot(const A *a, const A *b, i64 n) {
     Wide<A> sum = {};
     i64 i = 0;

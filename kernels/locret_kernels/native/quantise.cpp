@@ -82,24 +82,24 @@ struct Head {
     std::vector<char> leaving = std::vector<char>(S);
 
     void read() {
-        i64 bytes = D * g.bits / 8, each = 8 / g.bits;
-        for (i64 s = 0; s < S; s++)
-            for (i64 d = 0; d < D; d++) {
-                float &to = keys[s * D + d];
-                if (s >= first) {
-                    to = in_type(g, g.tail_keys, (h * g.tail + s - first) * D + d);
-                    continue;
-                }
-                i64 level = (h * M + std::max<i64>(group[s], 0)) * D + d;
-                uint8_t byte = g.key_codes[(h * g.capacity + s) * bytes + d / each];
-                float code = float(byte >> (d % each * g.bits) & ((1 << g.bits) - 1)), scaled = code * number(g.key_step[level]);
-                to = number(g.key_zero[level]) + scaled;
-                if (g.type == 16) {
-                    bf16 rounded;
-                    store(rounded, to);
-                    to = number(rounded);
-                }
+        i64 bytes = D * g.bits / 8;
+        std::vector<uint8_t> codes(D);
+        for (i64 s = 0; s < first; s++) {
+            float *to = keys.data() + s * D;
+            unpack(g.bits, g.key_codes + (h * g.capacity + s) * bytes, bytes, codes.data());
+            i64 at = (h * M + std::max<i64>(group[s], 0)) * D;
+            const f16 *zero = g.key_zero + at, *step = g.key_step + at;
+            each<float>(
+                D, [&](auto d) { keep<float>(to + d, load(zero + d) + load(codes.data() + d) * load(step + d)); },
+                [&](i64 d) { to[d] = number(zero[d]) + float(codes[d]) * number(step[d]); });
+            for (i64 d = 0; g.type == 16 && d < D; d++) {
+                bf16 rounded;
+                store(rounded, to[d]);
+                to[d] = number(rounded);
             }
+        }
+        for (i64 s = first; s < S; s++)
+            for (i64 d = 0; d < D; d++) keys[s * D + d] = in_type(g, g.tail_keys, (h * g.tail + s - first) * D + d);
         for (i64 s = first; s < end; s++) leaving[s] = group[s] < 0;
     }
 
