@@ -111,7 +111,8 @@ def require_adapter(config: PreTrainedConfig) -> None:
     if not has_adapter(config):
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedArchitecture(
-            f"model_type={config.model_type!r} has no adapter; retaining heads and compact positions work with: {known}"
+            f"model_type={config.model_type!r} has no adapter; retaining heads and compact positions work with: {known}. "
+            "A policy without heads, such as snapkv, runs at original positions"
         )
 
 
