@@ -55,7 +55,7 @@ class Many:
     out: str | None = None
     """The file of --batch for answers, a JSON object per prompt, in the order in which they end; -o is the same. A prompt whose
     id has an answer there is not run again, one with an error is. The exit status is 1 where a prompt has an error."""
-    batch_size: Annotated[int, Ge(1)] = 16
+    batch_size: Annotated[int, Ge(1)] = 32
     """Prompts of --batch at once, at most; each holds a cache of its own, of budget + chunk rows."""
 
 
