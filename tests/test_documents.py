@@ -110,20 +110,18 @@ def test_answers_equal_fresh_runs_bit_for_bit(policy, family, tmp_path):
     "policy", ["h2o", "roco", "snapkv(6,3)", "streaming", "compactor(block=8)"]
 )  # scores do not tie
 def test_a_prepared_document_reads_little_more_than_the_question(policy, family):
-    document = read(family, policy, text_of(310), **SETTINGS)
-    unprepared = document.cache.get_seq_length()
+    unprepared = read(family, policy, text_of(310), **SETTINGS).cache.get_seq_length()
+    ahead, document = (read(family, policy, text_of(310), **SETTINGS, ahead=ahead) for ahead in (True, False))
     document.prepare()
+    assert unprepared + 20 < document.cache.get_seq_length() == ahead.cache.get_seq_length()
     for question in (*QUESTIONS, "?"):
-        ids = document.prompt(question)
-        assert unprepared + 20 < document.open(len(ids)).get_seq_length() < len(ids) - 5
-        answer, (said, positions, cache) = (
-            document.ask(question, max_new_tokens=6),
-            fresh(family, policy, text_of(310), question, **SETTINGS),
-        )
-        assert str(answer) == said and kept(answer.cache) == positions
-        for a, b in zip(answer.cache.bounded, cache.bounded, strict=True):
-            torch.testing.assert_close(a.slots("keys"), b.slots("keys"), rtol=1e-9, atol=1e-9)
-    assert document.cache.get_seq_length() == unprepared and document.reads == 0
+        said, positions, cache = fresh(family, policy, text_of(310), question, **SETTINGS)
+        for one in (ahead, document):
+            answer = one.ask(question, max_new_tokens=6)
+            assert str(answer) == said and kept(answer.cache) == positions
+            for a, b in zip(answer.cache.bounded, cache.bounded, strict=True):
+                torch.testing.assert_close(a.slots("keys"), b.slots("keys"), rtol=1e-9, atol=1e-9)
+    assert document.reads == ahead.reads == 0
     document.append(" More of it." * 20)
     longer = text_of(310) + " More of it." * 20
     assert str(document.ask("Who?", max_new_tokens=6)) == fresh(family, policy, longer, "Who?", **SETTINGS)[0]

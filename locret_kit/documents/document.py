@@ -107,7 +107,7 @@ class Document:
         self._stream, self._before = stream, before
         self._reader: Reader = read_alone
         self._unknown = unknown  # tokens whose ids are not known: a file without its text
-        self._prepared: BoundedCache | None = None
+        self._ahead = False
         self.reads = 0
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -126,6 +126,7 @@ class Document:
         title: str = "",
         progress: Progress | None = None,
         reader: Reader | None = None,
+        ahead: bool = False,
         **given: object,
     ) -> Document:
         """Read a text.
@@ -136,6 +137,7 @@ class Document:
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
             reader: reads tokens into a cache, as ``read_alone`` does; a server reads among other work.
+            ahead: as after ``prepare``, without its second cache.
 
         Raises:
             ValueError: no text, a setting out of bounds, a slow tokenizer.
@@ -166,7 +168,7 @@ class Document:
         for start, end in document.protected(document.prompt("?")):
             if end <= document.tokens:  # what follows the text is pinned with each question
                 empty.pin(start, end)
-        document._reader = reader or read_alone
+        document._reader, document._ahead = reader or read_alone, ahead
         document._go_on(stream, progress)
         return document
 
@@ -189,10 +191,18 @@ class Document:
         total = self._unknown + len(stream.finish())
         cache = self._fork(total + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         ids = self._with_unknown(stream.ids)
-        end = cache.schedule.safe(len(ids))
+        end = self._end(stream, cache.schedule.local_len, cache.schedule.safe(len(ids)))
         if end > cache.get_seq_length():
             self._reader(self.model, ids[:end], cache, progress)
-        self._stream, self.cache, self._prepared = stream, cache, None
+        self._stream, self.cache = stream, cache
+
+    def _end(self, stream: IdStream, local_len: int, safe: int) -> int:
+        """Tokens of a text to read: to the last safe boundary, or ahead of it to where no question evicts anything."""
+        after = render_prompt(self.tokenizer, "", "?", chat=self.chat_template)[1]
+        least = (
+            len(stream.finish(after)) - local_len - 2
+        )  # some tokenizers join a question's first letters to what precedes
+        return max(safe, self._unknown + min(least, len(stream.ids))) if self._ahead else safe
 
     def _with_unknown(self, ids: array[int]) -> array[int]:
         """Ids with zeros in the place of those that are not known, which the cache has read."""
@@ -299,9 +309,6 @@ class Document:
     def open(self, prompt_length: int) -> BoundedCache:
         """A cache of its own that has read the text and goes on with a prompt of so many tokens."""
         local_len = self.cache.schedule.local_len
-        if self._prepared is not None:
-            with suppress(CannotFork):  # a longer tail, another budget
-                return self._prepared.fork(prompt_length, local_len=local_len)
         if self._unknown:  # evictions before the tail must come after what was read
             local_len = min(local_len, prompt_length - self.cache.get_seq_length() - 1)
         cache = self._fork(prompt_length, local_len)
@@ -309,21 +316,22 @@ class Document:
         return cache
 
     def prepare(self) -> None:
-        """Read the text's end ahead, into a second cache, so that a question reads few tokens but its own.
+        """Read the text's end ahead of the questions, so that each reads few tokens but its own, and make what their first
+        token would wait for. An error or an interrupt leaves the document as it was.
 
         Then an answer equals that of a fresh run to rounding, no longer bit for bit: the same tokens are multiplied in other
-        pieces, and of two slots that tie another may be kept. Without effect where each question has a budget of its own, or
-        the text is not in the file. Nothing is saved of it.
+        pieces, and of two slots that tie another may be kept. Without effect where the text is not in the file.
         """
-        local_len = self.cache.schedule.local_len
-        end = min(len(self.prompt("?")) - local_len, len(self._stream.ids))  # no question evicts what comes later
-        if self._unknown or end <= self.cache.get_seq_length():
+        if self._unknown:
             return
+        local_len, self._ahead = self.cache.schedule.local_len, True
+        end = self._end(self._stream, local_len, 0)
         with suppress(CannotFork):
-            ahead = self.cache.fork(end + local_len + 1, local_len=local_len)
-            self._reader(self.model, self._stream.ids[:end], ahead, None)
-            ready(self.model, ahead)
-            self._prepared = ahead
+            if end > self.cache.get_seq_length():
+                cache = self.cache.fork(end + local_len + 1, local_len=local_len)
+                self._reader(self.model, self._stream.ids[:end], cache, None)
+                self.cache = cache
+        ready(self.model, self.cache)
 
     def _check_sampling(self, sampling: Sampling | None) -> None:
         if self._unknown and sampling is not None and sampling.repetition_penalty != 1.0:

@@ -120,7 +120,7 @@ async def read_document(server: Server, engine: Engine, held: Held, data: bytes 
         heads = engine.heads if engine.policy.needs_heads else None
         return Document.read(
             engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=held.title,
-            progress=progress, reader=reader,
+            progress=progress, reader=reader, ahead=True,
         )  # fmt: skip
 
     loop = asyncio.get_running_loop()
