@@ -205,7 +205,7 @@ def test_what_is_kept_of_a_document_page_by_page(url):
     assert pages[0] == first and len(first["texts"]) == 70
     assert "".join(text for page in pages for text in page["texts"]) == f"<|im_start|>user\n{text}"
     model, tokenizer, heads = parts("llama")
-    alone = Document.read(model, tokenizer, text, SETTINGS, "locret", heads)
+    alone = Document.read(model, tokenizer, text, SETTINGS, "locret", heads, ahead=True)
     held = Counter(p for layer in range(3) for head in alone.cache.kept_positions(layer)[0] for p in head.tolist())
     seen = alone.cache.get_seq_length()
     shares = [held[at] / 6 if at < seen else None for at in range(alone.tokens)]
