@@ -18,6 +18,8 @@ from ..checks import check_queries
 
 TILE = 64
 """Queries at a time."""
+MOST = 1 << 20
+"""Weights at a time of attention that counts them, about: what a core's caches hold."""
 STATISTICS = frozenset({"sum", "square", "above", "last"})
 MARGIN = 1e-5
 """An attention weight is above average from ``(1 + MARGIN) / n`` on: what is equal must not count by rounding."""
@@ -57,7 +59,7 @@ def column_stats(
     for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
         G, t, _ = logit_GTN.shape
         lse_GT = lse_BQT[b, h * G : (h + 1) * G, start : start + t].to(dtype)
-        counts.add(b, h, _causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0))
+        counts.add(b, slice(h, h + 1), _causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0)[None])
     return counts.stats()
 
 
@@ -73,15 +75,29 @@ def attend_and_count(
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     G = q_BQTD.shape[1] // k_BHSD.shape[1]
     of_group, of_heads = _Counts(k_BHSD, dtype, want), [_Counts(k_BHSD, dtype, want) for _ in range(G * by_head)]
-    out = q_BQTD.new_empty(*q_BQTD.shape[:3], v_BHSD.shape[-1])
-    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
-        _, t, n = logit_GTN.shape
-        p_GTN = _causal(logit_GTN, float("-inf")).softmax(-1)
-        out[b, h * G : (h + 1) * G, start : start + t] = (p_GTN.view(-1, n) @ v_BHSD[b, h, :n].to(dtype)).view(G, t, -1)
-        for g, counts in enumerate(of_heads):
-            counts.add(b, h, p_GTN[g : g + 1])
-        of_group.add(b, h, p_GTN)
-    return out, [counts.stats() for counts in (of_group, *of_heads)]
+    B, Q, T, D = q_BQTD.shape
+    H, S = k_BHSD.shape[1:3]
+    out_BHGTD = q_BQTD.new_empty(B, H, G, T, v_BHSD.shape[-1])
+    tile = max(16, min(T, MOST // (Q * S)))
+    # Logits and weights of a tile stand where those of the last one stood; not where gradients need them.
+    reused = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q_BQTD, k_BHSD, v_BHSD)))
+    room = torch.empty(2, Q * tile * S, dtype=dtype, device=q_BQTD.device) if reused else None
+    for b in range(B):
+        q_HGTD = q_BQTD[b].view(H, G, T, D).to(dtype) * scaling
+        k_HDS, v_HSD = k_BHSD[b].to(dtype).transpose(1, 2), v_BHSD[b].to(dtype)
+        for start in range(0, T, tile):
+            stop = min(start + tile, T)
+            n, t = S - T + stop, stop - start
+            logits, weights = (None, None) if room is None else (x[: Q * t * n].view(H, G * t, n) for x in room)
+            logits = torch.bmm(q_HGTD[:, :, start:stop].reshape(H, -1, D), k_HDS[:, :, :n], out=logits)
+            _causal(logits.view(Q, t, n), float("-inf"))
+            weights = torch.softmax(logits, -1, out=weights)
+            out_BHGTD[b, :, :, start:stop] = torch.bmm(weights, v_HSD[:, :n]).view(H, G, t, -1)
+            p_HGTN = weights.view(H, G, t, n)
+            of_group.add(b, slice(0, H), p_HGTN)
+            for g, counts in enumerate(of_heads):
+                counts.add(b, slice(0, H), p_HGTN[:, g : g + 1])
+    return out_BHGTD.flatten(1, 2), [counts.stats() for counts in (of_group, *of_heads)]
 
 
 class _Counts:
@@ -91,22 +107,22 @@ class _Counts:
         self._out = {name: torch.zeros(k_BHSD.shape[:3], dtype=dtype, device=k_BHSD.device) for name in sorted(want)}
         self._means = want - {"sum"}  # these need the mean over the group before they are reduced
 
-    def add(self, b: int, h: int, p_GTN: Tensor) -> None:
-        """Weights of a head over its first ``n`` slots, of which the last query of the tile sees all."""
-        (G, t, n), out = p_GTN.shape, self._out
+    def add(self, b: int, heads: slice, p_HGTN: Tensor) -> None:
+        """Weights of some heads over their first ``n`` slots, of which the last query of the tile sees all."""
+        (_, G, t, n), out = p_HGTN.shape, self._out
         if not self._means:
-            out["sum"][b, h, :n] += p_GTN.sum((0, 1)) / G
+            out["sum"][b, heads, :n] += p_HGTN.sum((1, 2)) / G
             return
-        a_TN = p_GTN[0] if G == 1 else p_GTN.mean(0)
+        a_HTN = p_HGTN[:, 0] if G == 1 else p_HGTN.mean(1)
         if "sum" in out:
-            out["sum"][b, h, :n] += a_TN.sum(0)
+            out["sum"][b, heads, :n] += a_HTN.sum(1)
         if "above" in out:
-            seen_T1 = torch.arange(n - t + 1, n + 1, device=a_TN.device)[:, None]
-            out["above"][b, h, :n] += (a_TN > (1 + MARGIN) / seen_T1).sum(0)
+            seen_T1 = torch.arange(n - t + 1, n + 1, device=a_HTN.device)[:, None]
+            out["above"][b, heads, :n] += (a_HTN > (1 + MARGIN) / seen_T1).sum(1)
         if "last" in out and n == out["last"].shape[2]:
-            out["last"][b, h] = a_TN[-1]
+            out["last"][b, heads] = a_HTN[:, -1]
         if "square" in out:
-            out["square"][b, h, :n] += a_TN.square().sum(0)
+            out["square"][b, heads, :n] += a_HTN.square().sum(1)
 
     def stats(self) -> ColumnStats:
         """What has been counted."""
