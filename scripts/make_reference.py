@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import html
 import inspect
 import re
 import sys
@@ -95,10 +96,16 @@ def page(title: str, *blocks: str) -> str:
     return "\n\n".join([f"# {title}", NOTE, *(text for block in blocks if (text := block.strip("\n")))]) + "\n"
 
 
+def _cell(text: str) -> str:
+    """A table's cell in one line. Code with a bar is HTML: GitHub wants a backslash before the bar, which mkdocs would show."""
+    code = re.sub(r"`([^`]*\|[^`]*)`", lambda found: f"<code>{html.escape(found[1], quote=False)}</code>", text)
+    return " ".join(code.split()).replace("|", "&#124;")
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; cells are on one line each."""
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
-    lines += [" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in rows]
+    lines += [" | ".join(map(_cell, row)) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
 
 
