@@ -1,5 +1,6 @@
 """A backbone's elementwise work in fewer launches: norms with the residual before them, gated activations, and no rotation by
-zero. Only where the kernels of ``locret_kernels`` act; elsewhere, and once it is undone, every module is as it was.
+zero. Only where the kernels of ``locret_kernels`` act, or its compiled calls on a CPU; elsewhere, and once it is undone, every
+module is as it was.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from locret_kernels.backend import function
+from locret_kernels.native import prefill
 
 from .families import decoder_of, has_adapter, text_config
 from .slices import replace_forward
 
-Acts = Callable[[Tensor], bool]
-"""Whether kernels act on a tensor, in the forward that runs now."""
+Acts = Callable[[Tensor], str | None]
+"""What acts on a tensor, in the forward that runs now: "triton", "native" (compiled calls on a CPU), or None."""
 
 
 def fuse(model: PreTrainedModel, acts: Acts) -> Callable[[], None]:
@@ -50,30 +52,38 @@ def is_rms_norm(module: nn.Module) -> bool:
     return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
 
 
+def _function(name: str, backend: str) -> Callable[..., Any]:
+    """``rms_norm`` or ``swiglu``."""
+    return getattr(prefill, name) if backend == "native" else function(name, backend)
+
+
 def _norm(norm: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
-    if not acts(x) or norm.weight.dtype != x.dtype:
+    backend = acts(x)
+    if backend is None or norm.weight.dtype != x.dtype:
         return forward(x)
-    normed: Tensor = function("rms_norm", "triton")(x, norm.weight, norm.variance_epsilon)[0]
+    normed: Tensor = _function("rms_norm", backend)(x, norm.weight, norm.variance_epsilon)[0]
     return normed
 
 
 def _layer(layer: Any, after: Any, acts: Acts, forward: Callable[..., Any], hidden_states: Tensor, **rest: Any) -> Any:
     """A decoder layer, whose first residual is added where its sum is normalised."""
-    if not acts(hidden_states) or layer.training or after.weight.dtype != hidden_states.dtype:
+    backend = acts(hidden_states)
+    if backend is None or layer.training or after.weight.dtype != hidden_states.dtype:
         return forward(hidden_states, **rest)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
-    normed, total = function("rms_norm", "triton")(attended, after.weight, after.variance_epsilon, hidden_states)
+    normed, total = _function("rms_norm", backend)(attended, after.weight, after.variance_epsilon, hidden_states)
     return total + layer.mlp(normed)
 
 
 def _mlp(mlp: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A gated MLP, its two inward products apart or in one matrix."""
-    if not acts(x):
+    backend = acts(x)
+    if backend is None:
         return forward(x)
     gate, up = (
         mlp.gate_up_proj(x).chunk(2, dim=-1) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj(x), mlp.up_proj(x))
     )
-    out: Tensor = mlp.down_proj(function("swiglu", "triton")(gate, up))
+    out: Tensor = mlp.down_proj(_function("swiglu", backend)(gate, up))
     return out
 
 

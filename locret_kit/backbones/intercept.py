@@ -7,8 +7,8 @@ to the backbone's own attention. Meanwhile MLPs work in slices (``slices``), and
     attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling) -> out_BQTD
 
 and gets q, k and v **before RoPE** (the rotary module answers cos = 1, sin = 0 meanwhile) when it says
-``wants_unrotated = True``. One whose ``backend`` is ``triton`` lets kernels do the backbone's elementwise work. The bounded cache
-is one handler, the training observer the other. This module knows neither.
+``wants_unrotated = True``. One whose ``backend`` is ``triton`` lets kernels do the backbone's elementwise work, one that is
+``native`` compiled calls on a CPU. The bounded cache is one handler, the training observer the other. This module knows neither.
 
 A cache of several texts also has ``begin(model, arguments)``, which gives the arguments of the decoder's forward, and
 ``finish(hidden, ids)``, which is called after it (see ``cache.lanes``).
@@ -136,6 +136,18 @@ def kernels_act(x: Tensor) -> bool:
     return getattr(handler, "backend", "reference") != "reference"
 
 
+def _compiled(x: Tensor) -> bool:
+    """Whether the handler of the forward that runs now in this thread lets compiled calls work on ``x``, on a CPU."""
+    native = x.device.type == "cpu" and getattr(_ACTIVE.handler, "native", False)
+    return native and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def acts(x: Tensor) -> str | None:
+    """What does elementwise work on ``x`` in the forward that runs now in this thread: kernels on a card, compiled calls on a CPU
+    in float32 for a handler that is ``native``, or None for the backbone itself."""
+    return "triton" if kernels_act(x) else "native" if _compiled(x) and x.dtype == torch.float32 else None
+
+
 def unrotated(rotary: Any) -> Callable[[], None]:
     """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE; returns what undoes it. Its own
     forward is not called then: of LongRoPE it makes the host wait for the largest position, in every forward."""
@@ -143,7 +155,7 @@ def unrotated(rotary: Any) -> Callable[[], None]:
     def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
             return forward(x, position_ids, *kind, **named)
-        if kernels_act(x):
+        if kernels_act(x) or _compiled(x):
             return None, None  # `fused` passes q and k through
         inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
@@ -177,7 +189,7 @@ class Attachment:
         self._ranks = group_of(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         model.set_attn_implementation(NAME)
-        self._undo = [replace_forward(decoder, self._forward), fuse(model, kernels_act), slice_mlps(model)]
+        self._undo = [replace_forward(decoder, self._forward), fuse(model, acts), slice_mlps(model)]
         if hasattr(decoder, "rotary_emb"):
             self._undo.append(unrotated(decoder.rotary_emb))
         if words is not None:

@@ -151,6 +151,11 @@ class BoundedCache(Cache):
         return self._asked.backend
 
     @property
+    def native(self) -> bool:
+        """Whether compiled calls may work on its chunks, as ``Context`` has it."""
+        return self.context.native
+
+    @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
         return replace(self.settings.run, backend=self._asked.backend)

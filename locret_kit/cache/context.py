@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 
 from locret_kernels.backend import choose
+from locret_kernels.native import prefill
 
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
 from ..backbones.rope import Rope
@@ -83,6 +84,9 @@ class Context:
     """Query heads per key/value head whose own statistics rows carry after those of the group; 0 without."""
     backend: str
     """Of ``locret_kernels``."""
+    native: bool
+    """Whether compiled calls do the work on a chunk of a prompt where they take it (``locret_kernels.native.prefill``): on a
+    CPU, where no backend is asked for."""
     model: Any
     spec: BackboneSpec
     tables: RotationTables
@@ -155,6 +159,7 @@ class Context:
             statistics=tuple(sorted(policy.statistics - {"count"})),
             group=spec.n_heads // spec.n_kv_heads if policy.by_query_head else 0,
             backend=backend,
+            native=settings.backend is None and model.device.type == "cpu" and prefill.ready(),
             model=model,
             spec=spec,
             tables=RotationTables(),

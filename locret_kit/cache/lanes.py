@@ -51,6 +51,11 @@ class Lanes(Cache):
         return self.lanes[0].backend
 
     @property
+    def native(self) -> bool:
+        """Whether compiled calls may work on chunks."""
+        return all(lane.native for lane in self.lanes)
+
+    @property
     def wants_unrotated(self) -> bool:
         """Whether q and k come before RoPE."""
         return self.lanes[0].wants_unrotated
@@ -75,10 +80,11 @@ class Lanes(Cache):
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]``: each text's own; zeros at padding."""
-        # Columns of padding stay zero: no text reads them.
-        out = torch.zeros_like(q_BQTD, memory_format=torch.contiguous_format)
-        if v_BHTD.shape[-1] != q_BQTD.shape[-1]:
-            out = q_BQTD.new_zeros(*q_BQTD.shape[:3], v_BHTD.shape[-1])
+        B, Q, T, _ = q_BQTD.shape
+        if len(self.lanes) == 1 and self.spans == [(0, 0, T)]:
+            return self.lanes[0].attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)
+        # Columns of padding stay zero: no text reads them. Heads of a token lie side by side, as the backbone reads them.
+        out = q_BQTD.new_zeros(B, T, Q, v_BHTD.shape[-1]).transpose(1, 2)
         scores_BHT = self._scores(layer, q_BQTD, k_BHTD, v_BHTD)
         for lane, row, new in self._texts():
             # [B, heads, T, D] -> the text's own [1, heads, t, D]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from locret_kernels.backend import function
 from locret_kernels.column_stats.reference import attend_and_count
+from locret_kernels.native import prefill
 
 from ..backbones.rope import rotate, rotate_lean
 from ..policies.base import Entry, Merge, PrefillMask, Slots
@@ -188,7 +189,9 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
     if (mask := _mask(ctx, rows)) is not None:
         seen = mask.visible(part.keys.shape[2], rows.since_eviction)
     keys, values = _picked(part.keys, seen), _picked(part.values, seen)
-    n = keys.shape[2]
+    n, G, turn, sparse = keys.shape[2], ctx.group, None, ctx.policy.sparse
+    whole = T > 1 and rows.window is None and sparse is None and part.bias is None
+    native = ctx.native and whole and prefill.attends(q, keys, values)
     if rope is not None:
         place = None
         if ctx.positions.by_rank:
@@ -202,18 +205,23 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
         # A decoded token reads all rows for one query: on a CPU most of its time is this rotation.
         lean = T == 1 and q.device.type == "cpu"
         turned: Callable[..., Tensor] = rotate_lean if lean else function("rotate_rows", ctx.backend)
-        keys = turned(keys, cos, sin) if place is None else turned(keys, cos, sin, place)
-        q = turned(q, *newest)
-    if (sparse := ctx.policy.sparse) is not None and T > 1 and rows.window is None:
+        if native and cos.dim() == 2 and place is None:
+            turn = prefill.Turn(cos, sin, *newest)
+        else:
+            keys = turned(keys, cos, sin) if place is None else turned(keys, cos, sin, place)
+            q = turned(q, *newest)
+    if sparse is not None and T > 1 and rows.window is None:
         return attend_chosen(ctx, layer, sparse, part.heads, q, keys, values, rows.scaling)
-    # Statistics need the log-sum-exp of every query; without them plain attention is faster.
-    if not len(part.stats):
-        bias = None if part.bias is None else _picked(part.bias, seen)
-        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend, bias)
     # Each row's statistic [b, h, S] sums over the group and the block's queries: first the whole group's, then that of each of
     # its query heads by itself.
-    want, G = frozenset(ctx.statistics), ctx.group
-    if ctx.backend == "reference" and q.device.type == "cpu":
+    want = frozenset(ctx.statistics if len(part.stats) else ())
+    if native:
+        out, counted = prefill.attend(q, keys, values, rows.scaling, want=want, by_head=G > 0, turn=turn)
+    # Statistics need the log-sum-exp of every query; without them plain attention is faster.
+    elif not want:
+        bias = None if part.bias is None else _picked(part.bias, seen)
+        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend, bias)
+    elif ctx.backend == "reference" and q.device.type == "cpu":
         out, counted = attend_and_count(q, keys, values, rows.scaling, want=want, by_head=G > 0)
     else:
         out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
@@ -221,6 +229,8 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
         heads = [slice(None), *(slice(g, None, G) for g in range(G))]
         counted = [column_stats(q[:, own], keys, rows.scaling, lse[:, own], want=want) for own in heads]
         ctx.counters.score_s += time.perf_counter() - began
+    if not want:
+        return out
     for made, stats in zip(counted, part.stats.unflatten(0, (1 + G, -1)), strict=True):
         for stat, name in zip(stats, ctx.statistics, strict=True):
             _add_picked(stat, getattr(made, name), seen)

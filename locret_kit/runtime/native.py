@@ -27,6 +27,7 @@ from ..backbones.families import text_config
 from ..backbones.rope import Rope
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
+from ..cache.storage.compiled import CompiledLayer, fits
 from ..cache.storage.quantised import QuantisedLayer
 from ..cache.storage.ragged import RaggedLayer
 from ..cache.storage.ragged_quantised import RaggedQuantisedLayer
@@ -34,12 +35,12 @@ from ..cache.storage.rows import BoundedLayer
 from ..heads import RetainingHead, RetainingHeads
 from ..policies.base import Entry, Score
 from ..policies.methods.locret import Cis
-from .native_groups import FullTail, can_quantise, point_at, quantise
+from .native_groups import FullTail, point_at, quantise
 
 logger = logging.getLogger(__name__)
 
 
-STORES = (BoundedLayer, RaggedLayer, QuantisedLayer, RaggedQuantisedLayer)
+STORES = (BoundedLayer, RaggedLayer, QuantisedLayer, CompiledLayer, RaggedQuantisedLayer)
 """Rows that the call reads where they lie."""
 Signature = tuple[tuple[int, int], ...]
 
@@ -268,7 +269,7 @@ class NativeDecoder:
             if isinstance(rows, QuantisedLayer):
                 wider = lane.wider.get(layer)
                 # An eviction comes before the quantising, and moves rows that are open.
-                if wider is not None and not (lane.seen < lane.due and can_quantise(rows)):
+                if wider is not None and not (lane.seen < lane.due and fits(rows)):
                     rows.overflow(*wider)
                 else:
                     rows.tail += 1

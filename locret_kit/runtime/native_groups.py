@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from locret_kernels import native
-from locret_kernels.hadamard import hadamard
 from locret_kernels.ragged_decode import PackedRows
 
-from ..cache.storage.groups import pairs_of
+from ..cache.storage.compiled import describe
 from ..cache.storage.quantised import QuantisedLayer
 
 
@@ -41,16 +40,6 @@ def point_at(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer) -> None:
     )
 
 
-def can_quantise(rows: QuantisedLayer) -> bool:
-    """Whether the call takes a layer: heads of equal length, of one text, and keys as wide as values."""
-    return (
-        type(rows) is QuantisedLayer
-        and rows.B == 1
-        and rows.group.dtype == torch.int16
-        and rows.key_size == rows.value_size
-    )
-
-
 class FullTail(NamedTuple):
     """A layer whose newest rows are counted, and a copy ``[H, tail, D]`` of its tail, for which it has no room."""
 
@@ -61,20 +50,10 @@ class FullTail(NamedTuple):
 
 def quantise(full: Sequence[FullTail]) -> None:
     """Quantise the groups that are full, as ``finish_block`` does, up to the order of sums."""
-    found, first = np.zeros(len(full), native.GROUP), full[0].rows
-    mirror = hadamard(first.value_size, first.device).contiguous()
+    found = np.zeros(len(full), native.GROUP)
     for at, (rows, keys, values) in zip(found, full, strict=True):
         at["ready"] = (rows.tail - rows.residual) // rows.group_rows * rows.group_rows
-        tensors = (
-            rows.key_codes, rows.value_codes, rows.group, rows.key_step, rows.key_zero, rows.value_step, rows.value_zero, keys,
-            values, mirror,
-        )  # fmt: skip
-        for name, x in zip(native.GROUP.names or (), tensors, strict=False):
-            at[name] = x.data_ptr()
-        at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, rows.key_size
-        at["bits"], at["groups"], at["value_group"] = rows.bits, rows.key_step.shape[2], rows.value_group
-        at["tail"], at["full"], at["pairs"] = rows.tail, rows.group_rows, pairs_of(rows.capacity)
-        at["type"] = native.TYPES[rows.dtype]
+        describe(at, rows, keys, values)
     native.load_quantiser().locret_quantise(found.ctypes.data, len(found), torch.get_num_threads())
     for at, (rows, keys, values) in zip(found, full, strict=True):
         ready = int(at["ready"])

@@ -1,4 +1,5 @@
-"""One decoded token of each of several texts in one call, on a CPU: ``step.cpp``, compiled where it first runs.
+"""One decoded token of each of several texts in one call, on a CPU: ``step.cpp``, compiled where it first runs. Beside it a
+chunk of a prompt (``prefill.cpp``, see ``prefill``) and rows in few bits (``quantise.cpp``).
 
 A decoded token reads every weight once and computes little, so its time is that of memory, unless hundreds of small
 operations come between. Here a few threads stay in one function from the words to the logits, and read weights once for all
@@ -27,6 +28,7 @@ __all__: list[str] = []  # no operation of other backends
 SOURCE = Path(__file__).with_name("step.cpp")
 """Beside the headers that it includes."""
 QUANTISER = SOURCE.with_name("quantise.cpp")
+PREFILL = SOURCE.with_name("prefill.cpp")
 TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 """Types of weights and rows. Sums are of float32, those of float64 of float64."""
 FLAGS = (
@@ -76,8 +78,16 @@ GROUP = np.dtype(
     [(name, _I) for name in (
         "key_codes", "value_codes", "group", "key_step", "key_zero", "value_step", "value_zero", "tail_keys", "tail_values",
         "hadamard", "heads", "rows", "capacity", "channels", "bits", "groups", "value_group", "tail", "ready", "full", "pairs",
-        "type",
+        "type", "keys", "values", "tail_room", "room",
     )]
+)  # fmt: skip
+ATTENTION = np.dtype(
+    [(name, _I) for name in (
+        "q", "k", "v", "out", "q_text", "q_head", "q_row", "k_text", "k_head", "k_row", "v_text", "v_head", "v_row", "texts",
+        "queries", "heads", "tokens", "rows", "channels", "type", "cos", "sin", "q_cos", "q_sin", "rotated", "stats",
+        "statistics", "by_head",
+    )]
+    + [("scaling", np.float64), ("margin", np.float64)]
 )  # fmt: skip
 STATISTICS = {"above": 1, "square": 2, "sum": 4}
 """Bits of the statistics that rows carry."""
@@ -107,8 +117,6 @@ def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
         raise Unavailable(f"heads of {channels} channels, more than {MOST_CHANNELS}")
     if dtype not in TYPES:
         raise Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
-    if sys.platform != "linux":
-        raise Unavailable(f"it is built on Linux, not on {sys.platform}")
     loaded = _built(SOURCE, f"-DTYPE={TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}")
     loaded.locret_step.argtypes = [
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
@@ -119,15 +127,31 @@ def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
 
 @cache
 def load_quantiser() -> ctypes.CDLL:
-    """The compiled quantising of rows in few bits. Raises Unavailable as ``load``."""
+    """The compiled reading and quantising of rows in few bits. Raises Unavailable as ``load``."""
     loaded = _built(QUANTISER, "-ffp-contract=off")  # it rounds as tensors do
     loaded.locret_quantise.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    loaded.locret_quantise.restype = None
+    loaded.locret_open.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    loaded.locret_quantise.restype = loaded.locret_open.restype = None
+    return loaded
+
+
+@cache
+def load_prefill() -> ctypes.CDLL:
+    """The compiled work on a chunk of a prompt. Raises Unavailable as ``load``."""
+    loaded = _built(PREFILL)
+    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.locret_attend.argtypes = [p, i]
+    loaded.locret_rms_norm.argtypes = [p, p, p, ctypes.c_double, n, n, p, p, i]
+    loaded.locret_swiglu.argtypes = [p, p, n, n, n, n, p, i]
+    for call in (loaded.locret_attend, loaded.locret_rms_norm, loaded.locret_swiglu):
+        call.restype = None
     return loaded
 
 
 def _built(source: Path, *options: str) -> ctypes.CDLL:
     """A source, compiled unless it was."""
+    if sys.platform != "linux":
+        raise Unavailable(f"it is built on Linux, not on {sys.platform}")
     name = os.environ.get("CXX", "g++")
     compiler = shutil.which(name)
     if compiler is None:

@@ -10,7 +10,6 @@ namespace {
 
 constexpr i64 ROWS = 256; // of a head in one item
 constexpr i64 BLOCK = 8;  // rows that are converted together, and then read by every query head of the group
-constexpr i64 MOST_CHANNELS = 1024;
 
 template <class A> inline void rotate(A *x, const A *cos, const A *sin, i64 R) {
     i64 half = R / 2;

@@ -6,6 +6,8 @@
 
 namespace {
 
+constexpr i64 MOST_CHANNELS = 1024; // of a head
+
 struct Linear { const void *weight, *bias; i64 rows, halved; }; // halved: its float32 numbers are held as bfloat16
 struct Layer {
     const void *norm, *query_norm, *key_norm, *mlp_norm;

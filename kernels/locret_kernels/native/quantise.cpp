@@ -1,5 +1,5 @@
-// A full group of rows of one layer goes from its tail into few bits, on a CPU: what `locret_kit/cache/storage/quantised.py` and
-// `groups.py` define with tensors, for heads of equal length that each have a table of their own.
+// Rows of one layer go from its tail into few bits and come back from them, on a CPU: what `locret_kit/cache/storage/quantised.py`
+// and `groups.py` define with tensors, for heads of equal length that each have a table of their own.
 //
 // Letters: H heads, S rows, X capacity, T rows of the tail, D channels, M groups of a table. Rounds where the definition rounds: no two
 // operations are joined into one (`-ffp-contract=off`). Sums are taken in another order.
@@ -41,9 +41,42 @@ Levels levels(float lo, float hi, int bits) {
     if (reach > (most + 0.5f) * number(step)) step = half(std::min(each * (1 + ROUNDING) + SUBNORMAL, HALF_MAX));
     return {step, zero};
 }
-uint8_t encode(float x, Levels by, int bits) {
-    float code = std::nearbyint((x - number(by.zero)) / number(by.step));
-    return uint8_t(std::min(std::max(code, 0.0f), float((1 << bits) - 1)));
+float code(float x, Levels by, int bits) {
+    return std::nearbyint(std::min(std::max((x - number(by.zero)) / number(by.step), 0.0f), float((1 << bits) - 1)));
+}
+// Codes of a row of keys, each channel by its own step and zero point.
+void encode(const float *x, const f16 *zero, const f16 *step, i64 D, int bits, uint8_t *to) {
+    const float most = float((1 << bits) - 1), whole = 12582912; // a number becomes whole, ties to even, where that is added
+    each<float>(
+        D,
+        [&](auto d) {
+            wide_f32 by = (load(x + d) - load(zero + d)) / load(step + d);
+            by = by > 0.0f ? by : (wide_f32){};
+            by = by < most ? by : (wide_f32){} + most;
+            auto codes = __builtin_convertvector(__builtin_convertvector((by + whole) - whole, wide_i32), quarter_u8);
+            memcpy(to + d, &codes, lanes<float>);
+        },
+        [&](i64 d) { to[d] = uint8_t(code(x[d], {step[d], zero[d]}, bits)); });
+}
+void unpacked(const uint8_t *codes, const f16 *zero, const f16 *step, i64 D, float *to) { // the other way round
+    each<float>(
+        D, [&](auto d) { keep<float>(to + d, load(zero + d) + load(codes + d) * load(step + d)); },
+        [&](i64 d) { to[d] = number(zero[d]) + float(codes[d]) * number(step[d]); });
+}
+// out [D] becomes x [D] times a [D, D].
+void multiply(const float *x, const float *a, i64 D, float *out) {
+    constexpr int V = 4;
+    i64 c = 0;
+    for (; c + V * lanes<float> <= D; c += V * lanes<float>) {
+        wide_f32 sum[V] = {};
+        for (i64 i = 0; i < D; i++)
+            UNROLL for (int v = 0; v < V; v++) sum[v] += x[i] * load(a + i * D + c + v * lanes<float>);
+        UNROLL for (int v = 0; v < V; v++) keep<float>(out + c + v * lanes<float>, sum[v]);
+    }
+    if (c == D) return;
+    std::fill(out + c, out + D, 0.0f);
+    for (i64 i = 0; i < D; i++)
+        for (i64 d = c; d < D; d++) out[d] += x[i] * a[i * D + d];
 }
 void pack(const uint8_t *codes, i64 D, int bits, uint8_t *out) {
     int each = 8 / bits;
@@ -62,45 +95,90 @@ struct Group { // of a layer
     int16_t *group;                     // [H, X]
     f16 *key_step, *key_zero;           // [H, M, D]
     f16 *value_step, *value_zero;       // [H, X, D / value_group]
-    const void *tail_keys, *tail_values; // [H, T, D]
+    const void *tail_keys, *tail_values; // [H, tail_room, D]
     const float *hadamard;              // [D, D]
     i64 heads, rows, capacity, channels, bits, groups, value_group, tail, ready, full, pairs, type; // type: as `TYPES`
+    void *keys, *values; // [H, room, D]: all rows as they are read back, the tail's too; null where the tail alone is at hand
+    i64 tail_room, room;
 };
 }
 
 namespace {
 
-float in_type(const Group &g, const void *x, i64 at) {
-    return g.type == 16 ? number(((const bf16 *)x)[at]) : g.type == 64 ? float(((const double *)x)[at]) : ((const float *)x)[at];
+constexpr i64 PART = 64; // rows whose values are one item
+
+void take(const Group &g, const void *x, i64 at, float *to) { // a row
+    for (i64 d = 0; d < g.channels; d++)
+        to[d] = g.type == 16 ? number(((const bf16 *)x)[at + d]) : g.type == 64 ? float(((const double *)x)[at + d]) : ((const float *)x)[at + d];
+}
+void give(const Group &g, void *x, i64 at, const float *from) {
+    for (i64 d = 0; d < g.channels; d++)
+        if (g.type == 16) store(((bf16 *)x)[at + d], from[d]);
+        else if (g.type == 64) ((double *)x)[at + d] = from[d];
+        else ((float *)x)[at + d] = from[d];
 }
 
 struct Head {
     const Group &g;
-    i64 h, S = g.rows, D = g.channels, M = g.groups, first = S - g.tail, end = first + g.ready; // rows [first, end) may leave
+    i64 h, S = g.rows, D = g.channels, M = g.groups, bytes = D * g.bits / 8;
+    i64 first = S - g.tail, end = first + g.ready; // rows [first, end) may leave
     int16_t *group = g.group + h * g.capacity;
-    std::vector<float> keys = std::vector<float>(S * D);
+    std::vector<float> keys;
     std::vector<char> leaving = std::vector<char>(S);
 
-    void read() {
-        i64 bytes = D * g.bits / 8;
+    Head(const Group &g, i64 h) : g(g), h(h) {
+        for (i64 s = first; s < end; s++) leaving[s] = group[s] < 0;
+    }
+
+    void key(i64 s, uint8_t *codes, float *to) const { // of its codes
+        unpack(g.bits, g.key_codes + (h * g.capacity + s) * bytes, bytes, codes);
+        i64 at = (h * M + std::max<i64>(group[s], 0)) * D;
+        unpacked(codes, g.key_zero + at, g.key_step + at, D, to);
+    }
+
+    void value(i64 s, uint8_t *codes, float *rotated, float *to) const {
+        unpack(g.bits, g.value_codes + (h * g.capacity + s) * bytes, bytes, codes);
+        i64 parts = D / g.value_group, at = (h * g.capacity + s) * parts;
+        for (i64 c = 0; c < parts; c++) {
+            float zero = number(g.value_zero[at + c]), step = number(g.value_step[at + c]);
+            for (i64 d = c * g.value_group; d < (c + 1) * g.value_group; d++) rotated[d] = zero + float(codes[d]) * step;
+        }
+        multiply(rotated, g.hadamard, D, to);
+    }
+
+    // Rows from `from` on as they are read back, with their values or those of the tail alone.
+    void open(i64 from, bool values) const {
+        std::vector<float> x(2 * D);
         std::vector<uint8_t> codes(D);
-        for (i64 s = 0; s < first; s++) {
+        for (i64 s = from, last = std::min(S, from + PART); s < last; s++) {
+            i64 to = (h * g.room + s) * D, tail = (h * g.tail_room + s - first) * D, size = D * (g.type == 16 ? 2 : g.type / 8);
+            if (s >= first) {
+                memcpy((char *)g.keys + to * (size / D), (const char *)g.tail_keys + tail * (size / D), size);
+                memcpy((char *)g.values + to * (size / D), (const char *)g.tail_values + tail * (size / D), size);
+                continue;
+            }
+            key(s, codes.data(), x.data());
+            give(g, g.keys, to, x.data());
+            if (!values) continue;
+            value(s, codes.data(), x.data() + D, x.data());
+            give(g, g.values, to, x.data());
+        }
+    }
+
+    void read() {
+        keys.resize(S * D);
+        std::vector<uint8_t> codes(D);
+        for (i64 s = 0; s < S; s++) {
             float *to = keys.data() + s * D;
-            unpack(g.bits, g.key_codes + (h * g.capacity + s) * bytes, bytes, codes.data());
-            i64 at = (h * M + std::max<i64>(group[s], 0)) * D;
-            const f16 *zero = g.key_zero + at, *step = g.key_step + at;
-            each<float>(
-                D, [&](auto d) { keep<float>(to + d, load(zero + d) + load(codes.data() + d) * load(step + d)); },
-                [&](i64 d) { to[d] = number(zero[d]) + float(codes[d]) * number(step[d]); });
-            for (i64 d = 0; g.type == 16 && d < D; d++) {
+            if (g.keys) take(g, g.keys, (h * g.room + s) * D, to);
+            else if (s >= first) take(g, g.tail_keys, (h * g.tail_room + s - first) * D, to);
+            else key(s, codes.data(), to);
+            for (i64 d = 0; !g.keys && s < first && g.type == 16 && d < D; d++) {
                 bf16 rounded;
                 store(rounded, to[d]);
                 to[d] = number(rounded);
             }
         }
-        for (i64 s = first; s < S; s++)
-            for (i64 d = 0; d < D; d++) keys[s * D + d] = in_type(g, g.tail_keys, (h * g.tail + s - first) * D + d);
-        for (i64 s = first; s < end; s++) leaving[s] = group[s] < 0;
     }
 
     // The mean of some rows, channel by channel.
@@ -119,7 +197,7 @@ struct Head {
     // The loose rows that stand out most.
     std::vector<char> standing_out(const std::vector<char> &loose) const {
         auto all = [&](i64 s) { return group[s] >= 0 || leaving[s]; };
-        std::vector<float> middle = mean(all), variance(D), far(S);
+        std::vector<float> middle = mean(all), variance(D), square(D), far(S);
         i64 n = 0;
         for (i64 s = 0; s < S; s++)
             if (all(s)) {
@@ -135,8 +213,9 @@ struct Head {
             if (loose[s]) {
                 for (i64 d = 0; d < D; d++) {
                     float y = keys[s * D + d] - middle[d];
-                    far[s] += y * y * variance[d];
+                    square[d] = y * y;
                 }
+                far[s] = dot(square.data(), variance.data(), D);
                 order.push_back(s);
             }
         std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) { return far[a] > far[b]; });
@@ -157,8 +236,7 @@ struct Head {
         i64 widest = std::max_element(squares.begin(), squares.end()) - squares.begin();
         for (size_t i = 0; i < rows.size(); i++)
             for (i64 d = 0; d < D; d++) direction[d] += y[i * D + d] * y[i * D + widest];
-        for (size_t i = 0; i < rows.size(); i++)
-            for (i64 d = 0; d < D; d++) place[rows[i]] += y[i * D + d] * direction[d];
+        for (size_t i = 0; i < rows.size(); i++) place[rows[i]] = dot(y.data() + i * D, direction.data(), D);
         std::stable_sort(rows.begin(), rows.end(), [&](i64 a, i64 b) { return place[a] < place[b]; });
     }
 
@@ -215,45 +293,56 @@ struct Head {
         for (i64 s = 0; s < S; s++)
             if (i64 t = target[s]; t >= 0) {
                 i64 at = (h * M + t) * D;
-                for (i64 d = 0; d < D; d++) codes[d] = encode(keys[s * D + d], {g.key_step[at + d], g.key_zero[at + d]}, int(g.bits));
-                pack(codes.data(), D, int(g.bits), g.key_codes + (h * g.capacity + s) * (D * g.bits / 8));
+                encode(keys.data() + s * D, g.key_zero + at, g.key_step + at, D, int(g.bits), codes.data());
+                pack(codes.data(), D, int(g.bits), g.key_codes + (h * g.capacity + s) * bytes);
                 group[s] = int16_t(t);
             }
     }
 
-    void store_values() const {
+    void store_values(i64 from) const {
         i64 parts = D / g.value_group;
-        std::vector<float> x(D);
+        std::vector<float> own(D), x(D);
         std::vector<uint8_t> codes(D);
-        for (i64 s = first; s < end; s++) {
+        for (i64 s = from, last = std::min(end, from + PART); s < last; s++) {
             if (!leaving[s]) continue;
-            std::fill(x.begin(), x.end(), 0.0f);
-            for (i64 d = 0; d < D; d++) {
-                float own = in_type(g, g.tail_values, (h * g.tail + s - first) * D + d);
-                for (i64 j = 0; j < D; j++) x[j] += own * g.hadamard[d * D + j];
-            }
+            if (g.keys) take(g, g.values, (h * g.room + s) * D, own.data());
+            else take(g, g.tail_values, (h * g.tail_room + s - first) * D, own.data());
+            multiply(own.data(), g.hadamard, D, x.data());
             for (i64 c = 0; c < parts; c++) {
-                const float *from = x.data() + c * g.value_group;
-                auto [lo, hi] = std::minmax_element(from, from + g.value_group);
+                const float *part = x.data() + c * g.value_group;
+                auto [lo, hi] = std::minmax_element(part, part + g.value_group);
                 Levels by = levels(*lo, *hi, int(g.bits));
-                for (i64 i = 0; i < g.value_group; i++) codes[c * g.value_group + i] = encode(from[i], by, int(g.bits));
+                for (i64 i = 0; i < g.value_group; i++) codes[c * g.value_group + i] = uint8_t(code(part[i], by, int(g.bits)));
                 i64 at = (h * g.capacity + s) * parts + c;
                 g.value_step[at] = by.step, g.value_zero[at] = by.zero;
             }
-            pack(codes.data(), D, int(g.bits), g.value_codes + (h * g.capacity + s) * (D * g.bits / 8));
+            pack(codes.data(), D, int(g.bits), g.value_codes + (h * g.capacity + s) * bytes);
         }
     }
 };
 
 } // namespace
 
-extern "C" void locret_quantise(const Group *layers, i64 count, int threads) { // layers of as many heads
-    const i64 heads = layers[0].heads;
+// Rows of a layer as they are read back, all values among them or the tail's alone.
+extern "C" void locret_open(const Group *g, int values, int threads) {
+    const i64 parts = (g->rows + PART - 1) / PART;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (i64 i = 0; i < count * heads; i++) {
-        Head head{layers[i / heads], i % heads};
-        head.read();
-        head.store_values();
-        head.store_keys();
+    for (i64 i = 0; i < g->heads * parts; i++) Head(*g, i / parts).open(i % parts * PART, values);
+}
+
+extern "C" void locret_quantise(const Group *layers, i64 count, int threads) { // layers of as many heads
+    std::vector<Head> heads;
+    i64 parts = 0;
+    for (i64 i = 0; i < count * layers[0].heads; i++) heads.emplace_back(layers[i / layers[0].heads], i % layers[0].heads);
+    for (i64 i = 0; i < count; i++) parts = std::max(parts, (layers[i].ready + PART - 1) / PART);
+    const i64 all = i64(heads.size());
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (i64 i = 0; i < all * (1 + parts); i++) {
+        Head &head = heads[i % all];
+        if (i < all) { // the longest first
+            head.read();
+            head.store_keys();
+            head.keys = {};
+        } else head.store_values(head.first + (i / all - 1) * PART);
     }
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...sizes import parse_bytes
 from ..context import Context
 from .blocks import BlockStore
+from .compiled import CompiledLayer
 from .float8 import Float8Layer, ReusedFloat8Layer
 from .groups import SPARE
 from .host import HostMemory, RowForm
@@ -60,7 +63,9 @@ def _store(
     if bits == FLOAT8:
         return (ReusedFloat8Layer if reused else Float8Layer)(capacity, None, statistics, recent)
     if bits is not None:
-        stored = RaggedQuantisedLayer if policy.ragged else QuantisedLayer
+        # float64 stays with the definitions.
+        compiled = ctx.native and ctx.model.dtype != torch.float64
+        stored = RaggedQuantisedLayer if policy.ragged else CompiledLayer if compiled else QuantisedLayer
         return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
     if reused:
         return ReusedLayer(capacity, None, statistics, recent)

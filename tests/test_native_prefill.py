@@ -1,0 +1,201 @@
+"""Compiled work on a chunk of a prompt, against float64 written out and against the operations of tensors. Compiles for seconds,
+once a machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_runs import held
+from tiny_models import tiny_model
+
+from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.native import load_prefill, load_quantiser, prefill
+from locret_kernels.rotate import rotate_rows
+from locret_kit import BoundedCache, attach
+from locret_kit.backbones.rope import Rope
+from locret_kit.cache.storage.compiled import CompiledLayer
+from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
+from locret_kit.runtime import session
+
+WANT = frozenset({"sum", "square", "above"})
+SHAPES = [(1, 9, 3, 70, 150, 64), (2, 4, 4, 49, 49, 16), (1, 5, 1, 2, 200, 96), (1, 6, 2, 130, 131, 32)]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(B: int, Q: int, H: int, T: int, S: int, D: int) -> tuple[torch.Tensor, ...]:
+    """Queries as a projection lays them out, and rows of a larger buffer that was never written beyond them."""
+    keys, values = (torch.full((B, H, S + 5, D), float("nan")) for _ in range(2))
+    keys[:, :, :S], values[:, :, :S] = random(B, H, S, D, seed=2), random(B, H, S, D, seed=3)
+    return 3 * random(B, T, Q, D, seed=1).transpose(1, 2), keys[:, :, :S], values[:, :, :S]
+
+
+def weights(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
+    """``[B, H, G, T, S]`` in float64."""
+    (B, Q, T, _), (H, S) = q.shape, k.shape[1:3]
+    logits = q.double().reshape(B, H, Q // H, T, -1) @ k.double()[:, :, None].transpose(-1, -2) * scaling
+    later = torch.arange(S) > torch.arange(S - T, S)[:, None]
+    return logits.masked_fill(later, float("-inf")).softmax(-1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_attention_and_its_statistics(shape, turned):
+    (q, k, v), (T, S, D) = drawn(*shape), shape[3:]
+    turn, q_turned, k_turned = None, q.double(), k.double()
+    if turned:
+        tables = Rope(0.1 ** torch.arange(D // 4)).tables(torch.arange(S), torch.float32)  # a half is rotated
+        turn = prefill.Turn(*tables, *(x[-T:] for x in tables))
+        cos, sin = (x.double() for x in tables)
+        q_turned, k_turned = rotate_rows(q_turned, cos[-T:], sin[-T:]), rotate_rows(k_turned, cos, sin)
+    p = weights(q_turned, k_turned, 0.2)
+    assert prefill.attends(q, k, v)
+    out, counted = prefill.attend(q, k, v, 0.2, want=WANT, by_head=True, turn=turn)
+    torch.testing.assert_close(out.double(), (p @ v.double()[:, :, None]).flatten(1, 2), rtol=1e-5, atol=1e-5)
+    seen = torch.arange(S - T + 1, S + 1)[:, None]
+    for a, mine in zip([p.mean(2), *p.unbind(2)], counted, strict=True):
+        torch.testing.assert_close(mine.sum.double(), a.sum(2), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine.square.double(), a.square().sum(2), rtol=1e-5, atol=1e-6)
+        bound = (1 + MARGIN) / seen
+        near = ((a - bound).abs() < 1e-5 * bound).sum(2)
+        assert ((mine.above - (a > bound).sum(2)).abs() <= near).all()
+    alone, (sums,) = prefill.attend(q, k, v, 0.2, want=frozenset({"sum"}), turn=turn)
+    assert torch.equal(alone, out) and torch.equal(sums.sum, counted[0].sum) and sums.square is None
+
+
+def test_equal_weights_are_not_above_average():
+    q, k, v = torch.zeros(1, 2, 40, 16), torch.zeros(1, 1, 90, 16), torch.ones(1, 1, 90, 16)
+    out, (stats,) = prefill.attend(q, k, v, 1.0, want=WANT)
+    torch.testing.assert_close(out, torch.ones_like(out))
+    assert not stats.above.any()
+
+
+def test_bfloat16_is_read_as_it_is():
+    q, k, v = (x.bfloat16() for x in drawn(*SHAPES[0]))
+    out, _ = prefill.attend(q, k, v, 0.2)
+    assert out.dtype == torch.bfloat16
+    exact = (weights(q, k, 0.2) @ v.double()[:, :, None]).flatten(1, 2)
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=2**-9)
+
+
+def test_a_query_is_the_same_in_any_piece_and_by_any_threads():
+    q, k, v = drawn(*SHAPES[0])
+    out, (stats,) = prefill.attend(q, k, v, 0.2, want=WANT)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        other, (same,) = prefill.attend(q, k, v, 0.2, want=WANT)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(other, out) and all(torch.equal(getattr(same, name), getattr(stats, name)) for name in WANT)
+    assert torch.equal(prefill.attend(q[:, :, -7:], k, v, 0.2)[0], out[:, :, -7:])
+
+
+def test_what_it_does_not_take():
+    q, k, v = drawn(*SHAPES[0])
+    assert not prefill.attends(q.double(), k.double(), v.double()) and not prefill.attends(q, k, v[..., :32])
+    assert not prefill.attends(q[..., :24], k[..., :24], v[..., :24]) and not prefill.attends(
+        q.half(), k.half(), v.half()
+    )
+    assert not prefill.attends(q.clone().requires_grad_(), k, v)
+    rows = random(1, 1, 1, 16).expand(1, 1, prefill.MOST_ROWS + 1, 16)
+    assert not prefill.attends(rows[:, :, :2], rows, rows)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 48), (1, 1, 100)])
+def test_norms(shape, residual):
+    x, weight, other = random(*shape), random(shape[-1], seed=1), random(*shape, seed=2) if residual else None
+    total = x.double() + (0 if other is None else other.double())
+    exact = weight.double() * total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    out, summed = prefill.rms_norm(x, weight, 1e-5, other)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(summed.double(), total, rtol=1e-6, atol=1e-6)
+
+
+def test_gates_apart_or_side_by_side():
+    both = 5 * random(2, 7, 100)
+    for gate, up in (both.chunk(2, -1), [x.contiguous() for x in both.chunk(2, -1)]):
+        exact = up.double() * gate.double() / (1 + (-gate.double()).exp())
+        torch.testing.assert_close(prefill.swiglu(gate, up).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+# ---- rows in few bits -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 64), (torch.bfloat16, 16), (torch.float32, 24)])
+def test_rows_are_those_that_tensors_hold(dtype, D, bits):
+    """Chunks and evictions: the same groups and codes, and rows read back alike."""
+    sizes = dict(bits=bits, group=8, residual=8)
+    made = [kind(200, scratch=Scratch(), **sizes) for kind in (CompiledLayer, QuantisedLayer)]
+    mine, theirs = made
+    draw = torch.Generator().manual_seed(bits)
+    for turn in range(6):
+        k, v = (
+            torch.randn(1, 3, 70, D, generator=draw) * torch.linspace(1, 4, D) + torch.linspace(-9, 9, D) for _ in "kv"
+        )
+        order = torch.rand(1, 3, mine.rows + 70, generator=draw).argsort(-1)
+        for layer in made:
+            layer.update(k.to(dtype), v.to(dtype))
+            layer.append(k.to(dtype), v.to(dtype), torch.zeros(()).expand(k.shape[:3]))
+            if turn:
+                layer.keep(order < 120, 120)
+            layer.finish_block()
+        held = mine._held()
+        assert mine.tail == theirs.tail and torch.equal(mine.group[held], theirs.group[held])
+        assert torch.equal(mine.key_codes[held][mine.group[held] >= 0], theirs.key_codes[held][mine.group[held] >= 0])
+        for name in ("keys", "values"):
+            torch.testing.assert_close(
+                mine.slots(name), theirs.slots(name), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+            )
+        assert torch.equal(mine.slots("keys"), theirs.slots("keys"))
+        for layer in made:
+            layer.finish_block()
+    assert (mine.group[mine._held()] >= 0).any()
+
+
+# ---- a model ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [(policy, torch.float32) for policy in ("streaming", "h2o", "roco", "snapkv(6,3)", "ada-snapkv(6,3)", "full")]
+    + [("streaming", torch.bfloat16), ("full", torch.bfloat16)],  # of others the rounding decides which slots stay
+)
+def test_a_prompt_read_so(policy, bits, dtype):
+    """The slots and nearly the logits of the plain forward."""
+    model = tiny_model("llama", head_dim=16).to(dtype)
+    ids = (2 + torch.randperm(95, generator=torch.Generator().manual_seed(0))[:90]).tolist()
+    rest = dict(prompt_length=len(ids), chunk=20, stabilizers=4, local_len=5, kv_bits=bits)
+    caches = [BoundedCache(64, policy, positions=positions, **rest, **plain)
+              for positions in ("compact", "original") for plain in ({}, {"backend": "reference"})]  # fmt: skip
+    with attach(model), torch.inference_mode():
+        logits = [session.prefill(model, ids, cache) for cache in caches]
+    assert [cache.native for cache in caches] == [True, False, True, False]
+    for n in (0, 2):
+        assert held(caches[n]) == held(caches[n + 1])
+        far = float((logits[n] - logits[n + 1]).norm() / logits[n + 1].norm())
+        assert far < (1e-4 if dtype == torch.float32 and bits is None else 0.05)
+
+
+def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    calls = (load_prefill, load_quantiser, prefill.ready)
+    for call in calls:
+        call.cache_clear()
+    model, ids = tiny_model("llama", head_dim=16), list(range(2, 90))
+    try:
+        caches = [
+            BoundedCache(24, "h2o", chunk=10, prompt_length=88, **plain) for plain in ({}, {"backend": "reference"})
+        ]
+        with attach(model), torch.inference_mode():
+            mine, plain = (session.prefill(model, ids, cache) for cache in caches)
+    finally:
+        for call in calls:
+            call.cache_clear()
+    assert torch.equal(mine, plain) and not caches[0].native
+    assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
