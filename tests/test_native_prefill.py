@@ -9,9 +9,11 @@ from policy_runs import held
 from tiny_models import tiny_model
 
 from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.fused.reference import rms_norm, swiglu
 from locret_kernels.native import load_prefill, load_quantiser, prefill
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones import widened
 from locret_kit.backbones.rope import Rope
 from locret_kit.cache.storage.compiled import CompiledLayer
 from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
@@ -104,22 +106,25 @@ def test_what_it_does_not_take():
     assert not prefill.attends(rows[:, :, :2], rows, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 48), (1, 1, 100)])
-def test_norms(shape, residual):
-    x, weight, other = random(*shape), random(shape[-1], seed=1), random(*shape, seed=2) if residual else None
-    total = x.double() + (0 if other is None else other.double())
-    exact = weight.double() * total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    out, summed = prefill.rms_norm(x, weight, 1e-5, other)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(summed.double(), total, rtol=1e-6, atol=1e-6)
+def test_norms(shape, residual, dtype):
+    x, weight, other = (random(*size, seed=seed).to(dtype) for seed, size in enumerate((shape, shape[-1:], shape)))
+    other = other if residual else None
+    exact, summed = rms_norm(x, weight, 1e-5, other)
+    mine, total = prefill.rms_norm(x, weight, 1e-5, other)
+    rounding = 1e-5 if dtype == torch.float32 else 2**-8  # a sum in another order, rounded to the next number
+    torch.testing.assert_close(mine, exact, rtol=rounding, atol=1e-6)
+    assert torch.equal(total, summed)
 
 
-def test_gates_apart_or_side_by_side():
-    both = 5 * random(2, 7, 100)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_apart_or_side_by_side(dtype):
+    both = 5 * random(2, 7, 100).to(dtype)
     for gate, up in (both.chunk(2, -1), [x.contiguous() for x in both.chunk(2, -1)]):
-        exact = up.double() * gate.double() / (1 + (-gate.double()).exp())
-        torch.testing.assert_close(prefill.swiglu(gate, up).double(), exact, rtol=1e-5, atol=1e-6)
+        rounding = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(prefill.swiglu(gate, up), swiglu(gate, up), rtol=rounding, atol=1e-6)
 
 
 # ---- rows in few bits -------------------------------------------------------------------------------------------------
@@ -199,3 +204,19 @@ def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
             call.cache_clear()
     assert torch.equal(mine, plain) and not caches[0].native
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
+
+
+def test_products_of_bfloat16_are_rounded_once(monkeypatch):
+    """By weights that are widened in several parts; the model is as it was after it."""
+    monkeypatch.setattr(widened, "lacks_bfloat16", lambda: True)
+    monkeypatch.setattr(widened, "AT_ONCE", 1000)
+    model, x = tiny_model("llama", attention_bias=True).bfloat16(), random(1, 64, 48).bfloat16()
+    linear = model.model.layers[0].self_attn.q_proj
+    linear.bias.normal_(generator=torch.Generator().manual_seed(0))
+    own = linear(x)
+    undo = widened.widen(model, lambda x: True)
+    mine, few = linear(x), linear(x[:, :9])
+    undo()
+    exact = x.double() @ linear.weight.double().T + linear.bias.double()
+    torch.testing.assert_close(mine.double(), exact, rtol=2**-8, atol=1e-4)
+    assert torch.equal(few, linear(x[:, :9])) and torch.equal(linear(x), own) and "forward" not in vars(linear)

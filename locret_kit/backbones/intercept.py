@@ -34,6 +34,7 @@ from .families import decoder_of, require_adapter, text_config
 from .fused import fuse
 from .parallel import AllHeads, group_of
 from .slices import replace_forward, slice_mlps
+from .widened import widen
 
 NAME = "locret"
 
@@ -144,8 +145,10 @@ def _compiled(x: Tensor) -> bool:
 
 def acts(x: Tensor) -> str | None:
     """What does elementwise work on ``x`` in the forward that runs now in this thread: kernels on a card, compiled calls on a CPU
-    in float32 for a handler that is ``native``, or None for the backbone itself."""
-    return "triton" if kernels_act(x) else "native" if _compiled(x) and x.dtype == torch.float32 else None
+    for a handler that is ``native``, or None for the backbone itself."""
+    if kernels_act(x):
+        return "triton"
+    return "native" if _compiled(x) and x.dtype in (torch.float32, torch.bfloat16) else None
 
 
 def unrotated(rotary: Any) -> Callable[[], None]:
@@ -189,7 +192,12 @@ class Attachment:
         self._ranks = group_of(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         model.set_attn_implementation(NAME)
-        self._undo = [replace_forward(decoder, self._forward), fuse(model, acts), slice_mlps(model)]
+        self._undo = [
+            replace_forward(decoder, self._forward),
+            fuse(model, acts),
+            widen(model, _compiled),
+            slice_mlps(model),
+        ]
         if hasattr(decoder, "rotary_emb"):
             self._undo.append(unrotated(decoder.rotary_emb))
         if words is not None:

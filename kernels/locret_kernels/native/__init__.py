@@ -141,8 +141,8 @@ def load_prefill() -> ctypes.CDLL:
     loaded = _built(PREFILL)
     p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     loaded.locret_attend.argtypes = [p, i]
-    loaded.locret_rms_norm.argtypes = [p, p, p, ctypes.c_double, n, n, p, p, i]
-    loaded.locret_swiglu.argtypes = [p, p, n, n, n, n, p, i]
+    loaded.locret_rms_norm.argtypes = [p, p, p, ctypes.c_double, n, n, p, p, i, i]
+    loaded.locret_swiglu.argtypes = [p, p, n, n, n, n, p, i, i]
     for call in (loaded.locret_attend, loaded.locret_rms_norm, loaded.locret_swiglu):
         call.restype = None
     return loaded

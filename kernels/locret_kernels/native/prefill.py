@@ -102,7 +102,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
     total, before = (x, None) if residual is None else (torch.empty_like(x), residual.contiguous())
     load_prefill().locret_rms_norm(
         x.data_ptr(), None if before is None else before.data_ptr(), weight_C.contiguous().data_ptr(), eps, x.numel() // C, C,
-        total.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+        total.data_ptr(), out.data_ptr(), TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out, total
 
@@ -112,9 +112,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     check_gate(gate, up)
     C = gate.shape[-1]
     gate_NC, up_NC = (x.reshape(-1, C) if x.stride(-1) == 1 else x.contiguous().view(-1, C) for x in (gate, up))
-    out = torch.empty(gate.shape)
+    out = gate.new_empty(gate.shape)
     load_prefill().locret_swiglu(
         gate_NC.data_ptr(), up_NC.data_ptr(), len(gate_NC), C, gate_NC.stride(0), up_NC.stride(0), out.data_ptr(),
-        torch.get_num_threads(),
+        TYPES[gate.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -1,0 +1,56 @@
+"""Products of many rows in bfloat16 on a CPU that has no arithmetic of that type: weights are widened to float32 for the product,
+which is rounded once. PyTorch's own takes several times as long there, and sums in float32 too.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .families import decoder_of, has_adapter, text_config
+from .slices import replace_forward
+
+FEWEST = 64
+"""Rows from which on widening weights takes less time than it saves."""
+AT_ONCE = 1 << 22
+"""Weights that are widened at a time."""
+
+
+@cache
+def lacks_bfloat16() -> bool:
+    """Whether this processor must widen numbers of bfloat16 to compute with them, as x86 without AVX512_BF16 and AMX."""
+    known = (getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return platform.machine() in ("x86_64", "AMD64") and not any(known)
+
+
+def widen(model: PreTrainedModel, native: Callable[[Tensor], bool]) -> Callable[[], None]:
+    """Widen the weights of a decoder's products of bfloat16 where compiled calls act (``native``) and that pays; returns what
+    undoes it."""
+    undo = ExitStack()
+    if model.dtype == torch.bfloat16 and has_adapter(text_config(model)) and lacks_bfloat16():
+        for linear in decoder_of(model).layers.modules():
+            if type(linear) is nn.Linear and not hasattr(linear, "_hf_hook"):
+                undo.callback(replace_forward(linear, partial(_forward, linear, native)))
+    return undo.close
+
+
+def _forward(
+    linear: nn.Linear, native: Callable[[Tensor], bool], forward: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    weight, alike = linear.weight, x.dtype == linear.weight.dtype == torch.bfloat16
+    if not alike or x.numel() < FEWEST * x.shape[-1] or not native(x):
+        return forward(x)
+    wide, step = x.float(), max(1, AT_ONCE // weight.shape[1])
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    for start in range(0, len(weight), step):
+        some = slice(start, start + step)
+        bias = None if linear.bias is None else linear.bias[some].float()
+        out[..., some] = F.linear(wide, weight[some].float(), bias)
+    return out
