@@ -15,11 +15,11 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from typing_extensions import Unpack
 
 from .backbones.families import BackboneSpec, spec_of
+from .backbones.widened import product
 from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
 from .files import CONFIG, HASH, read_json
 from .hub import Access
@@ -102,7 +102,7 @@ class RetainingHead(nn.Module):
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
-        hidden = self.act(F.linear(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
+        hidden = self.act(product(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
         return self.fc2(hidden).transpose(1, 2).float()
 
 

@@ -139,8 +139,7 @@ class RunSettings(StoreSettings):
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of policies that draw, and of sampling."""
     backend: Literal["reference", "triton"] | None = None
-    """Kernels. Default: triton on CUDA in half precision, the reference otherwise, with one compiled call per decoded token on a
-    CPU."""
+    """Kernels. Default: triton on CUDA in half precision, the reference otherwise, with compiled calls on a CPU."""
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> RunSettings:

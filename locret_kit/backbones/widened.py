@@ -44,13 +44,18 @@ def widen(model: PreTrainedModel, native: Callable[[Tensor], bool]) -> Callable[
 def _forward(
     linear: nn.Linear, native: Callable[[Tensor], bool], forward: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
-    weight, alike = linear.weight, x.dtype == linear.weight.dtype == torch.bfloat16
-    if not alike or x.numel() < FEWEST * x.shape[-1] or not native(x):
-        return forward(x)
+    return product(x, linear.weight, linear.bias) if native(x) else forward(x)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``, by widened weights where that pays."""
+    alike = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+    graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not alike or graph or x.numel() < FEWEST * x.shape[-1] or not lacks_bfloat16():
+        return F.linear(x, weight, bias)
     wide, step = x.float(), max(1, AT_ONCE // weight.shape[1])
     out = x.new_empty(*x.shape[:-1], len(weight))
     for start in range(0, len(weight), step):
         some = slice(start, start + step)
-        bias = None if linear.bias is None else linear.bias[some].float()
-        out[..., some] = F.linear(wide, weight[some].float(), bias)
+        out[..., some] = F.linear(wide, weight[some].float(), None if bias is None else bias[some].float())
     return out
