@@ -139,7 +139,7 @@ def kernels_act(x: Tensor) -> bool:
 
 def _compiled(x: Tensor) -> bool:
     """Whether the handler of the forward that runs now in this thread lets compiled calls work on ``x``, on a CPU."""
-    native = x.device.type == "cpu" and getattr(_ACTIVE.handler, "native", False)
+    native = type(x) is Tensor and x.device.type == "cpu" and getattr(_ACTIVE.handler, "native", False)
     return native and not (torch.is_grad_enabled() and x.requires_grad)
 
 

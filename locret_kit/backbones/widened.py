@@ -36,7 +36,8 @@ def widen(model: PreTrainedModel, native: Callable[[Tensor], bool]) -> Callable[
     undo = ExitStack()
     if model.dtype == torch.bfloat16 and has_adapter(text_config(model)) and lacks_bfloat16():
         for linear in decoder_of(model).layers.modules():
-            if type(linear) is nn.Linear and not hasattr(linear, "_hf_hook"):
+            plain = type(linear) is nn.Linear and type(linear.weight.data) is Tensor  # no codes of another library
+            if plain and not hasattr(linear, "_hf_hook"):
                 undo.callback(replace_forward(linear, partial(_forward, linear, native)))
     return undo.close
 

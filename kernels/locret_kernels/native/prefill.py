@@ -53,7 +53,7 @@ def attends(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
     three, D = (q_BQTD, k_BHSD, v_BHSD), q_BQTD.shape[-1]
     if torch.is_grad_enabled() and any(x.requires_grad for x in three):
         return False
-    alike = all(x.dtype == q_BQTD.dtype and x.shape[-1] == D and x.stride(-1) == 1 for x in three)
+    alike = all(type(x) is Tensor and x.dtype == q_BQTD.dtype and x.shape[-1] == D and x.stride(-1) == 1 for x in three)
     fits = D % LANES == 0 and D <= MOST_CHANNELS and k_BHSD.shape[2] <= MOST_ROWS
     return alike and fits and q_BQTD.device.type == "cpu" and q_BQTD.dtype in (torch.float32, torch.bfloat16)
 
