@@ -39,7 +39,7 @@ def fuse(model: PreTrainedModel, acts: Acts) -> Callable[[], None]:
         after = layer.post_attention_layernorm
         if is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
             undo.callback(replace_forward(layer, partial(_layer, layer, after, acts)))
-        if getattr(config, "hidden_act", None) == "silu" and not hasattr(layer.mlp, "_hf_hook"):
+        if getattr(config, "hidden_act", None) == "silu" and _is_gated(layer.mlp):
             undo.callback(replace_forward(layer.mlp, partial(_mlp, layer.mlp, acts)))
     for norm in filter(is_rms_norm, decoder.modules()):
         undo.callback(replace_forward(norm, partial(_norm, norm, acts)))
@@ -50,6 +50,12 @@ def is_rms_norm(module: nn.Module) -> bool:
     """Whether a module is a norm as Llama's: it scales by its weight what was rounded before."""
     name = type(module).__name__
     return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
+
+
+def _is_gated(mlp: nn.Module) -> bool:
+    """Whether a module is an MLP as Llama's, or as Phi-3's."""
+    inward = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    return all(hasattr(mlp, name) for name in (*inward, "down_proj")) and not hasattr(mlp, "_hf_hook")
 
 
 def _function(name: str, backend: str) -> Callable[..., Any]:
