@@ -30,6 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from locret_kernels.native import prefill
+
 from .families import decoder_of, require_adapter, text_config
 from .fused import fuse
 from .parallel import AllHeads, group_of
@@ -148,7 +150,7 @@ def acts(x: Tensor) -> str | None:
     for a handler that is ``native``, or None for the backbone itself."""
     if kernels_act(x):
         return "triton"
-    return "native" if _compiled(x) and x.dtype in (torch.float32, torch.bfloat16) else None
+    return "native" if _compiled(x) and x.dtype in prefill.DTYPES else None
 
 
 def unrotated(rotary: Any) -> Callable[[], None]:

@@ -86,7 +86,7 @@ class Context:
     """Of ``locret_kernels``."""
     native: bool
     """Whether compiled calls do the work on a chunk of a prompt where they take it (``locret_kernels.native.prefill``): on a
-    CPU, where no backend is asked for."""
+    CPU, in its types, where no backend is asked for."""
     model: Any
     spec: BackboneSpec
     tables: RotationTables
@@ -159,7 +159,10 @@ class Context:
             statistics=tuple(sorted(policy.statistics - {"count"})),
             group=spec.n_heads // spec.n_kv_heads if policy.by_query_head else 0,
             backend=backend,
-            native=settings.backend is None and model.device.type == "cpu" and prefill.ready(),
+            native=settings.backend is None
+            and model.device.type == "cpu"
+            and model.dtype in prefill.DTYPES
+            and prefill.ready(),
             model=model,
             spec=spec,
             tables=RotationTables(),

@@ -21,6 +21,8 @@ from . import ATTENTION, MOST_CHANNELS, STATISTICS, TYPES, Unavailable, load_pre
 
 logger = logging.getLogger(__name__)
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of rows and hidden states; float64 stays with the definitions."""
 LANES = 16
 """Channels of a head are a multiple of it: numbers of the widest vector."""
 MOST_ROWS = 1 << 14
@@ -55,7 +57,7 @@ def attends(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
         return False
     alike = all(type(x) is Tensor and x.dtype == q_BQTD.dtype and x.shape[-1] == D and x.stride(-1) == 1 for x in three)
     fits = D % LANES == 0 and D <= MOST_CHANNELS and k_BHSD.shape[2] <= MOST_ROWS
-    return alike and fits and q_BQTD.device.type == "cpu" and q_BQTD.dtype in (torch.float32, torch.bfloat16)
+    return alike and fits and q_BQTD.device.type == "cpu" and q_BQTD.dtype in DTYPES
 
 
 def attend(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...sizes import parse_bytes
 from ..context import Context
 from .blocks import BlockStore
@@ -63,9 +61,7 @@ def _store(
     if bits == FLOAT8:
         return (ReusedFloat8Layer if reused else Float8Layer)(capacity, None, statistics, recent)
     if bits is not None:
-        # float64 stays with the definitions.
-        compiled = ctx.native and ctx.model.dtype != torch.float64
-        stored = RaggedQuantisedLayer if policy.ragged else CompiledLayer if compiled else QuantisedLayer
+        stored = RaggedQuantisedLayer if policy.ragged else CompiledLayer if ctx.native else QuantisedLayer
         return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
     if reused:
         return ReusedLayer(capacity, None, statistics, recent)
