@@ -128,8 +128,11 @@ def test_the_grid_names_its_worst_cell():
         Part("grid", "chunk=256", rows_of([1.0, 1.0])),
     ]  # fmt: skip
     (table,) = grids(parts)
+    assert table.title == "Grid, dev, 4K"
     assert [line[0] for line in table.lines] == ["as it is", "ending=line", "chunk=256", "mean", "worst cell"]
     assert table.lines[-2][1] == "0.83" and table.lines[-1][1] == "0.50: ending=line"
+    (table,) = grids([*parts, Part("grid", "offset=128", rows_of([1.0, 0.0]))])
+    assert table.lines[-1][1] == "0.50: ending=line and 1 more"
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------------
@@ -145,11 +148,15 @@ def test_the_benchmark_is_runs_of_locret_eval():
     every = list(config.runs(replace(made, blocks=["grid"], size="screening")))
     assert len(every) == 21 and all(one.config.samples == 10 for one in every)
     assert len({one.config.out for one in [*runs, *every]}) == len(runs) + 21
-    plain = every[0].config
-    for one in every[1:]:
-        name, value = one.variation.split("=")
-        assert str(getattr(one.config, name)) == value
-        assert replace(one.config, out=plain.out, **{name: getattr(plain, name)}) == plain
+    small = list(config.runs(replace(made, blocks=["grid-2k"])))
+    assert len(small) == 21 and all((one.config.samples, one.config.lengths) == (2, [2048]) for one in small)
+    for plain, *others in (every, small):
+        assert plain.config.budgets == [plain.config.lengths[0] // 8]
+        assert plain.config.haystacks == ["repeated", "texts/dev"]
+        for one in others:
+            name, value = one.variation.split("=")
+            assert str(getattr(one.config, name)) == value
+            assert replace(one.config, out=plain.config.out, **{name: getattr(plain.config, name)}) == plain.config
     assert "leval" not in {one.block for one in config.runs(replace(made, data=[]))}
     with pytest.raises(ValueError, match=r"against=nev must be one of heads, new. Did you mean 'new'\?"):
         replace(made, against="nev")

@@ -16,10 +16,10 @@ from .evaluate import EvalConfig, Names
 from .machine import Machine
 from .reader import Command, build
 
-Block = Literal["needles-4k", "needles-16k", "questions", "language", "leval", "grid"]
+Block = Literal["needles-4k", "needles-16k", "questions", "language", "leval", "grid", "grid-2k"]
 QUESTIONS = 4
 """Examples of a document, where several questions are asked about each."""
-GRID, AS_IT_IS = "grid", "as it is"
+GRIDS, AS_IT_IS = ("grid", "grid-2k"), "as it is"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class BenchmarkConfig(Machine):
     blocks: Annotated[list[Block], MinLen(1)] = field(
         default_factory=lambda: ["needles-4k", "needles-16k", "questions", "language", "leval"]
     )
-    """Parts of the benchmark; 'grid' varies wording, newlines, template, chunks and offset. 'leval' needs ``data``."""
+    """Parts of the benchmark; 'grid' varies wording, newlines, template, chunks and offset; so does 'grid-2k', with two
+    texts of 2K in each cell. 'leval' needs ``data``."""
     data: list[str] = field(default_factory=list)
     """Folders with L-Eval's files."""
     against: str | None = None
@@ -95,8 +96,8 @@ def runs(config: BenchmarkConfig) -> Iterator[Run]:
             continue
         keys = dict(definition()["blocks"][block])
         vary: dict[str, list[object]] = keys.pop("vary", {})
-        texts = ["repeated", *config.haystacks] if block == GRID else config.haystacks
-        keys["samples"] = samples * (QUESTIONS if block == "questions" else 1)
+        texts = ["repeated", *config.haystacks] if block in GRIDS else config.haystacks
+        keys["samples"] = keys.pop("texts", samples) * (QUESTIONS if block == "questions" else 1)
         keys |= {**shared, "haystacks": texts, "out": f"{config.out}/{block}"}
         yield Run(block, AS_IT_IS, build(EvalConfig, keys))
         for name, values in vary.items():

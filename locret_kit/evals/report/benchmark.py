@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...config.benchmark import GRID, QUESTIONS
+from ...config.benchmark import GRIDS, QUESTIONS
 from ...files import write_text
 from ..engine.rows import Row, label_of
 from .paired import Difference, differences
@@ -103,10 +103,10 @@ def write_page(parts: Sequence[Part], against: str, out: Path, write: Path | Non
 
 def tables(parts: Sequence[Part], against: str) -> str:
     """Every table, in Markdown."""
-    plain = [row for part in parts if part.block != GRID for row in by_document(part.rows)]
+    plain = [row for part in parts if part.block not in GRIDS for row in by_document(part.rows)]
     made = [*([scores(plain)] if plain else []), *compared(plain, against)]
-    grid = [part for part in parts if part.block == GRID]
-    return "\n".join([*(table.markdown() for table in made), *(table.markdown() for table in grids(grid))])
+    varied = [part for part in parts if part.block in GRIDS]
+    return "\n".join([*(table.markdown() for table in made), *(table.markdown() for table in grids(varied))])
 
 
 def scores(rows: Sequence[Row]) -> Table:
@@ -164,14 +164,16 @@ def _gain_in_errors(one: Difference) -> float:
 
 
 def grids(parts: Sequence[Part]) -> list[Table]:
-    """A table for each text: a line for each variation, the mean over them and the worst one; a column for each policy."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    """A table for each text and length, a column for each policy: a line for each variation, their mean and the worst one."""
+    found: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     for part in parts:
         for row in part.rows:
             if row.score is not None:
-                found[row.haystack][part.variation][row.label].append(row.score)
+                found[row.haystack, row.length][part.variation][row.label].append(row.score)
     made = []
-    for text, variations in sorted(found.items()):
+    for (text, length), variations in sorted(found.items()):
         labels = sorted({label for cells in variations.values() for label in cells}, key=_order)
         lines = [[name, *(figure(cells[label]) for label in labels)] for name, cells in variations.items()]
         means = {
@@ -179,11 +181,18 @@ def grids(parts: Sequence[Part]) -> list[Table]:
             for label in labels
         }
         lines.append(["mean", *(f"{sum(cells.values()) / len(cells):.2f}" for cells in means.values())])
-        worst = {label: min(cells, key=lambda name: cells[name]) for label, cells in means.items()}
-        lines.append(["worst cell", *(f"{means[label][name]:.2f}: {name}" for label, name in worst.items())])
+        lines.append(["worst cell", *map(_worst, means.values())])
         n = max(len(scores) for cells in variations.values() for scores in cells.values())
-        made.append(Table(["variation", *labels], lines, f"Grid, {text}", f"{n} texts in each cell, the same in all"))
+        title, says = f"Grid, {text}, {size(length)}", f"{n} texts in each cell, the same in all"
+        made.append(Table(["variation", *labels], lines, title, says))
     return made
+
+
+def _worst(cells: Mapping[str, float]) -> str:
+    """The least mean, the first variation that has it, and how many others have it too."""
+    least = min(cells.values())
+    name, *others = (name for name, mean in cells.items() if mean == least)
+    return f"{least:.2f}: {name}" + (f" and {len(others)} more" if others else "")
 
 
 def _order(label: str) -> tuple[bool, bool, str]:
