@@ -74,6 +74,14 @@ def test_a_padded_batch_is_its_samples_one_by_one(family, kind):
     assert len(slow) == 2 * sum(window is None for window in module.spec.windows) and all(grad.any() for grad in slow)
 
 
+def test_heads_that_nothing_trains_are_zeros():
+    module = HeadTraining(tiny_model("gemma3"), load_config(["recipe=tiny", "backbone.model=some/model"]))
+    windows = module.spec.windows
+    assert {None} < set(windows)
+    for head, window in zip(module.heads.layers, windows, strict=True):
+        assert all(bool(weight.any()) == (window is None) for weight in head.parameters())
+
+
 def test_a_backbone_of_windows_alone_has_nothing_to_train():
     with pytest.raises(ValueError, match="every layer of some/model has a window, and is never evicted from"):
         HeadTraining(tiny_model("mistral-window"), load_config(["recipe=tiny", "backbone.model=some/model"]))

@@ -63,6 +63,9 @@ class Trial:
                 inference=cfg.infer.published() | ({"policy": cfg.infer.policy} if cfg.infer.policy else {}),
             )
         )
+        for head, window in zip(self.heads.layers, spec.windows, strict=True):
+            if window is not None:  # never evicted from, so nothing trains it: zeros pack to nothing
+                head.load_state_dict({name: torch.zeros_like(weight) for name, weight in head.state_dict().items()})
         self.draws = Draws()
         self._norms = norms if cfg.target.values else None
         if cfg.heads.init is not None:
