@@ -6,7 +6,8 @@ of GPUs), or check that they agree.
 
 README.md has a few lines of needles, docs/results/needles.md all of them and everything about pass keys in real text,
 docs/results/gpu.md what GPUs reach of their targets, each between HTML comments such as ``<!-- needles:begin -->`` and
-``<!-- needles:end -->``; the RESULTS.md beside the heads has every table of rows.
+``<!-- needles:end -->``. They are of the demo's heads; the RESULTS.md beside each set of heads has every table of its rows, and
+docs/results/needles.md (``<!-- gemma:begin -->``) those of the second backbone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.report.summary import PRECISION, Cell, score_table, size, summarize, to_markdown, usual_dtype
+from locret_kit.evals.report.summary import (
+    PRECISION,
+    Cell,
+    score_table,
+    score_tables,
+    size,
+    summarize,
+    to_markdown,
+    usual_dtype,
+)
 from locret_kit.evals.report.tables import line
 from locret_kit.files import write_beside
 
@@ -28,7 +38,7 @@ sys.path.append(str(Path(__file__).parent))
 import targets  # noqa: E402
 
 NEEDLES = ("R.PassKey", "R.Number")
-HEADS, PAPER = "smollm2-135m-locret", "smollm2-135m-paper"
+HEADS, PAPER, SECOND = "smollm2-135m-locret", "smollm2-135m-paper", "gemma3-270m-locret"
 FULL_TABLE = ("R.PassKey", "jargon")
 SUMMARY = (
     ("R.PassKey", "jargon", 4096, 256), ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 4096, 1024),
@@ -101,6 +111,11 @@ def needles(cells: Sequence[Cell]) -> str:
     return f"{short(cells)}\n{score_table(chosen).markdown() if chosen else ''}"
 
 
+def second(cells: Sequence[Cell]) -> str:
+    """The tables of the second backbone, shares with Wilson's 95% interval."""
+    return "\n".join(table.markdown() for table in score_tables(cells, "wilson"))
+
+
 def _ground(rows: Sequence[Row]) -> str:
     """Precision, device and library versions, where the rows name them."""
     named = {
@@ -137,21 +152,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results.jsonl)")
     parser.add_argument("--gpu-rows", type=Path, nargs="*", help="(default: kernels/benchmarks/results/*.csv)")
     args = parser.parse_args(argv)
-    files = args.rows if args.rows is not None else sorted((ROOT / "checkpoints").glob("*/results.jsonl"))
+    found = {file.parent.name: [file] for file in sorted((ROOT / "checkpoints").glob("*/results.jsonl"))}
+    files = found if args.rows is None else {HEADS: args.rows}
     results = sorted(path for path in BENCHMARKS.glob("results/*.csv") if not path.stem.endswith("-operations"))
     try:
-        rows = read_rows(files)
-        cells, ground = summarize(rows), provenance(rows, files)
+        texts: dict[Path, str] = {}
+        tables: dict[str, tuple[str, list[Cell]]] = {}
+        for name, own in files.items():
+            rows = read_rows(own)
+            ground, cells = tables[name] = provenance(rows, own), summarize(rows)
+            texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{to_markdown(cells)}"
+        ground, cells = tables[HEADS]
         gpus = read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows)
-        sections = (
+        sections = [
             ("README.md", "summary", short(cells, SUMMARY)),
             ("docs/results/needles.md", "needles", f"{ground}\n{needles(cells)}"),
             ("docs/results/gpu.md", "gpu", targets.to_markdown(gpus, targets.predicted())),
-        )
-        texts = {args.root / "checkpoints" / HEADS / "RESULTS.md": f"# Results\n\n{ground}\n{to_markdown(cells)}"}
+        ]
+        if SECOND in tables:
+            ground, cells = tables[SECOND]
+            sections.append(("docs/results/needles.md", "gemma", f"{ground}\n{second(cells)}"))
         for name, marker, table in sections:
             path = args.root / name
-            texts[path] = replaced(path.read_text(encoding="utf-8"), marker, table)
+            texts[path] = replaced(texts.get(path) or path.read_text(encoding="utf-8"), marker, table)
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
         if args.check and stale:
             names = " and ".join(str(path.relative_to(args.root)) for path in stale)
