@@ -26,8 +26,9 @@ from .naming import blaming
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
-EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", TRAINING)
-"""Files published beside the heads where their folder has them: curves, evaluation rows and tables, the run's configuration."""
+EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", "*.txt", "NOTICE", TRAINING)
+"""Files published beside the heads where their folder has them: curves, evaluation rows and tables, the run's configuration,
+notices and terms."""
 
 
 def publish(
