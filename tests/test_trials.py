@@ -18,7 +18,6 @@ from locret_kit.training.curves import read_curves
 from locret_kit.training.module import HeadTraining
 from locret_kit.training.trial import asking
 
-SIGNALS = Path(__file__).parents[1] / "recipes" / "trials" / "signals.yaml"
 TRIALS = """
 first: {target: {kind: log_mass, window: 4}, optim: {lr: 0.01}}
 drawn: {target: {queries: answers}, loss: {kind: boundary, budgets: 3}}
@@ -166,18 +165,21 @@ def test_what_trials_cannot_be_is_said(text, more, said, tmp_path):
     assert said in str(error.value)
 
 
-def test_signals_that_ship_build_and_differ():
-    config = load_config(
-        ["recipe=smollm2-135m", "data.queries=both", f"trials.file={SIGNALS}", "trials.rates=[1e-3,3e-3]"]
-    )
+@pytest.mark.parametrize(
+    ("file", "more", "signals"),
+    [("signals", ["data.queries=both"], 10), ("answers", [], 3)],
+    ids=["signals", "answers"],
+)
+def test_trials_that_ship_build_and_differ(file, more, signals):
+    config = load_config(["recipe=smollm2-135m", *more, f"trials.file={file}", "trials.rates=[1e-3,3e-3]"])
     trials = trials_of(config)
-    assert len(trials) == 20 and {cfg.optim.lr for cfg in trials.values()} == {1e-3, 3e-3}
+    assert len(trials) == 2 * signals and {cfg.optim.lr for cfg in trials.values()} == {1e-3, 3e-3}
     seen = [(vars(cfg.target), vars(cfg.loss), cfg.heads.form) for cfg in trials.values()]
-    assert sum(one not in seen[:i] for i, one in enumerate(seen)) == 10
+    assert sum(one not in seen[:i] for i, one in enumerate(seen)) == signals
     assert {(str(cfg.data), cfg.optim.steps, cfg.seed) for cfg in trials.values()} == {
         (str(config.data), config.optim.steps, 0)
     }
-    assert "signals" not in known_recipes()
+    assert file not in known_recipes()
 
 
 def test_who_asks():
