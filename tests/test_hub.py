@@ -116,10 +116,20 @@ def test_a_hand_written_card_keeps_its_words_and_gets_what_it_lacks(tmp_path):
     assert (given["license"], given["base_model"]) == ("apache-2.0", "lab/tiny")
 
 
-def test_the_shipped_heads_can_be_published(tmp_path):
-    shipped = ROOT / "checkpoints" / "smollm2-135m-locret"
+SHIPPED = {
+    "smollm2-135m-locret": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
+    "gemma3-270m-locret": ("google/gemma-3-270m", "gemma"),
+}
+"""Backbone and license of the heads in ``checkpoints``."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_shipped_heads_can_be_published(tmp_path, name):
+    shipped = ROOT / "checkpoints" / name
     write_release(RetainingHeads.from_pretrained(str(shipped)), "me/heads", tmp_path, shipped)
-    assert json.loads((tmp_path / "config.json").read_text())["backbone"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert json.loads((tmp_path / "config.json").read_text())["backbone"] == SHIPPED[name][0]
+    given, prose = read_card(tmp_path / "README.md")
+    assert (given["base_model"], given["license"]) == SHIPPED[name] and "## How they were trained" in prose
     ours, theirs = (RetainingHeads.from_pretrained(str(path)).state_dict() for path in (shipped, tmp_path))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
