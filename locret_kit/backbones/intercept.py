@@ -228,16 +228,20 @@ class Attachment:
             require_adapter(text_config(self.model))
         if self._ranks is not None:
             handler = AllHeads(handler, self._ranks)
-        if getattr(handler, "needs_logits", False):
-            output = _read_blocks(handler, forward, ids, kwargs)
-        else:
-            output = _handled(handler, forward, *args, **kwargs)
+        detached = "detached while this forward ran: attach a model once, and detach it when no thread uses it"
+        try:
+            if getattr(handler, "needs_logits", False):
+                output = _read_blocks(handler, forward, ids, kwargs)
+            else:
+                output = _handled(handler, forward, *args, **kwargs)
+        except Exception as error:
+            if not self._undo:  # the rest of it was the backbone's own, to which no rotation was given
+                raise RuntimeError(detached) from error
+            raise
         if several:
             past.finish(output.last_hidden_state, ids)
         if not self._undo:
-            raise RuntimeError(
-                "detached while this forward ran: attach a model once, and detach it when no thread uses it"
-            )
+            raise RuntimeError(detached)
         return output
 
     @contextmanager
