@@ -159,6 +159,8 @@ def allowed(annotation: object, *, bounds_alone: bool = False) -> str:
 def _kind(kind: object) -> str:
     if get_origin(kind) is list:
         (item,) = get_args(kind)
+        if names := choices(item):
+            return f"a list out of [{','.join(map(str, names))}]"
         each = f", each {allowed(item, bounds_alone=True)}" if any(metadata_of(item)) else ""
         return f"a list of {'names, such as [a,b]' if str in parts(item) else 'numbers, such as [1,2]'}{each}"
     return _WORDS.get(kind, str(kind)) if isinstance(kind, type) else str(kind)

@@ -245,9 +245,10 @@ def chat_commands() -> str:
 def settings() -> str:
     """Every setting of a bounded run."""
     said, known = docstrings(RunSettings), annotations_of(RunSettings)
+    own_first = sorted(fields(RunSettings), key=lambda item: item.name not in RunSettings.__annotations__)
     rows = [
         (f"`{item.name}`", type_of(known[item.name]), "yes" if item.name in PUBLISHED else "", plain(said[item.name]))
-        for item in fields(RunSettings)
+        for item in own_first
     ]
     return page(
         "Settings",

@@ -162,6 +162,11 @@ def test_the_benchmark_is_runs_of_locret_eval():
         replace(made, against="nev")
 
 
+def test_a_block_of_another_name_is_refused_with_the_names_there_are(capsys):
+    assert main(["benchmark", "blocks=[grid,needle]", "ckpt=[x]"]) == 1
+    assert "blocks=['grid', 'needle'] must be a list out of [needles-4k,needles-16k," in capsys.readouterr().err
+
+
 def test_a_small_benchmark_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     backbone = save_tiny_backbone(tmp_path / "backbone")
     from transformers import AutoConfig
