@@ -77,6 +77,9 @@ def _layer(layer: Any, after: Any, acts: Acts, forward: Callable[..., Any], hidd
     if backend is None or layer.training or after.weight.dtype != hidden_states.dtype:
         return forward(hidden_states, **rest)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
+    if acts(attended) is None:  # a gradient began in the attention, as of a pool that is trained
+        total = hidden_states + attended
+        return total + layer.mlp(after(total))
     normed, total = _function("rms_norm", backend)(attended, after.weight, after.variance_epsilon, hidden_states)
     return total + layer.mlp(normed)
 
