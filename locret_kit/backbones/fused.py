@@ -23,7 +23,7 @@ from .families import decoder_of, has_adapter, text_config
 from .slices import replace_forward
 
 Acts = Callable[[Tensor], str | None]
-"""What acts on a tensor, in the forward that runs now: "triton", "native" (compiled calls on a CPU), or None."""
+"""Name of what acts on a tensor, in the forward that runs now: "triton", "native" (compiled calls on a CPU), or None."""
 
 
 def fuse(model: PreTrainedModel, acts: Acts) -> Callable[[], None]:

@@ -146,8 +146,8 @@ def _compiled(x: Tensor) -> bool:
 
 
 def acts(x: Tensor) -> str | None:
-    """What does elementwise work on ``x`` in the forward that runs now in this thread: kernels on a card, compiled calls on a CPU
-    for a handler that is ``native``, or None for the backbone itself."""
+    """Name of what does elementwise work on ``x`` in the forward that runs now in this thread: kernels on a card, compiled calls
+    on a CPU for a handler that is ``native``, or None for the backbone itself."""
     if kernels_act(x):
         return "triton"
     return "native" if _compiled(x) and x.dtype in prefill.DTYPES else None
