@@ -37,7 +37,7 @@ template <int M, class A> inline void gather(A *to, const A *by, const A *x, i64
         n,
         [&](auto d) {
             Wide<A> sum = load(to + d);
-            UNROLL for (int i = 0; i < M; i++) sum += weight[i] * load(x + i * n + d);
+            UNROLL for (int i = 0; i < M; i++) sum = added(sum, weight[i] - Wide<A>{}, load(x + i * n + d));
             keep<A>(to + d, sum);
         },
         [&](i64 d) {

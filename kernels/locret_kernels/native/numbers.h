@@ -110,6 +110,21 @@ inline wide_f32 load(const uint8_t *p) {
 template <class A> using Wide = typename Lanes<A>::plain;
 template <class A> inline void keep(A *to, const Wide<A> &v) { memcpy(to, &v, sizeof v); }
 
+// sum + a b, rounded once: left to itself, a compiler decides that loop by loop, and sums of the same numbers would differ.
+#if WIDE == 64
+inline wide_f32 added(wide_f32 sum, wide_f32 a, wide_f32 b) { return (wide_f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
+inline Wide<double> added(Wide<double> sum, Wide<double> a, Wide<double> b) {
+    return (Wide<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
+}
+#elif WIDE == 32
+inline wide_f32 added(wide_f32 sum, wide_f32 a, wide_f32 b) { return (wide_f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum); }
+inline Wide<double> added(Wide<double> sum, Wide<double> a, Wide<double> b) {
+    return (Wide<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
+}
+#else
+template <class V> inline V added(const V &sum, const V &a, const V &b) { return sum + a * b; }
+#endif
+
 // Numbers by vectors where they are float32, and the rest one by one.
 template <class A, class F, class G> inline void each(i64 n, F wide, G one) {
     i64 i = 0;
@@ -171,7 +186,7 @@ inline void unpack(i64 bits, const uint8_t *codes, i64 bytes, uint8_t *out) {
 template <class A> inline A dot(const A *a, const A *b, i64 n) {
     Wide<A> sum = {};
     i64 i = 0;
-    for (; i + lanes<A> <= n; i += lanes<A>) sum += load(a + i) * load(b + i);
+    for (; i + lanes<A> <= n; i += lanes<A>) sum = added(sum, load(a + i), load(b + i));
     A out = total(sum, A());
     for (; i < n; i++) out += a[i] * b[i];
     return out;
@@ -182,7 +197,7 @@ template <class A> inline void dots(const A *a, const A *b, i64 n, A *out) {
     Wide<A> sum[4] = {};
     i64 i = 0;
     for (; i + lanes<A> <= n; i += lanes<A>)
-        UNROLL for (int r = 0; r < 4; r++) sum[r] += load(a + r * n + i) * load(b + i);
+        UNROLL for (int r = 0; r < 4; r++) sum[r] = added(sum[r], load(a + r * n + i), load(b + i));
     totals(sum[0], sum[1], sum[2], sum[3], out);
     for (; i < n; i++)
         for (int r = 0; r < 4; r++) out[r] += a[r * n + i] * b[i];

@@ -25,8 +25,8 @@ inline void product(const float *a, i64 a_row, const float *b, i64 b_row, i64 n,
         wide_f32 line[V];
         UNROLL for (int v = 0; v < V; v++) line[v] = load(b + i * b_row + v * lanes<float>);
         UNROLL for (int r = 0; r < TALL; r++) {
-            float x = a[r * a_row + i];
-            UNROLL for (int v = 0; v < V; v++) sum[r][v] += x * line[v];
+            wide_f32 x = a[r * a_row + i] - wide_f32{};
+            UNROLL for (int v = 0; v < V; v++) sum[r][v] = added(sum[r][v], x, line[v]);
         }
     }
     UNROLL for (int r = 0; r < TALL; r++)
@@ -146,7 +146,7 @@ struct Attend {
         const float share = 1 / float(group);
         for (i64 s = 0; s < up(seen, lanes<float>); s += lanes<float>) { // weights of rows that it does not see are 0
             wide_f32 own = {};
-            for (i64 g = 0; g < group; g++) own += load(weights + g * t * width + s) * inverse[g * t];
+            for (i64 g = 0; g < group; g++) own = added(own, load(weights + g * t * width + s), inverse[g * t] - wide_f32{});
             own *= share;
             float *at = to + s;
             auto gain = [&](const wide_f32 &x) { keep<float>(at, load(at) + x), at += width; };

@@ -56,7 +56,7 @@ template <class W, class A, class B, int R, int M> inline void tile(const W *w, 
         UNROLL for (int r = 0; r < R; r++) ws[r] = load(w + r * K + i);
         UNROLL for (int m = 0; m < M; m++) {
             Wide<A> xs = load(x + m * K + i);
-            UNROLL for (int r = 0; r < R; r++) sum[r][m] += ws[r] * xs;
+            UNROLL for (int r = 0; r < R; r++) sum[r][m] = added(sum[r][m], ws[r], xs);
         }
     }
     UNROLL for (int m = 0; m < M; m++) {
@@ -108,7 +108,7 @@ template <class W, class A> inline void rms_norm(const A *x, const void *weight,
     float sum = 0;
     wide_f32 wide = {};
     i64 i = 0;
-    if constexpr (sizeof(A) == 4) for (; i + lanes<float> <= n; i += lanes<float>) wide += load(x + i) * load(x + i);
+    if constexpr (sizeof(A) == 4) for (; i + lanes<float> <= n; i += lanes<float>) wide = added(wide, load(x + i), load(x + i));
     sum = total(wide, 0.0f);
     for (; i < n; i++) sum += float(x[i]) * float(x[i]);
     float by = 1 / std::sqrt(sum / float(n) + float(eps));
