@@ -187,6 +187,23 @@ def test_a_prompt_read_so(policy, bits, dtype):
         assert far < (1e-4 if dtype == torch.float32 and bits is None else 0.05)
 
 
+@pytest.mark.parametrize("trained", ["mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, dtype):
+    """Whatever is trained alone, as a LoRA of these modules would be, beside the plain forward in float64. Attention through a
+    cache is not differentiated by either."""
+    ids, grads = torch.arange(2, 32)[None], []
+    for kind, plain in ((dtype, {}), (torch.float64, {"backend": "reference"})):
+        model = tiny_model("llama", head_dim=16).to(dtype).to(kind).requires_grad_(False)
+        weights = [w.requires_grad_() for name, w in model.named_parameters() if trained in name]
+        with attach(model):
+            logits = model(ids, past_key_values=BoundedCache(64, "streaming", **plain)).logits
+        logits.double().logsumexp(-1).square().mean().backward()
+        grads.append([w.grad.double() for w in weights])
+    for mine, exact in zip(*grads, strict=True):
+        assert float((mine - exact).norm() / exact.norm()) < (1e-4 if dtype == torch.float32 else 0.1)
+
+
 def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     calls = (load_prefill, load_quantiser, prefill.ready)

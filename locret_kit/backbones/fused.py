@@ -22,8 +22,9 @@ from locret_kernels.native import prefill
 from .families import decoder_of, has_adapter, text_config
 from .slices import replace_forward
 
-Acts = Callable[[Tensor], str | None]
-"""Name of what acts on a tensor, in the forward that runs now: "triton", "native" (compiled calls on a CPU), or None."""
+Acts = Callable[..., str | None]
+"""Name of what acts on all the tensors it is given, in the forward that runs now: "triton", "native" (compiled calls on a CPU),
+or None."""
 
 
 def fuse(model: PreTrainedModel, acts: Acts) -> Callable[[], None]:
@@ -64,7 +65,7 @@ def _function(name: str, backend: str) -> Callable[..., Any]:
 
 
 def _norm(norm: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
-    backend = acts(x)
+    backend = acts(x, norm.weight)
     if backend is None or norm.weight.dtype != x.dtype:
         return forward(x)
     normed: Tensor = _function("rms_norm", backend)(x, norm.weight, norm.variance_epsilon)[0]
@@ -73,25 +74,22 @@ def _norm(norm: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> T
 
 def _layer(layer: Any, after: Any, acts: Acts, forward: Callable[..., Any], hidden_states: Tensor, **rest: Any) -> Any:
     """A decoder layer, whose first residual is added where its sum is normalised."""
-    backend = acts(hidden_states)
-    if backend is None or layer.training or after.weight.dtype != hidden_states.dtype:
+    if acts(hidden_states, after.weight) is None or layer.training or after.weight.dtype != hidden_states.dtype:
         return forward(hidden_states, **rest)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
-    if acts(attended) is None:  # a gradient began in the attention, as of a pool that is trained
-        total = hidden_states + attended
-        return total + layer.mlp(after(total))
+    backend = acts(attended) or "reference"  # a gradient may begin in the attention, as of a pool that is trained
     normed, total = _function("rms_norm", backend)(attended, after.weight, after.variance_epsilon, hidden_states)
     return total + layer.mlp(normed)
 
 
 def _mlp(mlp: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A gated MLP, its two inward products apart or in one matrix."""
-    backend = acts(x)
-    if backend is None:
+    if acts(x) is None:
         return forward(x)
     gate, up = (
         mlp.gate_up_proj(x).chunk(2, dim=-1) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj(x), mlp.up_proj(x))
     )
+    backend = acts(gate, up) or "reference"  # a gradient may begin in the products before
     out: Tensor = mlp.down_proj(_function("swiglu", backend)(gate, up))
     return out
 

@@ -132,22 +132,26 @@ def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
 
 def kernels_act(x: Tensor) -> bool:
     """Whether the forward that runs now in this thread leaves elementwise work on ``x`` to kernels: on a card, where its
-    handler has them, and where nothing is differentiated."""
+    handler has them."""
     handler = _ACTIVE.handler
-    if handler is None or x.device.type == "cpu" or (torch.is_grad_enabled() and x.requires_grad):
-        return False
-    return getattr(handler, "backend", "reference") != "reference"
+    return handler is not None and x.device.type != "cpu" and getattr(handler, "backend", "reference") != "reference"
 
 
 def _compiled(x: Tensor) -> bool:
     """Whether the handler of the forward that runs now in this thread lets compiled calls work on ``x``, on a CPU."""
-    native = type(x) is Tensor and x.device.type == "cpu" and getattr(_ACTIVE.handler, "native", False)
-    return native and not (torch.is_grad_enabled() and x.requires_grad)
+    return type(x) is Tensor and x.device.type == "cpu" and getattr(_ACTIVE.handler, "native", False)
 
 
-def acts(x: Tensor) -> str | None:
+def _differentiated(*xs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+def acts(x: Tensor, *others: Tensor) -> str | None:
     """Name of what does elementwise work on ``x`` in the forward that runs now in this thread: kernels on a card, compiled calls
-    on a CPU for a handler that is ``native``, or None for the backbone itself."""
+    on a CPU for a handler that is ``native``, or None for the backbone itself, as where ``x`` or what it is computed with is
+    differentiated."""
+    if _differentiated(x, *others):
+        return None
     if kernels_act(x):
         return "triton"
     return "native" if _compiled(x) and x.dtype in prefill.DTYPES else None
@@ -160,7 +164,7 @@ def unrotated(rotary: Any) -> Callable[[], None]:
     def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
             return forward(x, position_ids, *kind, **named)
-        if kernels_act(x) or _compiled(x):
+        if not _differentiated(x) and (kernels_act(x) or _compiled(x)):
             return None, None  # `fused` passes q and k through
         inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])

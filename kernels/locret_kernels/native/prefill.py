@@ -99,11 +99,11 @@ def attend(
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As ``fused.reference.rms_norm``."""
     check_norm(x, weight_C, residual)
-    x, C = x.contiguous(), x.shape[-1]
+    x, weight_C, C = x.contiguous(), weight_C.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     total, before = (x, None) if residual is None else (torch.empty_like(x), residual.contiguous())
     load_prefill().locret_rms_norm(
-        x.data_ptr(), None if before is None else before.data_ptr(), weight_C.contiguous().data_ptr(), eps, x.numel() // C, C,
+        x.data_ptr(), None if before is None else before.data_ptr(), weight_C.data_ptr(), eps, x.numel() // C, C,
         total.data_ptr(), out.data_ptr(), TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out, total
