@@ -199,6 +199,29 @@ def test_without_its_text_a_document_answers_alike(policy, tmp_path):
     assert loaded.tokens > document.tokens and str(loaded.ask(QUESTIONS[0], max_new_tokens=2)) is not None
 
 
+@pytest.mark.parametrize("words", [60, 5])
+@pytest.mark.parametrize("policy", ["locret", "h2o"])
+def test_text_added_to_a_file_without_its_text_is_in_the_next_file(policy, words, tmp_path):
+    """And nobody can read it there."""
+    text, more, (model, tokenizer, heads) = text_of(260), " " + text_of(words, seed=4), parts("llama")
+    path, needed = tmp_path / "text.locret", heads if parse_policy(policy).needs_heads else None
+    read("llama", policy, text, **SETTINGS).save(path, text=False)
+    longer = Document.load(path, model, tokenizer, needed)
+    longer.append(more)
+    for _ in range(2):  # the second time nothing is new
+        longer.save(path)
+        assert not any(word in path.read_bytes() for word in (b"harbour", b"boats", b"colour", b"nobody"))
+        loaded = Document.load(path, model, tokenizer, needed)
+        assert loaded.tokens == longer.tokens and not loaded.has_text
+        for question in QUESTIONS:
+            mine, expected = (
+                loaded.ask(question, max_new_tokens=6),
+                fresh("llama", policy, text + more, question, **SETTINGS),
+            )
+            assert str(mine) == expected[0] and kept(mine.cache) == expected[1]
+        longer = loaded
+
+
 def test_a_short_question_without_the_text_holds_back_itself(tmp_path):
     text, (model, tokenizer, heads) = text_of(260), parts("llama")
     settings = dict(SETTINGS, local_len=40)

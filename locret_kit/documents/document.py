@@ -357,7 +357,7 @@ class Document:
             ValueError: without its text, a document of a policy that reads passages again, or one whose last token
                 hangs on the question. OSError: the file cannot be written; the one that was there is whole.
         """
-        document = self if text or self._unknown else self._without_text()
+        document = self if self._bare or (text and not self._unknown) else self._without_text()
         stream = document._stream
         record = TextRecord(
             title=self.title, tokens=self.tokens, text=not document._unknown, open=stream.text,
@@ -367,6 +367,12 @@ class Document:
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
         save_cache(document.cache, path, asdict(record), more)
+
+    @property
+    def _bare(self) -> bool:
+        """Whether nothing of the text is at hand: a file without its text, to which nothing was added."""
+        stream = self._stream
+        return bool(self._unknown) and not stream.ids and not stream.text[stream.done :].strip()
 
     def _without_text(self) -> Document:
         """The same document with every token read and no ids."""
@@ -380,7 +386,7 @@ class Document:
         question = render_prompt(self.tokenizer, "", "What?", chat=self.chat_template)[1]
         if stream.finish(question) != self._stream.finish(question):
             raise ValueError("the last token of the text hangs on the question: it cannot be saved without its text")
-        ids = stream.ids
+        ids = self._with_unknown(stream.ids)
         cache = self._fork(len(ids) + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         if len(ids) > cache.get_seq_length():
             with attached(self.model):
