@@ -218,6 +218,19 @@ def test_what_is_kept_of_a_document_page_by_page(url):
     httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer())
 
 
+def test_what_is_kept_of_a_document_that_is_read_with_each_question(url):
+    made = httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", b"Who?")}, headers=bearer()).json()
+    for _ in range(400):
+        answer = httpx.get(f"{url}/v1/documents/{made['id']}/kept", headers=bearer())
+        if answer.status_code != 409:
+            break
+        time.sleep(0.05)
+    page = answer.json()
+    assert answer.status_code == 200 and page["seen"] == page["heads"] == page["held"] == 0 and page["overview"] == []
+    assert "".join(page["texts"]) == "<|im_start|>user\nWho?" and set(page["shares"]) == {None}
+    httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer())
+
+
 def test_a_document_that_cannot_be_read_says_so(url):
     made = httpx.post(f"{url}/v1/documents", files={"file": ("book.pdf", b"%PDF-1.4 nothing")}, headers=bearer()).json()
     for _ in range(400):

@@ -55,6 +55,7 @@ def kept_page(document: Document, start: int, limit: int) -> dict[str, object]:
     """
     kept = kept_of(document)
     held, heads = kept.heads()
+    heads = heads if kept.seen else 0  # of a short text nothing is read ahead
     share_T = held / max(1, heads)
     end = min(start + limit, len(kept.ids))
     shares: list[float | None] = [*share_T[start:end].tolist()]
