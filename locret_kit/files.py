@@ -42,8 +42,10 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
 
     target.parent.mkdir(parents=True, exist_ok=True)
     host = re.sub(r"\W", "-", socket.gethostname())
-    for left in target.parent.glob(f".*.{host}-*.partial"):
-        if not _running(int(left.name.split("-")[-1].split(".")[0])):
+    for left in target.parent.glob(".*.partial"):
+        # The whole name: another machine that shares the folder may be called as this one and more, node and node-2.
+        mine = re.fullmatch(rf"\..*\.{host}-(\d+)\.partial", left.name)
+        if mine and not _running(int(mine[1])):
             left.unlink(missing_ok=True)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.{host}-{os.getpid()}.partial")
     try:

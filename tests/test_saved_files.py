@@ -17,6 +17,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document
 from locret_kit.cache import saved
+from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
 
 STORAGES = {
@@ -110,6 +111,18 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path):
     document = read("llama", "h2o", text_of(1000), **{**SETTINGS, "budget": 1200})
     document.save(tmp_path / "text.locret")
     assert child(KILLING, tmp_path / "text.locret").wait() == 0
+
+
+def test_leftovers_of_this_machine_go_and_those_of_others_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    monkeypatch.setattr("locret_kit.files._running", lambda pid: pid == 7)
+    names = [
+        f".a.locret.0123abcd.{owner}.partial" for owner in ("node-7", "node-8", "node-2-8", "other-node-8", "node-x")
+    ]
+    for name in names:
+        (tmp_path / name).touch()
+    write_text(tmp_path / "b", "words")
+    assert {path.name for path in tmp_path.iterdir()} == {"b", *names} - {names[1]}
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
