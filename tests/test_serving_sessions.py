@@ -122,6 +122,24 @@ def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed
     assert "is damaged: its content does not have the digest" in line
 
 
+def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, undisturbed):
+    """As after an update that was taken back."""
+    with monkeypatch.context() as later:
+        later.setattr("locret_kit.cache.file.VERSION", 2)
+        with engine_with(tmp_path, sessions=1) as engine:
+            said = talk(engine, 2, 1)
+    files = {*tmp_path.rglob("*.locret")}
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
+        assert engine.store.sessions(ANNA) == [] and {*tmp_path.rglob("*.locret")} == files
+        assert engine.store.bytes == sum(path.stat().st_size for path in files)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("2 files") and "has version=2; this locret_kit reads versions 1 to 1" in line
+    monkeypatch.setattr("locret_kit.cache.file.VERSION", 2)
+    with engine_with(tmp_path) as engine:
+        again = ask(engine, ANNA, next_turn(said, 0))
+        assert (again.text.tokens, again.cached_tokens) == undisturbed[3]
+
+
 def test_the_folder_has_a_bound(tmp_path):
     with engine_with(tmp_path / "all", sessions=1) as engine:
         talk(engine, 3, 1)

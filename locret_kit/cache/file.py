@@ -31,6 +31,10 @@ LARGEST = 1 << 20
 Record = dict[str, object]
 
 
+class LaterVersion(ValueError):
+    """A file of a later kit."""
+
+
 def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
     """Write a file as ``files.write_beside`` does.
 
@@ -56,7 +60,8 @@ def read_record(path: Path) -> Record:
     """The record alone, as ``locret-info`` shows it; no torch. Its digest is not checked.
 
     Raises:
-        OSError: there is no such file. ValueError: it is no saved cache, or of a version that this kit does not read.
+        OSError: there is no such file. ValueError: it is no saved cache, or of a version that this kit does not read
+            (``LaterVersion``).
     """
     return _record(path, _header(path))
 
@@ -101,7 +106,8 @@ def _record(path: Path, header: dict[str, object]) -> Record:
     record = _object(text, f"{path}: its record")
     version = record.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise ValueError(f"{path} has version={shown(version)}; this locret_kit reads versions 1 to {VERSION}")
+        kind = LaterVersion if type(version) is int and version > VERSION else ValueError
+        raise kind(f"{path} has version={shown(version)}; this locret_kit reads versions 1 to {VERSION}")
     return record
 
 

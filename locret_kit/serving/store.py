@@ -24,7 +24,7 @@ from threading import Lock
 from transformers import PreTrainedModel
 
 from ..cache.bounded import BoundedCache
-from ..cache.file import read, read_record, write
+from ..cache.file import LaterVersion, read, read_record, write
 from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
 from ..documents.document import Document
 from ..files import locked, shared, write_beside
@@ -104,8 +104,8 @@ class Store:
     # ---- what is there ---------------------------------------------------------------------------------------------
 
     def scan(self, check: Callable[[Saved, str], None], origin: Origin) -> None:
-        """Find what an earlier server left. Damaged files are removed; those that ``check(record, about)`` refuses stay and
-        count, since a server with other settings may want them. Both are said in one line each.
+        """Find what an earlier server left. Damaged files are removed; those of a later version, and those that
+        ``check(record, about)`` refuses, stay and count, since another server may want them. Both are said in one line each.
         """
         self._origin, self._check = origin, check
         found = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
@@ -134,6 +134,9 @@ class Store:
                 past = _past(name, owner, saved.document or {})
         except FileNotFoundError:
             return None
+        except LaterVersion as error:
+            self._others.append(first_line(error))
+            return File(path, stat.st_size, None, False, stat.st_mtime_ns)
         except ValueError as error:
             self._damaged.append(first_line(error))
             path.unlink(missing_ok=True)
