@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -120,6 +121,43 @@ def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed
         assert not one.exists()
     (line,) = [record.getMessage() for record in caplog.records]
     assert "is damaged: its content does not have the digest" in line
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("no memory")])
+def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(tmp_path, monkeypatch, undisturbed, error):
+    def failing(path: Path) -> None:
+        raise error
+
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+        engine._saver.submit(int).result()
+        files = {*tmp_path.rglob("*.locret")}
+        with monkeypatch.context() as patch:
+            patch.setattr("locret_kit.serving.store.read", failing)
+            again = ask(engine, ANNA, next_turn(said, 0))
+        assert again.cached_tokens == 0
+        engine._saver.submit(int).result()
+        assert files < {*tmp_path.rglob("*.locret")}
+        assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
+
+
+def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
+    model, tokenizer, heads = parts("llama")
+    document, name = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads), "doc_" + "1" * 32
+
+    def failing(path: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with engine_with(tmp_path) as engine:
+        server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
+        engine.save_document(name, next(iter(server.owners.values())), document)
+        engine._saver.submit(int).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "load_document", failing)
+            server.restore(engine)
+        assert not server.documents
+        server.restore(engine)
+        assert server.documents[name].shown()["status"] == "ready"
 
 
 def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, undisturbed):

@@ -24,6 +24,8 @@ from .past import Past
 from .store import Store
 
 LOG = logging.getLogger("locret_kit.serving")
+LOADS = 2
+"""Files that are tried for a request, at most: one that another server has written meanwhile is worth a second try."""
 SHORTEST = 32
 """Tokens of an equal beginning, at least: fewer are read as quickly as they are copied."""
 
@@ -106,7 +108,7 @@ class Admission:
 
     def _stored_for(self, job: Job) -> Past | None:
         """The same of files."""
-        if not job.plain or self.store is None:
+        if not job.plain or self.store is None or job.loads >= LOADS:
             return None
         return job.prefixes.longest(self.store.sessions(job.owner), job.owner, job.about)
 
@@ -214,7 +216,7 @@ class Admission:
 
     def _load(self, job: Job, past: Past) -> None:
         """Read a session from its file, by another thread."""
-        job.loading = True
+        job.loading, job.loads = True, job.loads + 1
         taken = past.name in {*self._idle, *(one.name for one in (*self._jobs, *self._queue))}
         job.name = "" if taken else past.name  # a branch of a conversation that went on gets a file of its own
 

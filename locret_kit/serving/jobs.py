@@ -65,6 +65,8 @@ class Job:
     """Of the session that it goes on."""
     loading: bool = False
     """Whether its session is being read from its file, into a cache that counts already."""
+    loads: int = 0
+    """Times that a session was read from its file for it."""
     unwanted: bool = False
     """Whether it was cancelled while its session was read."""
     read_first: int = 0

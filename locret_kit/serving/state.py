@@ -147,9 +147,12 @@ class Server:
                 continue
             try:
                 document = engine.load_document(path)
-            except (ValueError, OSError) as error:
+            except (FileNotFoundError, ValueError) as error:
                 LOG.warning("a document's file is not usable and removed: %s", first_line(error))
                 engine.forget(found)
+                continue
+            except OSError as error:
+                LOG.warning("a document's file cannot be read: %s", first_line(error))
                 continue
             self.documents[found] = Held(found, whose, document.title or "document", created, document)
         if left:

@@ -289,7 +289,8 @@ class Store:
     def load(
         self, past: Past, model: PreTrainedModel, heads: RetainingHeads | None, policy: Policy, memory: StoreSettings
     ) -> BoundedCache | None:
-        """A session's cache; None for a file that is gone or damaged, which is said and removed."""
+        """A session's cache; None for a file that is gone or damaged, which is said and removed, and for one that cannot be read
+        now, which stays."""
         path = self.folder / past.owner / f"{past.name}{SUFFIX}"
         try:
             record, tensors = read(path)
@@ -304,9 +305,12 @@ class Store:
             cache = restore(saved, own, model, heads, mine, where=str(path), store=memory, origin=self._origin)
             if cache.get_seq_length() != past.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {past.tokens}")
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             LOG.warning("a session's file is not usable and removed: %s", first_line(error))
             self.remove(past.name)
+            return None
+        except OSError as error:  # such as too many open files
+            LOG.warning("a session's file cannot be read: %s", first_line(error))
             return None
         self.used(past.name)
         return cache
