@@ -17,6 +17,7 @@ from test_serving_sessions import bearer, talk_over_http
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.memory import _trim
+from locret_kit.serving.state import Held, Server
 from locret_kit.serving.sticky import name_of
 from locret_kit.serving.store import Store
 
@@ -79,6 +80,34 @@ def test_a_conversation_and_a_document_go_on_at_another_server(tmp_path):
     with sharing(tmp_path / "alone") as (_, url):
         whole = talk_over_http(url, 4, [], saved=0)
     assert said == whole and whole[3][1] > whole[2][1] > whole[1][1] > 0
+
+
+def test_documents_come_while_others_are_listed():
+    """Lists are made by other threads than the one that takes uploads."""
+    server = Server(None, "tiny")
+
+    class Slow(Held):
+        @property
+        def owner(self) -> str:
+            server.documents[f"doc_{len(server.documents)}"] = Held("doc", "bert", "book", 1)  # while it is looked at
+            return "anna"
+
+        @owner.setter
+        def owner(self, value: str) -> None:
+            pass
+
+    server.documents["doc_a"] = Slow("doc_a", "anna", "book", 1)
+    assert [shown["id"] for shown in server.listed("anna")] == ["doc_a"] and len(server.documents) == 2
+    server.stop()
+    assert all(held.deleted for held in server.documents.values())
+
+
+def test_files_that_vanish_while_a_folder_is_looked_through(tmp_path):
+    with ExitStack() as stack:
+        engine, _ = stack.enter_context(sharing(tmp_path))
+        (tmp_path / ("0" * 32)).mkdir()
+        (tmp_path / ("0" * 32) / ".x.partial").symlink_to("nowhere")
+        engine.store.scan(lambda saved, about: None, engine.fits.origin)
 
 
 def test_freed_memory_goes_back():

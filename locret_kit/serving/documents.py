@@ -79,7 +79,7 @@ def add_documents(app: FastAPI, server: Server) -> None:
         held = server.held(await server.asks(request, name), name)
         held.deleted = True
         if held.document is not None or held.error is not None:
-            del server.documents[held.id]
+            server.documents.pop(held.id, None)  # another thread may have seen first that its file is gone
         server.ready().forget(held.id)
         return {"id": held.id, "object": "document", "deleted": True}
 

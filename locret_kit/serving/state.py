@@ -8,6 +8,7 @@ import hmac
 import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Event, Lock
@@ -81,6 +82,7 @@ class Server:
     """Policies that a request may ask for."""
     limits: Limits = field(default_factory=Limits)
     documents: dict[str, Held] = field(default_factory=dict)
+    """By their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     readers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
@@ -126,7 +128,7 @@ class Server:
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
         self.ended.set()
-        for held in self.documents.values():
+        for held in list(self.documents.values()):
             held.deleted = True
         if self.engine is not None:
             self.engine.stop(grace)
@@ -169,7 +171,7 @@ class Server:
     def _look(self, engine: Engine, store: Store, owner: str, document: str | None) -> None:
         with self._looking:
             store.refresh(owner)
-            for held in [held for held in self.documents.values() if held.owner == owner]:
+            for held in [held for held in list(self.documents.values()) if held.owner == owner]:
                 on_disk = store.has(held.id)
                 if held.on_disk and not on_disk:  # another server has deleted it
                     held.deleted = True
@@ -180,11 +182,12 @@ class Server:
 
     def listed(self, owner: str) -> list[dict[str, object]]:
         """An owner's documents; with status 'saved' those that other servers have read."""
-        mine = [held for held in self.documents.values() if held.owner == owner and not held.deleted]
+        mine = [held for held in list(self.documents.values()) if held.owner == owner and not held.deleted]
         store = self.engine.store if self.engine is not None else None
         others = []
         if store is not None and store.shares:
             for name, _, created, path in store.documents({owner}):
                 if name not in self.documents:
-                    others.append(Held(name, owner, describe(path)[1].title or "document", created).shown())
+                    with suppress(FileNotFoundError):  # another server has just removed it
+                        others.append(Held(name, owner, describe(path)[1].title or "document", created).shown())
         return [held.shown() for held in mine] + [shown | {"status": "saved"} for shown in others]

@@ -110,8 +110,9 @@ class Store:
         self._origin, self._check = origin, check
         found = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
         for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
-            if not self.shares or time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another server has just written it
+                if not self.shares or time.time() - left.stat().st_mtime > ABANDONED:
+                    left.unlink()
         for lines, words in ((self._damaged, "removed"), (self._others, "left as they are")):
             if lines:
                 LOG.warning("%d files of sessions are not usable and %s; the first: %s", len(lines), words, lines[0])
