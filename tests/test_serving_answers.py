@@ -178,6 +178,25 @@ def test_equal_beginnings_are_read_once(shares):
     engine.stop()
 
 
+def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
+    """Those that begin alike do not wait for it."""
+    empty, errors, start = engine._empty, [ValueError("no room")], random_ids(200, 11)
+
+    def make(job: Job, prompt_length: int) -> BoundedCache:
+        if errors:
+            raise errors.pop()
+        return empty(job, prompt_length)
+
+    monkeypatch.setattr(engine, "_empty", make)
+    prompts = [start + random_ids(20, seed) for seed in (12, 13, 14)]
+    with pytest.raises(AssertionError, match="no room"):
+        ask(engine, "anna", prompts[0], beginning=200)
+    assert [ask(engine, "anna", ids, beginning=200).cached_tokens for ids in prompts[1:]] == [
+        0,
+        200 - SETTINGS.local_len,
+    ]
+
+
 def test_system_prompts_over_http(client):
     system = {"role": "system", "content": text_of(120, 3)}
     answers = [

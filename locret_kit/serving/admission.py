@@ -139,10 +139,10 @@ class Admission:
             return None
         if not self._turns.takes(tokens):
             return Beginning(Past("", "", "", 0, ""))  # it comes with its turn
+        cache = self._empty(job, tokens + self._tail + 1)  # first: where it raises, nobody waits for what is never read
         if full and oldest is not None:
             self._begun.pop(oldest).cache = None  # answers that came from it hold it too
         found = self._begun[key] = Beginning(Past("", key[0], "", tokens, key[1]))
-        cache = self._empty(job, tokens + self._tail + 1)
 
         def read() -> None:
             if inner.text is not None and inner.text.finish_reason is not None:
