@@ -9,6 +9,7 @@ import torch
 from test_documents import SETTINGS, kept, parts, read, text_of
 
 from locret_kit import Chat, attach
+from locret_kit.runtime.session import Sampling
 from locret_kit.samples.chat import render_turn
 from locret_kit.settings import RunSettings
 
@@ -116,6 +117,18 @@ def test_a_pinned_question_is_never_evicted():
         assert all(set(range(start, end)) <= set(head) for head in layer)
     with pytest.raises(ValueError, match="'never said' does not occur in the conversation"):
         chat.pin("never said")
+
+
+def test_the_last_question_is_pinned_whole_whatever_its_answer_decodes_to():
+    """Half characters, which a tokenizer would write in other tokens."""
+    model, tokenizer, _ = parts()
+    chat = Chat(model, tokenizer, settings=400, policy="h2o", max_new_tokens=30, sampling=Sampling(5.0))
+    for question in ("What is it?", "Who came in?"):
+        list(chat.say(question))
+    turn = chat.turns[1]
+    assert len(tokenizer(turn.answer, add_special_tokens=False).input_ids) != turn.end - turn.answered
+    asked = tokenizer(render_turn(tokenizer, "Who came in?"), add_special_tokens=False).input_ids
+    assert chat.pin() == (turn.start, turn.start + len(asked)) and list(chat.ids[slice(*chat.pin())]) == asked
 
 
 ALL = "first+system+markers"

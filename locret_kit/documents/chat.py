@@ -63,6 +63,8 @@ class Turn:
     answer: str
     start: int
     """Position of the turn's first token in the conversation."""
+    answered: int
+    """Position of the answer's first token."""
     end: int
 
 
@@ -193,7 +195,9 @@ class Chat:
             cache.pin(0, start)
             pinned = (*pinned, (0, start))
         ids = array("i", answer.ids) + array("i", answer.tokens)
-        return _State(ids, cache, [*now.turns, Turn(question, text, start, len(ids))], pinned, asked.newest)
+        return _State(
+            ids, cache, [*now.turns, Turn(question, text, start, len(answer.ids), len(ids))], pinned, asked.newest
+        )
 
     def undo(self) -> Turn:
         """Forget the last turn; only one, until the next.
@@ -223,16 +227,12 @@ class Chat:
         if self.cache is None or not self.turns:
             raise ValueError("nothing was said yet that could be pinned")
         if text is None:
-            start, end = self.turns[-1].start, self._end_of_question(self.turns[-1])
+            start, end = self.turns[-1].start, self.turns[-1].answered
         else:
             start, end = self._find(text)
         self.cache.pin(start, end)
         self._now.pinned += ((start, end),)
         return start, end
-
-    def _end_of_question(self, turn: Turn) -> int:
-        answer = ids_after(self.tokenizer, turn.answer) if turn.answer else array("i")
-        return max(turn.start + 1, turn.end - len(answer))
 
     def _find(self, text: str) -> tuple[int, int]:
         """Positions of the last occurrence of a text in the conversation."""
