@@ -84,6 +84,11 @@ def test_an_answer_that_is_left_stays_as_far_as_it_was_written():
     written = next(pieces)
     pieces.close()
     assert [turn.answer for turn in chat.turns] == [written]
+    assert model.config._attn_implementation != "locret"  # nobody writes any more
+    seen = chat.cache.get_seq_length()
+    assert str(chat.answer) == written and chat.cache.get_seq_length() == seen  # what is left is not written on
+    with pytest.raises(RuntimeError, match="this answer was left before its end"):
+        _ = chat.answer.report
     list(chat.say("And who came in?"))
     assert len(chat.turns) == 2
 

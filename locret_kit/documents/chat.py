@@ -147,6 +147,8 @@ class Chat:
                 text += piece
                 yield piece
         finally:
+            if answer is not None:
+                answer.leave()  # its cache is the conversation's from now on
             if answer is not None and answer.tokens and not answer.cache.unfinished:
                 self._before, self._now = before, self._ended(asked, question, text, answer)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,11 +278,16 @@ class Answer:
             pass
         return self._text
 
+    def leave(self) -> None:
+        """Write no more: the cache stays as it is."""
+        self._pieces.close()
+
     @property
     def report(self) -> Report:
-        """Cost of the answer; reads it to its end."""
+        """Cost of the answer; reads it to its end. Raises RuntimeError where it was left before."""
         str(self)
-        assert self._report is not None
+        if self._report is None:
+            raise RuntimeError("this answer was left before its end, so there is no report of it")
         return self._report
 
     def _write(
@@ -294,7 +299,7 @@ class Answer:
         seed: int,
         graph: bool | None,
         progress: Callable[[int, int], None] | None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         ids, cache = self.ids, self.cache
         with attached(model), explain_oom(model, cache, len(ids)):
             began = time.perf_counter()
