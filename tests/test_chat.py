@@ -136,6 +136,19 @@ def test_the_last_question_is_pinned_whole_whatever_its_answer_decodes_to():
     assert chat.pin() == (turn.start, turn.start + len(asked)) and list(chat.ids[slice(*chat.pin())]) == asked
 
 
+def test_text_of_an_earlier_turn_stays_pinned_when_the_last_one_is_forgotten():
+    model, tokenizer, heads = parts()
+    chat = Chat(model, tokenizer, settings=150, policy="locret", heads=heads, max_new_tokens=4)
+    list(chat.say("Remember that the harbour opens at 12345."))
+    list(chat.say("Who came in?"))
+    start, end = chat.pin("opens at 12345")
+    chat.undo()
+    list(chat.say("And when did they come?"))
+    assert (start, end) in chat.cache.pins
+    list(chat.retry())
+    assert (start, end) in chat.cache.pins
+
+
 ALL = "first+system+markers"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -234,6 +235,12 @@ class Chat:
             start, end = self._find(text)
         self.cache.pin(start, end)
         self._now.pinned += ((start, end),)
+        before = self._before
+        if before is not None and before.cache is not None and start < len(before.ids):  # where `undo` goes back to
+            part = start, min(end, len(before.ids))
+            with suppress(ValueError):  # more of it may be held there, and have no room
+                before.cache.pin(*part)
+                before.pinned += (part,)
         return start, end
 
     def _find(self, text: str) -> tuple[int, int]:
