@@ -179,6 +179,12 @@ def test_pinned_text_is_held_while_turns_are_evicted(piped):
     assert int(err.split("evictions: ")[1].split()[0]) > 0
 
 
+def test_the_last_token_of_a_cut_answer_is_pinned_before_it_is_read(piped, backbone):
+    last = answers(chat(backbone), "What is it?").strip()[-1]
+    _, _, err = piped(f"What is it?\n/pin {last}\n")
+    assert err.splitlines()[-1] == "pinned: 1 tokens"
+
+
 def test_every_command_is_a_method_and_help_names_it(piped):
     assert all(callable(getattr(Talk, name)) for name in COMMANDS if name != "quit")
     status, _, err = piped("/help\n/quit\nWhat is it?\n")

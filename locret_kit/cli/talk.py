@@ -159,7 +159,8 @@ class Talk:
         start, end = self.chat.pin(text or None)
         assert self.chat.cache is not None
         heads_LT, n_heads = kept_heads(self.chat.cache, min(end, self.chat.cache.get_seq_length()))
-        gone = 1 - float(heads_LT[:, start:].mean()) / n_heads
+        read_LT = heads_LT[:, start:]  # not yet the last token of an answer that was cut
+        gone = 1 - float(read_LT.mean()) / n_heads if read_LT.size else 0.0
         was = f"; {gone:.0%} of their slots were evicted before" if gone else ""
         self.screen.note(f"pinned: {end - start} tokens{was}")
 
