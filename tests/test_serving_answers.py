@@ -118,15 +118,23 @@ def test_logprobs_of_chat_completions(client):
     for one in entries:  # greedy
         values = [top.logprob for top in one.top_logprobs]
         assert values == sorted(values, reverse=True) and len(values) == 3
-        assert (one.token, one.logprob) == (one.top_logprobs[0].token, values[0]) and bytes(
-            one.bytes
-        ).decode() == one.token
+        assert (one.token, one.logprob) == (one.top_logprobs[0].token, values[0])
+        assert bytes(one.bytes).decode(errors="replace") == one.token
     streamed = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True)]
     assert [one for event in streamed if event.logprobs for one in event.logprobs.content] == entries
     assert client.chat.completions.create(model="tiny", messages=user("x"), max_tokens=2).choices[0].logprobs is None
     for body in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
         with pytest.raises(openai.BadRequestError, match="logprobs"):
             client.chat.completions.create(model="tiny", messages=user("x"), extra_body=body)
+
+
+def test_the_bytes_of_logprobs_make_the_text_also_of_parts_of_characters(client):
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("Who came in?"), max_tokens=60, temperature=2, seed=1, logprobs=True
+    ).choices[0]
+    found = [bytes(one.bytes) for one in answer.logprobs.content]
+    assert b"".join(found).decode(errors="replace") == answer.message.content
+    assert any(len(one) == 1 and one[0] >= 0x80 for one in found)  # half a character
 
 
 def test_logprobs_of_completions_and_at_a_stop_text(client):

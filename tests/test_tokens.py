@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import PROSE, tiny_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
-from locret_kit.runtime.tokens import CONTEXT, IdStream, stream_ids
+from locret_kit.runtime.tokens import CONTEXT, IdStream, stream_ids, token_bytes
 
 BACKBONE = Path(__file__).resolve().parents[1] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
@@ -162,3 +162,20 @@ def test_wrong_bytes_are_named(block, data, offset, byte):
 def test_a_text_that_ends_inside_a_character(block):
     with pytest.raises(ValueError, match="ends inside a character, at byte 7"):
         list(read_utf8(io.BytesIO("abcd👩".encode()[:7]), block))
+
+
+@pytest.mark.parametrize("text", ["unicode", "emoji-unbroken", "chinese", "newlines"])
+def test_the_bytes_of_tokens_make_the_text(text):
+    """Every byte of it, those of characters that are several tokens too."""
+    tokenizer = tiny_tokenizer()
+    made = [token_bytes(tokenizer, token) for token in tokenizer(TEXTS[text], add_special_tokens=False).input_ids]
+    assert b"".join(made) == TEXTS[text].encode()
+
+
+def test_the_bytes_of_a_vocabulary_that_falls_back_to_bytes():
+    words = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "a": 257}
+    bpe = Tokenizer(models.BPE(words, [], byte_fallback=True, unk_token="<unk>"))
+    bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    ids = tokenizer("a\u00e9\U0001f600a").input_ids
+    assert len(ids) == 8 and b"".join(token_bytes(tokenizer, token) for token in ids).decode() == "a\u00e9\U0001f600a"

@@ -20,6 +20,10 @@ NEUTRAL = "x"
 """Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
 HALVES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which no tokenizer reads."""
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+"""Bytes by the characters that stand for them in a byte-level vocabulary. Source: GPT-2's encoder."""
 
 
 def stream_ids(
@@ -94,6 +98,16 @@ class IdStream:
         _take(self.tokenizer, text, done, len(text), ids)
         ids.extend(self._suffix)
         return ids
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """The bytes of a token in UTF-8, also of one that is a part of a character."""
+    text, word = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+    if "\ufffd" not in text:
+        return text.encode()
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", word):  # of SentencePiece
+        return bytes([int(byte[1], 16)])
+    return bytes(BYTES[c] for c in word) if BYTES.keys() >= {*word} else text.encode()
 
 
 def ids_after(tokenizer: PreTrainedTokenizerBase, text: str) -> array:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..naming import first_line
+from ..runtime.tokens import token_bytes
 from .bodies import Generation
 from .engine import Engine
 from .errors import Failed
@@ -116,7 +117,7 @@ class Stream:
         if kind == "chat.completion":
 
             def entry(token: int, value: float) -> dict[str, object]:
-                return {"token": spell(token), "logprob": value, "bytes": list(spell(token).encode())}
+                return {"token": spell(token), "logprob": value, "bytes": [*token_bytes(self.engine.tokenizer, token)]}
 
             return {
                 "content": [
