@@ -206,6 +206,16 @@ def test_logits_that_are_not_finite_and_a_step_that_raises(url, engine, monkeypa
     works(url)
 
 
+def test_an_error_in_a_stream_is_that_of_a_whole_answer(url):
+    body = {"messages": user("x"), "max_tokens": 4, "budget": 4}
+    whole, stream = (
+        httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": stream}, headers=bearer(), timeout=60)
+        for stream in (False, True)
+    )
+    assert whole.status_code == 400 and "must be below budget=4" in whole.json()["error"]["message"]
+    assert json.loads(stream.text.strip().splitlines()[-1].removeprefix("data: ")) == whole.json()
+
+
 def upload(url: str, text: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text.encode())}, headers=bearer(), timeout=60)
 

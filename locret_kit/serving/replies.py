@@ -34,8 +34,9 @@ async def events(answers: Sequence[Stream], body: Generation, kind: str, head: d
         if wants_usage:
             yield event({"choices": [], "usage": usage(answers)})
         yield "data: [DONE]\n\n"
-    except (ValueError, Failed, Stopping) as error:
-        yield f"data: {bytes(problem(500, first_line(error)).body).decode()}\n\n"
+    except (ValueError, Failed, Stopping) as error:  # with the type that a whole answer's error has
+        status = 503 if isinstance(error, Stopping) else 400 if isinstance(error, ValueError) else 500
+        yield f"data: {bytes(problem(status, first_line(error)).body).decode()}\n\n"
 
 
 def choice(kind: str, index: int, text: str, reason: str, logprobs: Logprobs) -> dict[str, object]:
