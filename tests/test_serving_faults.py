@@ -216,6 +216,26 @@ def test_an_error_in_a_stream_is_that_of_a_whole_answer(url):
     assert json.loads(stream.text.strip().splitlines()[-1].removeprefix("data: ")) == whole.json()
 
 
+def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch):
+    def listed(owner):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(server, "listed", listed)
+    answer = httpx.get(f"{url}/v1/documents", headers=bearer())
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "the server failed",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+    wrong = httpx.put(f"{url}/v1/models", headers=bearer())
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
+    headers = bearer() | {"content-type": "application/json"}
+    broken = httpx.post(f"{url}/v1/chat/completions", content=b'{"messages": x}', headers=headers).json()["error"]
+    assert broken["message"] == "the body is not JSON: Expecting value at character 13" and broken["param"] is None
+
+
 def upload(url: str, text: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text.encode())}, headers=bearer(), timeout=60)
 

@@ -30,12 +30,18 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":  # its place is a character, no field
+            return problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
         where = ".".join(str(part) for part in first["loc"][1:]) or None
         return problem(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where)
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        return problem(error.status_code, str(error.detail))
+        return problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return problem(500, "the server failed")  # how is in its log alone
 
     @app.exception_handler(404)
     async def missing(request: Request, error: Exception) -> JSONResponse:
