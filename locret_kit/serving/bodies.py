@@ -14,6 +14,8 @@ from ..samples.chat import has_template, render_messages
 
 REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities", "logit_bias")
 """Fields that change the answer and that this server does not have."""
+STOPS = 64
+"""Stop texts of a request, at most: the engine's thread looks for each after every token, while all others wait."""
 ROLES = {"developer": "system"}
 """Names of roles in chat templates."""
 
@@ -66,7 +68,7 @@ class Generation(BaseModel):
     top_k: Annotated[int, Field(ge=0)] = 0
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=STOPS)] | None = None
     document_id: str | None = None
     """A document of ``/v1/documents`` that the prompt is about."""
     budget: Annotated[int, Field(ge=1)] | None = None
