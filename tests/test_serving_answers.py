@@ -66,6 +66,20 @@ def test_a_stop_text_ends_an_answer_and_its_conversation_goes_on(engine):
     assert ask(engine, "bert", longer).text.tokens == again.text.tokens
 
 
+def test_evictions_are_counted_once():
+    """A conversation's cache counts all its turns, and a copy what its document was read with."""
+    model, tokenizer, heads = parts("llama")
+    document = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads)
+    with running_engine() as engine:
+        ids = random_ids(300, 1)
+        first = ask(engine, "anna", ids)
+        again = ask(engine, "anna", ids + array("i", first.text.tokens) + random_ids(200, 2))
+        assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.figures.evictions
+        more = [ask(engine, "bert", document.prompt("Who?"), document=document).evictions for _ in range(2)]
+        before = document.cache.counters.evictions
+        assert before > 0 and engine.figures.evictions == again.evictions + sum(more) - 2 * before
+
+
 def test_stop_texts_over_http_are_not_cancelled(client, engine):
     messages = user(text_of(40))
     whole = expected(messages, max_new_tokens=16)

@@ -73,6 +73,8 @@ class Text:
     cache: BoundedCache | None = None
     prompt_read: int = 0
     """Tokens of the prompt that the cache had read before."""
+    evictions_before: int = 0
+    """Evictions of the cache when it was given."""
     began: float = 0.0
     first_token_s: float | None = None
     ended_s: float | None = None
@@ -249,7 +251,7 @@ class Batch:
             try:
                 text.cache = request.cache()
                 text.cache.bind(self.model)
-                text.prompt_read = text.cache.get_seq_length()
+                text.prompt_read, text.evictions_before = text.cache.get_seq_length(), text.cache.counters.evictions
                 if text.prompt_read >= len(request.ids):
                     raise ValueError(
                         f"the cache has seen {text.prompt_read} tokens already, the prompt has {len(request.ids)}"

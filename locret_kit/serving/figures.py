@@ -45,6 +45,8 @@ class Figures:
             LOG.error("a request failed", exc_info=text.error)
         if text.error is not None:
             text.error.__traceback__ = None  # its frames hold the cache
+        # A cache that goes on, or that is a copy, counts what was evicted of it before.
+        self.evictions += max(0, job.evictions - text.evictions_before)
         if job.inner:
             return
         self.requests += 1
@@ -53,7 +55,6 @@ class Figures:
         self.prompt_tokens += len(job.ids)
         self.cached_tokens += job.cached_tokens
         self.new_tokens += len(text.tokens)
-        self.evictions += job.evictions
         if text.first_token_s is not None and text.ended_s is not None:
             self.first_token_s.observe(text.first_token_s)
             if len(text.tokens) > 1:
