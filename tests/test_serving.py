@@ -183,6 +183,9 @@ def test_a_document_is_read_once_and_belongs_to_its_owner(url, client):
     for call in (httpx.get, httpx.delete):
         assert call(f"{url}/v1/documents/{made['id']}", headers=other).status_code == 404
     body = {"messages": user("Who?"), "document_id": made["id"]}
+    for name, value in (("budget", 48), ("policy", "h2o")):
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body | {name: value}, headers=bearer()).json()["error"]
+        assert refused["param"] == name and f"{name} has no effect with document_id" in refused["message"]
     assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=other).status_code == 404
     assert httpx.delete(f"{url}/v1/documents/{made['id']}", headers=bearer()).json()["deleted"] is True
     assert httpx.get(f"{url}/v1/documents/{made['id']}", headers=bearer()).status_code == 404

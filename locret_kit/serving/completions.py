@@ -43,6 +43,9 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         if held.document is None:
             return problem(409, f"document {held.id} is {held.shown()['status']}", "document_id")
         document = held.document
+        for name in ("budget", "policy"):
+            if getattr(body, name) is not None:
+                return problem(400, f"{name} has no effect with document_id: the document was read with its own", name)
         if body.repetition_penalty != 1.0 and not document.has_text:
             return problem(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
