@@ -236,6 +236,30 @@ def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch):
     assert broken["message"] == "the body is not JSON: Expecting value at character 13" and broken["param"] is None
 
 
+def test_a_stop_ends_what_came_during_a_long_forward():
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64)
+    forward, begun, goes_on = engine._batch._forward, threading.Event(), threading.Event()
+
+    def slow(caches, pieces):
+        begun.set()
+        assert goes_on.wait(60)
+        return forward(caches, pieces)
+
+    engine._batch._forward = slow
+    jobs = [Job("", array("i", range(2, 40)), None, 60, Sampling(), 0, lambda: None) for _ in range(2)]
+    engine.submit(jobs[0])
+    assert begun.wait(60)
+    engine.submit(jobs[1])
+    stopping = threading.Thread(target=engine.stop, args=(0,))
+    stopping.start()
+    while not any(what == "cancel" for what, _ in engine._inbox):
+        time.sleep(0.01)
+    goes_on.set()
+    stopping.join()
+    assert [job.text.finish_reason for job in jobs] == ["cancelled"] * 2 and not engine._thread.is_alive()
+
+
 def upload(url: str, text: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text.encode())}, headers=bearer(), timeout=60)
 

@@ -140,7 +140,8 @@ class Engine(Admission):
             self._changed.notify()
         self._thread.join(wait)
         with self._changed:
-            self._inbox += [("cancel", job) for job in (*self._queue, *self._jobs)]
+            added = [job for what, job in self._inbox if what == "add" and job is not None]  # during a long forward
+            self._inbox += [("cancel", job) for job in (*added, *self._queue, *self._jobs)]
             self._changed.notify()
         self._thread.join(max(wait, 10.0))  # a forward cannot be cut short
         for threads in (self._saver, self._loader):
