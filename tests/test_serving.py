@@ -102,6 +102,14 @@ def test_a_text_completion(client):
     assert client.completions.create(model="tiny", prompt=text, temperature=0, max_tokens=8).choices[0].text == alone
 
 
+@pytest.mark.parametrize("value", ["x", 0.5, -1, float("nan")])
+def test_a_field_of_the_other_kind_is_unknown(url, value):
+    body = json.dumps({"prompt": "The harbour", "max_tokens": 4, "max_completion_tokens": value})
+    headers = bearer() | {"content-type": "application/json"}
+    answer = httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=30)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 4
+
+
 def test_stop_texts_seeds_and_several_answers(client):
     messages = user(text_of(40))
     whole = expected(messages, max_new_tokens=16)

@@ -56,7 +56,7 @@ class StreamOptions(BaseModel):
 class Generation(BaseModel):
     """Fields of both kinds of completion."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="ignore")  # what is not checked here is nowhere to be read
 
     model: str | None = None
     stream: bool = False
