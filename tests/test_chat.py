@@ -63,6 +63,22 @@ def test_turns_have_room_of_their_own(policy):
     assert kept(document.cache) == before
 
 
+@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o"])
+def test_turns_have_room_beside_a_document_whose_stabilizers_are_more_than_the_turns_slots(policy):
+    """As Locret's published ones are: 2500 of 6000, and 1024 slots for the turns."""
+    document = read("llama", policy, text_of(260), **{**SETTINGS, "stabilizers": 40})
+    chat = document.chat(history=30, max_new_tokens=4)
+    first = "".join(chat.say("What is it?"))
+    assert first == str(document.ask("What is it?", max_new_tokens=4))
+    held = [set(head) for layer in kept(chat.cache) for head in layer]
+    for number in range(12):
+        list(chat.say(f"And what about boat number {number}, which came in?"))
+    assert len(chat.turns) == 13 and chat.cache.counters.evictions > document.cache.counters.evictions
+    text = range(document.tokens)
+    now = [set(head) for layer in kept(chat.cache) for head in layer]
+    assert all({at for at in a if at in text} <= b for a, b in zip(held, now, strict=True))
+
+
 def test_undo_and_retry():
     document = read("llama", "locret", text_of(260), **SETTINGS)
     chat = document.chat(max_new_tokens=4)

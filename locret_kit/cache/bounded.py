@@ -315,11 +315,13 @@ class BoundedCache(Cache):
         check_queries([rows.recent for rows in self.bounded], [rows.recent for rows in new.bounded], seen)
         return new._taking_over(self)
 
-    def with_budget(self, budget: int) -> BoundedCache:
+    def with_budget(self, budget: int, *, stabilizers: int | None = None) -> BoundedCache:
         """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
-        turns of a conversation get room of their own."""
+        turns of a conversation get room of their own. ``stabilizers``: another number of them, too."""
         self.refuse_interrupted()
         settings, policy = replace(self.run, budget=budget), self.policy.at(self.schedule.budget)
+        if stabilizers is not None:
+            settings = replace(settings, stabilizers=stabilizers)
         if policy != self.policy:  # blocks that are stored keep their size
             policy = replace(policy, name=composed_of(policy))
         new = type(self)(settings, policy, self.heads, prompt_length=self.schedule.prompt_length)

@@ -194,13 +194,26 @@ class Chat:
         start = len(now.ids)
         if now.cache is None and self.document is not None:
             start = self.document.tokens
-            cache = cache.with_budget(cache.settings.budget + self.history)
-            cache.pin(0, start)
+            cache = self._with_history(cache, start)
             pinned = (*pinned, (0, start))
         ids = array("i", answer.ids) + array("i", answer.tokens)
         return _State(
             ids, cache, [*now.turns, Turn(question, text, start, len(answer.ids), len(ids))], pinned, asked.newest
         )
+
+    def _with_history(self, cache: BoundedCache, start: int) -> BoundedCache:
+        """A copy with slots for the turns, whose first ``start`` positions are pinned. Stabilizers beyond the turns' slots, for
+        which the document leaves no room, are fewer."""
+        budget, most = cache.settings.budget + self.history, max(0, self.history - cache.policy.aside - 1)
+        grown = cache.with_budget(budget)
+        try:
+            grown.pin(0, start)
+        except ValueError:
+            if cache.settings.stabilizers <= most:
+                raise
+            grown = cache.with_budget(budget, stabilizers=most)
+            grown.pin(0, start)
+        return grown
 
     def undo(self) -> Turn:
         """Forget the last turn; only one, until the next.
