@@ -22,13 +22,7 @@ def name_of(path: str, headers: Mapping[str, str], body: bytes) -> str:
         messages = asked.get("messages") or []
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
         begins = json.dumps(messages[: first + 1]) if messages else str(asked.get("prompt"))[:256]
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # the server says what is wrong with it
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # the server says what is wrong
         return ""
     said = headers.get("x-session-id") or headers.get("x-openwebui-chat-id") or begins
     return hashlib.sha256(f"{headers.get('authorization', '')}\n{said}".encode("utf-8", "replace")).hexdigest()[:32]
