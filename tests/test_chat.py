@@ -79,6 +79,16 @@ def test_turns_have_room_beside_a_document_whose_stabilizers_are_more_than_the_t
     assert all({at for at in a if at in text} <= b for a, b in zip(held, now, strict=True))
 
 
+def test_layers_of_different_budgets_have_room_for_turns():
+    """The layer with the largest budget holds most of the document, the one with the smallest decides about nothing of it."""
+    document = read("llama", "pyramidkv(6,3)", text_of(260), **SETTINGS)
+    assert len(set(document.cache.context.budgets)) > 1
+    chat = document.chat(history=100, max_new_tokens=4)
+    for number in range(12):
+        list(chat.say(f"And what about boat number {number}, which came in?"))
+    assert len(chat.turns) == 12 and chat.cache.counters.evictions > document.cache.counters.evictions
+
+
 def test_undo_and_retry():
     document = read("llama", "locret", text_of(260), **SETTINGS)
     chat = document.chat(max_new_tokens=4)
@@ -222,9 +232,7 @@ def test_protected_text_without_room_leaves_the_conversation_as_it_was():
     list(chat.say("What is it?"))
     chat.pin()
     ids, positions, pins = list(chat.ids), kept(chat.cache), chat.cache.pins
-    with pytest.raises(
-        ValueError, match=r"pins=\d+ tokens must be at most \d+: the smallest layer has a budget of 40 slots"
-    ):
+    with pytest.raises(ValueError, match=r"pins=\d+ tokens must be at most \d+: layer 0 has a budget of 40 slots"):
         for _ in range(9):
             chat.pin(chat.turns[-1].question)
             ids, positions, pins = list(chat.ids), kept(chat.cache), chat.cache.pins

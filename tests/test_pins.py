@@ -331,9 +331,7 @@ def test_pinned_text_is_read_again(monkeypatch, base):
 def test_no_more_than_there_is_room_for(monkeypatch, policy, rest, most):
     cache = make(policy, **rest)
     cache.bind(backbone())
-    with pytest.raises(
-        ValueError, match=f"pins={most + 1} tokens must be at most {most}: the smallest layer has a budget of 24"
-    ):
+    with pytest.raises(ValueError, match=f"pins={most + 1} tokens must be at most {most}: layer 0 has a budget of 24"):
         cache.pin(0, most + 1)
     assert cache.pins == ()
     pins = [(0, most - 2), (29, 31)]
@@ -354,9 +352,7 @@ def test_a_pyramid_counts_its_smallest_layer():
     smallest = min(cache.context.budgets)
     assert smallest < 24
     cache.pin(0, smallest - 6)
-    with pytest.raises(
-        ValueError, match=f"at most {smallest - 6}: the smallest layer has a budget of {smallest} slots"
-    ):
+    with pytest.raises(ValueError, match=f"at most {smallest - 6}: layer \\d+ has a budget of {smallest} slots"):
         cache.pin(50, 51)
 
 

@@ -233,7 +233,7 @@ class BoundedCache(Cache):
         they take nothing over. Forks and copies inherit them, `reset` forgets all but the first tokens of ``protect``.
 
         Raises:
-            ValueError: not 0 <= start < end; more tokens are pinned than the smallest layer has room for beside its
+            ValueError: not 0 <= start < end; more tokens are pinned than some layer has room for beside its
                 stabilizers, the prompt's tail and one slot more. Before the first forward, `bind` raises that.
         """
         if not 0 <= start < end:

@@ -37,25 +37,25 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
     that the policy chooses. Evictions leave ``budget`` slots, stabilizers among them; the one before the tail leaves
     ``budget - tail``, without. Of what was read, the tokens count that ``layers`` still hold. Before a second reading all
     count, and its passages must hold them: no layers are passed then."""
-    budgets, s, reread = (
-        [budget for budget in ctx.budgets if budget],
-        ctx.schedule,
-        None if layers else ctx.policy.reread,
-    )
-    if ctx.policy.keeps_everything or not budgets or not pins:
+    if ctx.policy.keeps_everything or not any(ctx.budgets) or not pins:
         return
-    smallest, aside = min(budgets), ctx.policy.aside
-    beside, centroids = max(s.stabilizers, s.tail), f", {aside} centroids" if aside else ""
-    most = smallest - aside - beside - 1
-    why = f"its {beside} stabilizers or tail tokens{centroids} and one slot more need room too"
-    if reread is not None and (size := reread.size(smallest, s.tail)) <= most:
-        most, why = size - 1, f"{size} tokens are read again, one of them by choice"
+    s, aside, reread = ctx.schedule, ctx.policy.aside, None if layers else ctx.policy.reread
     # What is still to come counts in full; of what was read, the slots that are left.
-    seen = layers[0].get_seq_length() if layers else 0
-    held = [_held(rows, pins) for rows in layers if rows.window is None and rows.is_initialized]
-    if (asked := count(without(pins, 0, seen)) + max(held, default=0)) > most:
+    coming = count(without(pins, 0, layers[0].get_seq_length() if layers else 0))
+    asked = [
+        coming + (_held(rows, pins) if rows is not None and budget and rows.is_initialized else 0)
+        for budget, rows in zip(ctx.budgets, layers or [None] * len(ctx.budgets), strict=True)
+    ]
+    # Budgets may differ, and what a layer still holds: the one with the least beyond that decides.
+    layer = min((i for i, budget in enumerate(ctx.budgets) if budget), key=lambda i: ctx.budgets[i] - asked[i])
+    budget, beside, centroids = ctx.budgets[layer], max(s.stabilizers, s.tail), f", {aside} centroids" if aside else ""
+    most = budget - aside - beside - 1
+    why = f"its {beside} stabilizers or tail tokens{centroids} and one slot more need room too"
+    if reread is not None and (size := reread.size(budget, s.tail)) <= most:
+        most, why = size - 1, f"{size} tokens are read again, one of them by choice"
+    if asked[layer] > most:
         raise ValueError(
-            f"pins={asked} tokens must be at most {max(0, most)}: the smallest layer has a budget of {smallest} slots, and {why}"
+            f"pins={asked[layer]} tokens must be at most {max(0, most)}: layer {layer} has a budget of {budget} slots, and {why}"
         )
 
 
