@@ -200,6 +200,7 @@ def test_errors_are_one_line(files, tmp_path, capsys):
             ([], 1, "give --ckpt (heads, which name their backbone) or --model"),
             (["--model", str(files / "backbone"), "--policy", "locret"], 1, "needs retaining heads: give --ckpt"),
             ([*heads, "--budget", "0.5"], 1, "budget=0.5: a session's slots must be known before the start"),
+            ([*heads, "--protect", "first+system"], 1, "protect='first+system': the server's conversations"),
             ([*heads, "--api-key-file", str(tmp_path / "empty.txt")], 1, "holds no key"),
             ([*heads, "--api-key-file", str(tmp_path / "no.txt")], 1, "cannot be read"),
             ([*heads, "--policies", "h3o"], 1, "h2o"),

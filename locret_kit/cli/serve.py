@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..config.reader import read
 from ..config.serve import SERVE, ServeOptions
+from ..settings import read_protect
 from .command import command
 from .loading import check_run, choose
 
@@ -55,6 +56,8 @@ def run(args: ServeOptions) -> int:
 
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
+    if read_protect(args.run.protect) - {"first"}:
+        raise ValueError(f"protect={args.run.protect!r}: the server's conversations protect 'first' alone")
     if args.share_session_dir and args.session_dir is None:
         raise ValueError("share_session_dir=true needs --session-dir, the folder to share")
     keys = keys_of(args)
