@@ -41,6 +41,10 @@ FILLERS = (
 )  # fmt: skip
 
 
+ANSWER = 24
+"""Tokens of an answer in a conversation, at most: enough for a fact in a sentence."""
+
+
 def facts(count: int, seed: int) -> list[tuple[str, str, str]]:
     """Statement, question and answer of ``count`` facts about different people."""
     rng = random.Random(seed)
@@ -158,7 +162,7 @@ def turns(args: argparse.Namespace) -> None:
     model, tokenizer, heads = load(args.ckpt)
     told = facts(args.questions, args.seed)
     window = model.config.max_position_embeddings
-    settings = RunSettings(budget=args.budget, protect=args.protect)
+    settings = RunSettings(budget=args.budget, chunk=args.chunk, stabilizers=args.stabilizers, protect=args.protect)
     kinds = {
         "first message pinned": {"settings": settings, "heads": heads},
         "not pinned": {"settings": settings, "heads": heads},
@@ -171,7 +175,7 @@ def turns(args: argparse.Namespace) -> None:
     with attach(model):
         for kind, given in kinds.items():
             pinned = kind == "first message pinned"
-            chat = Chat(model, tokenizer, max_new_tokens=8, **given)
+            chat = Chat(model, tokenizer, max_new_tokens=ANSWER, **given)
             list(chat.say(OPENING + "".join(f"{statement}\n" for statement, _, _ in told)))
             if pinned:
                 chat.pin()
@@ -190,10 +194,11 @@ def turns(args: argparse.Namespace) -> None:
     early, late = min(memory), max(memory)
     short = [i for i, right in enumerate(answered["first message pinned", checks[0]]) if right]
     lasting = sum(answered["first message pinned", checks[-1]][i] for i in short)
-    more = f" --protect {args.protect}" if args.protect else ""
+    chosen = {"budget": args.budget, "chunk": args.chunk, "stabilizers": args.stabilizers, "protect": args.protect}
+    more = "".join(f" --{name} {value}" for name, value in chosen.items() if value is not None)
     lines = [
-        f"`python scripts/sessions.py turns --ckpt {args.ckpt} --turns {args.turns} --until {args.until} --budget {args.budget} "
-        f"--seed {args.seed}{more}`; {ground()}.",
+        f"`python scripts/sessions.py turns --ckpt {args.ckpt} --turns {args.turns} --until {args.until}{more} "
+        f"--seed {args.seed}`; {ground()}.",
         "",
         f"{len(told)} facts are told in the first message, fillers follow. Right answers after so many turns:",
         "",
@@ -216,10 +221,8 @@ def turns(args: argparse.Namespace) -> None:
 
 def asked(chat: Chat, question: str, key: str) -> bool:
     """Whether the answer holds the key; the conversation stays as it was."""
-    most, chat.max_new_tokens = chat.max_new_tokens, 24
     text = "".join(chat.say(question))
     chat.undo()
-    chat.max_new_tokens = most
     return key in text
 
 
@@ -246,6 +249,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--checks", type=int, nargs="*", default=[1, 4, 12, 50], help="turns after which the facts are asked for"
+    )
+    parser.add_argument(
+        "--stabilizers", type=int, help="of a conversation: what is pinned and they must fit into the budget"
     )
     parser.add_argument("--protect", help="the run setting")
     parser.add_argument("--kv-bits", type=int, choices=[2, 4])
