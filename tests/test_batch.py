@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from policy_runs import POLICIES, backbone, heads_of, held, make, tokens
+from policy_runs import POLICIES, backbone, distinct_tokens, heads_of, held, make, tokens
 
 from locret_kit import attach
 from locret_kit.cache.lanes import BatchCache
@@ -50,7 +50,7 @@ class Kept:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", [*POLICIES, REREADING])
 def test_each_text_is_as_alone(policy, family):
-    texts = [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
+    texts = [distinct_tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     caches = [Kept(policy, ids, family=family) for ids in texts]
     batch = Batch(backbone(family), frozenset(), most=3, piece=40)
     made = [batch.add(Request(ids, cache, NEW)) for ids, cache in zip(texts, caches, strict=True)]

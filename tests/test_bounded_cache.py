@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_runs import distinct_tokens
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
@@ -48,7 +49,8 @@ def random_heads(model, seed: int = 0) -> RetainingHeads:
 
 
 def tokens(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
-    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+    """A batch of texts that have no token twice."""
+    return torch.tensor([distinct_tokens(length, 100 * seed + text) for text in range(batch)])
 
 
 # ---- the definition ---------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ def test_theorem_f1_on_the_cache(chunk):
 @FEW
 @torch.no_grad()
 def test_pieces_do_not_matter(cuts, chunk, positions, policy, known):
-    model = backbone("llama")
+    model = doubled("llama")
     heads = random_heads(model) if policy == "locret" else None
     ids = tokens(70, seed=4)
     make = lambda: BoundedCache(  # noqa: E731

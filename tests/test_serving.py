@@ -332,13 +332,14 @@ def test_caches_are_never_more_than_sessions():
     most = []
     jobs = []
     for number in range(10):
-        ids = array("i", torch.randint(2, 97, (40 + number,)).tolist())
+        ids = array("i", torch.randint(2, 97, (40 + number,), generator=torch.Generator().manual_seed(number)).tolist())
         job = Job(f"owner {number % 3}", ids, None, 5, Sampling(), 0, lambda: most.append(engine.running + engine.idle))
         engine.submit(job)
         jobs.append(job)
     while any(job.text is None or job.text.finish_reason is None for job in jobs):
         time.sleep(0.01)
     engine.stop()
-    assert max(most) <= 2 and all(len(job.text.tokens) == 5 for job in jobs)
+    assert max(most) <= 2
+    assert all(len(job.text.tokens) == 5 or job.text.finish_reason == "stop" for job in jobs)
     with pytest.raises(RuntimeError, match="the server is stopping"):
         engine.submit(jobs[0])
