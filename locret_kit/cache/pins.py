@@ -42,10 +42,10 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
     s, aside, reread = ctx.schedule, ctx.policy.aside, None if layers else ctx.policy.reread
     # What is still to come counts in full; of what was read, the slots that are left.
     coming = count(without(pins, 0, layers[0].get_seq_length() if layers else 0))
-    asked = [
-        coming + (_held(rows, pins) if rows is not None and budget and rows.is_initialized else 0)
-        for budget, rows in zip(ctx.budgets, layers or [None] * len(ctx.budgets), strict=True)
-    ]
+    asked = [coming] * len(ctx.budgets)
+    for i, rows in enumerate(layers):
+        if ctx.budgets[i] and rows.is_initialized:
+            asked[i] += _held(rows, pins)
     # Budgets may differ, and what a layer still holds: the one with the least beyond that decides.
     layer = min((i for i, budget in enumerate(ctx.budgets) if budget), key=lambda i: ctx.budgets[i] - asked[i])
     budget, beside, centroids = ctx.budgets[layer], max(s.stabilizers, s.tail), f", {aside} centroids" if aside else ""
