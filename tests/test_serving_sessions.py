@@ -141,6 +141,22 @@ def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(tmp_p
         assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
 
 
+def test_a_session_without_memory_for_it_stays_on_disk(tmp_path, monkeypatch, undisturbed):
+    def full(*given):
+        return 1 << 60
+
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+        engine._saver.submit(int).result()
+        files = {*tmp_path.rglob("*.locret")}
+        with monkeypatch.context() as patch:
+            patch.setattr("locret_kit.cache.saved._room", full)
+            assert ask(engine, ANNA, next_turn(said, 0)).cached_tokens == 0
+        engine._saver.submit(int).result()
+        assert files < {*tmp_path.rglob("*.locret")}
+        assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
+
+
 def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
     model, tokenizer, heads = parts("llama")
     document, name = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads), "doc_" + "1" * 32

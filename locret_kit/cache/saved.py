@@ -23,7 +23,7 @@ from locret_kernels.provenance import versions
 
 from ..backbones.families import text_config
 from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
-from ..naming import blaming
+from ..naming import blaming, first_line
 from ..policies.grammar import parse_policy, parts_of, spelled_out
 from ..policies.policy import Policy
 from ..policies.registry import parts_named
@@ -258,7 +258,8 @@ def load_cache(
         store: where recall stores here, and how much; what has no room there is left out. Default: in memory, all of it.
 
     Raises:
-        OSError: there is no such file. ValueError: it is damaged, or the first difference to what is at hand.
+        OSError: there is no such file, or no memory for the cache. ValueError: the file is damaged, or the first difference to
+            what is at hand.
     """
     record, tensors = read(Path(path))
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
@@ -309,7 +310,7 @@ def restore(
                 f"dtype: {saved.dtype} in the file, {str(wanted).removeprefix('torch.')} here"
                 + (": --force takes rows of a narrower dtype as they are" if wider else "")
             )
-        _fill(cache, saved, tensors)
+        _fill(cache, saved, tensors, where)
     return cache
 
 
@@ -334,8 +335,8 @@ def _refuse(there: dict[str, Any], here: dict[str, Any]) -> None:
         raise ValueError(found)
 
 
-def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
-    """Check the tensors against the record, then take them."""
+def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Check the tensors against the record, then take them. Errors as in ``load_cache``."""
     ctx = cache.context
     spec, B, dtype = ctx.spec, saved.batch, DTYPES[saved.dtype]
     if len(saved.layers) != len(cache.bounded):
@@ -372,10 +373,11 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor]) -> N
         raise ValueError(f"{HIDDEN}: no such tensor")
     # Second pass: all is known to fit together, so buffers are made and filled.
     k_BH0D = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=ctx.model.dtype, device=ctx.model.device)
-    with blaming(
-        f"budget={saved.settings['budget']}, chunk={saved.settings['chunk']} do not fit into memory", RuntimeError
-    ):
+    try:
         torch.empty(_room(cache.bounded, saved.layers), dtype=torch.uint8, device=ctx.model.device)
+    except RuntimeError as error:  # of this machine, not of the file
+        budget, chunk = (saved.settings[name] for name in ("budget", "chunk"))
+        raise OSError(f"{where}: budget={budget}, chunk={chunk} do not fit into memory: {first_line(error)}") from error
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         mine = held[number]
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
