@@ -170,6 +170,12 @@ def test_undo_and_retry(piped, tmp_path):
     assert after == before[:2] and "forgotten: Who came in?" in err and "turns: 2" in err
 
 
+def test_retry_after_an_undone_turn_asks_again(piped):
+    status, out, err = piped("\n".join(["What is it?", "What is it?", "/undo", "/retry", "/stats"]))
+    _, second, third = out.splitlines()
+    assert status == 0 and third == second and "turns: 2" in err
+
+
 def test_pinned_text_is_held_while_turns_are_evicted(piped):
     lines = ["The pass key is 12345, remember it.", "/pin key is 12345", "/pin never said"]
     lines += [f"And what about boat number {i}, which came in?" for i in range(12)]

@@ -61,7 +61,11 @@ class Talk:
         self.args, self.chosen, self.model, self.tokenizer = args, chosen, model, tokenizer
         self.screen, self.run = screen, args.run
         self._generation = Generating(max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
-        self._asked, self._took = "", 0.0  # the last message; seconds of the last answer
+        self._asked, self._turns, self._took = (
+            "",
+            0,
+            0.0,
+        )  # the last message; turns before it; seconds of the last answer
         self._written: set[Path] = set()
         self.document: Document | None = None
         self.chat = Chat(
@@ -73,7 +77,7 @@ class Talk:
         """Talk about a document, from its first turn on."""
         document.prepare()
         self.chat = document.chat(self.args.history, **self._generation)
-        self.document, self._asked, cache = document, "", document.cache
+        self.document, self._asked, self._turns, cache = document, "", 0, document.cache
         if self.args.system:
             self.screen.note("the system prompt is left out: a document's conversation has the template's")
         self.screen.note(
@@ -124,7 +128,7 @@ class Talk:
     # ---- answers ---------------------------------------------------------------------------------------------------
 
     def _ask(self, question: str) -> None:
-        self._asked = question
+        self._asked, self._turns = question, len(self.chat.turns)
         self._stream(self.chat.say(question, self.screen.progress("read", patience_s=2)))
 
     def _stream(self, pieces: Generator[str, None, None]) -> None:
@@ -140,12 +144,12 @@ class Talk:
             self.screen.note(f"cut after max_new_tokens={self.args.max_new_tokens}")
 
     def retry(self) -> None:
-        turns, again = self.chat.turns, self.screen.progress("read", patience_s=2)
+        again = self.screen.progress("read", patience_s=2)
         if not self._asked:
             raise ValueError("nothing was asked yet")
         if self.args.temperature == 0:
             self.screen.note("at temperature 0 the answer is the same each time: --temperature 0.7 draws others")
-        if turns and turns[-1].question == self._asked:
+        if len(self.chat.turns) > self._turns:
             self._stream(self.chat.retry(again))
         else:  # it was stopped before its first word, or undone
             self._stream(self.chat.say(self._asked, again))
