@@ -142,6 +142,21 @@ def test_logprobs_of_chat_completions(client):
             client.chat.completions.create(model="tiny", messages=user("x"), extra_body=body)
 
 
+def test_a_token_that_cannot_be_has_a_number_that_json_has(client, engine, monkeypatch):
+    forward = engine._batch._forward
+
+    def without_all_but_two(*given):
+        logits = forward(*given)
+        return logits.masked_fill(torch.arange(logits.shape[-1]) > 6, float("-inf"))
+
+    monkeypatch.setattr(engine._batch, "_forward", without_all_but_two)
+    whole = client.chat.completions.create(
+        model="tiny", messages=user("x"), max_tokens=1, temperature=0, logprobs=True, top_logprobs=20
+    )
+    values = [top.logprob for top in whole.choices[0].logprobs.content[0].top_logprobs]
+    assert len(values) == 20 and values[7:] == [-9999.0] * 13 and values[6] > -100
+
+
 def test_the_bytes_of_logprobs_make_the_text_also_of_parts_of_characters(client):
     answer = client.chat.completions.create(
         model="tiny", messages=user("Who came in?"), max_tokens=60, temperature=2, seed=1, logprobs=True

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..naming import first_line
+from ..runtime.batch import Logprob
 from ..runtime.tokens import token_bytes
 from .bodies import Generation
 from .engine import Engine
 from .errors import Failed
 from .jobs import Job, Stopping
+
+LEAST = -9999.0
+"""Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,11 @@ class Stream:
         if text is None or most is None:
             return None
         spell = lru_cache(lambda token: str(self.engine.tokenizer.decode([token])))
-        pairs = list(zip(text.tokens[start:end], text.logprobs[start:end], strict=True))
+        finite = [
+            Logprob(max(one.token, LEAST), tuple((id, max(value, LEAST)) for id, value in one.top))
+            for one in text.logprobs[start:end]
+        ]
+        pairs = list(zip(text.tokens[start:end], finite, strict=True))
         if kind == "chat.completion":
 
             def entry(token: int, value: float) -> dict[str, object]:
