@@ -21,15 +21,17 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from fastapi.testclient import TestClient
 from test_documents import parts, text_of
 from test_serving import KEYS, SETTINGS, bearer, expected, user
 
+from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling
 from locret_kit.serving.app import make_app
 from locret_kit.serving.convert import Unwanted, convert
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.jobs import Busy, Job
+from locret_kit.serving.jobs import Busy, Job, Stopping
 from locret_kit.serving.state import Limits, Server
 
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
@@ -258,6 +260,53 @@ def test_a_stop_ends_what_came_during_a_long_forward():
     goes_on.set()
     stopping.join()
     assert [job.text.finish_reason for job in jobs] == ["cancelled"] * 2 and not engine._thread.is_alive()
+
+
+def test_a_document_waits_while_the_queue_is_full():
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, queue=1, piece=64)
+    forward, begun, goes_on, waits = engine._batch._forward, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(caches, pieces):
+        begun.set()
+        assert goes_on.wait(60)
+        return forward(caches, pieces)
+
+    engine._batch._forward = slow
+    jobs = [Job("", array("i", range(2, 40)), None, 3, Sampling(), 0, lambda: None) for _ in range(2)]
+    for job in jobs:
+        engine.submit(job)
+        assert begun.wait(60)
+    cache = BoundedCache(SETTINGS, "locret", heads, prompt_length=50)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(engine.read, model, array("i", range(2, 52)), cache, lambda *_: waits.set())
+        assert waits.wait(60) and not read.done()
+        goes_on.set()
+        read.result(60)
+    assert cache.get_seq_length() == 50 and engine.figures.refused == 0
+    engine.stop()
+
+
+def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, caplog):
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, piece=64)
+
+    def report():
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(engine, "_report", report)
+    told = [threading.Event(), threading.Event()]
+    jobs = [Job("", array("i", range(2, 40)), None, 3, Sampling(), 0, one.set) for one in told]
+    with engine._changed:  # the engine's thread takes nothing meanwhile
+        engine.submit(*jobs)
+    assert all(one.wait(60) for one in told)
+    assert [str(job.text.error) for job in jobs] == ["a fault of ours"] * 2 and "the engine has ended" in caplog.text
+    with pytest.raises(Stopping, match="ended with an error"):
+        engine.submit(jobs[0])
+    with TestClient(make_app(Server(engine, "tiny"))) as client:
+        answer = client.get("/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
+    engine.stop(0)
 
 
 def upload(url: str, text: str) -> httpx.Response:

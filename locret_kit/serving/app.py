@@ -55,8 +55,8 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        ready = server.engine is not None
-        return JSONResponse({"status": "ok" if ready else "loading"}, 200 if ready else 503)
+        status = "loading" if server.engine is None else "failed" if server.engine.failed else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> PlainTextResponse:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ from ..documents.document import Document, Progress, describe
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
-from ..runtime.batch import Batch, Text
+from ..runtime.batch import Batch, Request, Text
 from ..runtime.session import Sampling, stop_ids
 from ..runtime.turns import Turns
 from ..settings import RunSettings
@@ -72,6 +73,7 @@ class Engine(Admission):
         self._inbox: list[tuple[str, Job | None]] = []
         self._changed = threading.Condition()
         self._stopping = False
+        self.failed = False
         # Files are written by a thread of their own.
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
         self._thread = threading.Thread(target=self._run, name="locret-engine", daemon=True)
@@ -89,7 +91,7 @@ class Engine(Admission):
             raise ValueError(f"{len(jobs)} answers must be at most {self.queue}, the requests that may wait")
         with self._changed:
             if self._stopping:
-                raise Stopping("the server is stopping")
+                raise Stopping("the engine has ended with an error" if self.failed else "the server is stopping")
             waiting = self._waiting()
             if waiting + len(jobs) > self.queue:
                 self.figures.refused += len(jobs)
@@ -107,10 +109,11 @@ class Engine(Admission):
             self._changed.notify()
 
     def read(self, model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        """A ``documents.Reader``: read tokens into a cache, among the other requests. Blocks until it is done.
+        """A ``documents.Reader``: read tokens into a cache, among the other requests. Blocks until it is done; waits while the
+        queue is full, since whoever sent the document has left.
 
         Raises:
-            Busy: see ``submit``. Exception: as reading raises.
+            Stopping: see ``submit``. Exception: as reading and ``progress`` raise.
         """
         done = threading.Event()
 
@@ -119,7 +122,12 @@ class Engine(Admission):
                 done.set()
 
         job = Job("", ids, None, 0, Sampling(), 0, changed, cache=cache, keeps=False, aside=True)
-        self.submit(job)
+        with self._changed:
+            while self._waiting() >= self.queue and not self._stopping:
+                if progress is not None:
+                    progress(0, len(ids))
+                self._changed.wait(0.2)
+            self.submit(job)
         try:
             while not done.wait(0.2):
                 if progress is not None:
@@ -210,6 +218,27 @@ class Engine(Admission):
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # of the engine itself: whoever waits would wait for good
+            LOG.exception("the engine has ended")
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """End everything with an error, and take nothing more."""
+        with self._changed:
+            self._stopping = self.failed = True
+            self._queue += [job for what, job in self._inbox if what == "add" and job is not None]
+            left, self._jobs, self._queue, self._inbox = [*self._jobs, *self._queue], [], [], []
+        for job in left:
+            if job.text is None:
+                job.text = Text(Request(job.ids, partial(self._own, job, None)))
+            if job.text.finish_reason is None:
+                job.text.end("error", error)
+            with suppress(RuntimeError):  # the event loop of its request is closed
+                job.on_change()
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 while True:
