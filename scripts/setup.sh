@@ -40,6 +40,7 @@ print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.
     echo "setup: installing locret-kit[$extras]"
     (cd "$root" && python -m pip install --quiet -c constraints.txt -e ".[$extras]")
     echo "$want $extras" >"$stamp"
+    echo "setup: done; source $venv/bin/activate"
 }
 
 locret_setup >&2

@@ -24,6 +24,7 @@ def run(args: ChatOptions) -> int:
             {f"/{name}": words.startswith("FILE") for name, (words, _) in COMMANDS.items()}, args.history_file
         )
     document = None
+    screen.greet("loading the model ...")
     if file is not None and file.suffix == SAVED:
         document, chosen = open_document(
             str(file), args, args.ckpt, args.model, args.adapter, args.policy, store=args.store

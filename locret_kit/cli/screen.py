@@ -254,7 +254,7 @@ class Terminal(Pipes):
             super().page(text)
             return
         # As git does: no pager for what fits, colours as they are, the text stays on the screen.
-        environment = {"LESS": "FRX", **os.environ}
+        environment = {"LESS": "FRXPq goes back to the conversation$", **os.environ}
         subprocess.run(pager, input=text + "\n", text=True, encoding="utf-8", env=environment, check=False)
 
     def colored(self, stream: TextIO) -> bool:

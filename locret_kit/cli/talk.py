@@ -196,7 +196,7 @@ class Talk:
             progress=self.screen.progress("read"),
         )  # fmt: skip
         self.begin(document)
-        self.screen.note(f"read in {time.perf_counter() - began:.1f} s")
+        self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SAVED} keeps what was read")
 
     def budget(self, words: str) -> None:
         if words:
@@ -222,7 +222,10 @@ class Talk:
                 raise ValueError("nothing was said yet")
             write_text(path, WRITERS[path.suffix](self))
         self._written.add(path.resolve())
-        self.screen.note(f"saved: {path}, {path.stat().st_size / 2**20:.1f} MiB")
+        size = path.stat().st_size
+        self.screen.note(
+            f"saved: {path}, " + (f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB")
+        )
 
     # ---- what there is ---------------------------------------------------------------------------------------------
 
