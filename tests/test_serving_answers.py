@@ -145,11 +145,11 @@ def test_logprobs_of_chat_completions(client):
 def test_a_token_that_cannot_be_has_a_number_that_json_has(client, engine, monkeypatch):
     forward = engine._batch._forward
 
-    def without_all_but_two(*given):
+    def seven_tokens_alone(*given):
         logits = forward(*given)
         return logits.masked_fill(torch.arange(logits.shape[-1]) > 6, float("-inf"))
 
-    monkeypatch.setattr(engine._batch, "_forward", without_all_but_two)
+    monkeypatch.setattr(engine._batch, "_forward", seven_tokens_alone)
     whole = client.chat.completions.create(
         model="tiny", messages=user("x"), max_tokens=1, temperature=0, logprobs=True, top_logprobs=20
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ..config.chat import READ, ChatOptions
 from ..config.reader import given_by
 from ..naming import first_line, nearest
+from ..sizes import show
 from .command import install_hint
 from .loading import check_run
 from .terminal import check_target, text_of
@@ -61,11 +62,8 @@ class Talk:
         self.args, self.chosen, self.model, self.tokenizer = args, chosen, model, tokenizer
         self.screen, self.run = screen, args.run
         self._generation = Generating(max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
-        self._asked, self._turns, self._took = (
-            "",
-            0,
-            0.0,
-        )  # the last message; turns before it; seconds of the last answer
+        self._asked, self._turns = "", 0  # the last message, and how many turns were before it
+        self._took = 0.0  # seconds of the last answer
         self._written: set[Path] = set()
         self.document: Document | None = None
         self.chat = Chat(
@@ -223,9 +221,7 @@ class Talk:
             write_text(path, WRITERS[path.suffix](self))
         self._written.add(path.resolve())
         size = path.stat().st_size
-        self.screen.note(
-            f"saved: {path}, " + (f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB")
-        )
+        self.screen.note(f"saved: {path}, {show(size) if size >= 2**20 else f'{size / 2**10:.1f} KiB'}")
 
     # ---- what there is ---------------------------------------------------------------------------------------------
 
