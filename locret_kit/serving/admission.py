@@ -66,9 +66,13 @@ class Admission:
         """Leave word for the engine's thread."""
         raise NotImplementedError
 
+    def _not_admitted(self, job: Job) -> Text:
+        """The text of a request that has none yet, so that it can end."""
+        return Text(Request(job.ids, partial(self._own, job, None)))
+
     def _leave_queue(self, job: Job, reason: str, error: Exception | None = None) -> None:
         """End a request that was not admitted."""
-        job.text = Text(Request(job.ids, lambda: self._own(job, None)))
+        job.text = self._not_admitted(job)
         job.text.end(reason, error)
         self._queue = [one for one in self._queue if one is not job]
         self._jobs.append(job)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +25,7 @@ from ..documents.document import Document, Progress, describe
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
-from ..runtime.batch import Batch, Request, Text
+from ..runtime.batch import Batch, Text
 from ..runtime.session import Sampling, stop_ids
 from ..runtime.turns import Turns
 from ..settings import RunSettings
@@ -232,7 +231,7 @@ class Engine(Admission):
             left, self._jobs, self._queue, self._inbox = [*self._jobs, *self._queue], [], [], []
         for job in left:
             if job.text is None:
-                job.text = Text(Request(job.ids, partial(self._own, job, None)))
+                job.text = self._not_admitted(job)
             if job.text.finish_reason is None:
                 job.text.end("error", error)
             with suppress(RuntimeError):  # the event loop of its request is closed
