@@ -406,19 +406,22 @@ def test_the_documented_results_are_those_of_the_committed_rows(capsys):
 
 
 def test_results_script(tmp_path, capsys):
-    files = {"README.md": "summary", "docs/results/needles.md": "needles", "docs/results/gpu.md": "gpu"}
+    names = ("needles", "recall", "gpu")
+    files = {"README.md": ["summary"], **{f"docs/results/{name}.md": [name] for name in names}}
+    files["docs/results/recall.md"].append("sparse")
     rows, tables = tmp_path / "rows.jsonl", tmp_path / "checkpoints" / RESULTS.HEADS / "RESULTS.md"
     rows.write_text(ROW.to_json() + "\n")
-    for name, marker in files.items():
+    for name, markers in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"top\n<!-- {marker}:begin -->\nold\n<!-- {marker}:end -->\nbottom\n")
+        tables_of = [f"<!-- {marker}:begin -->\nold\n<!-- {marker}:end -->\n" for marker in markers]
+        (tmp_path / name).write_text(f"top\n{''.join(tables_of)}bottom\n")
     arguments = ["--root", str(tmp_path), "--rows", str(rows), "--gpu-rows"]
     assert RESULTS.main([*arguments, "--check"]) == 1 and not tables.exists()
     assert "needles.md and " in capsys.readouterr().err
     assert RESULTS.main(arguments) == 0 and RESULTS.main([*arguments, "--check"]) == 0
-    for name, marker in files.items():
+    for name, (*_, marker) in files.items():
         text = (tmp_path / name).read_text()
-        assert text.startswith(f"top\n<!-- {marker}:begin -->\n") and text.endswith(f"<!-- {marker}:end -->\nbottom\n")
+        assert text.startswith("top\n<!-- ") and text.endswith(f"<!-- {marker}:end -->\nbottom\n")
         assert "old" not in text
     lines = [line for line in text.splitlines() if line.count("| not measured yet") == len(RESULTS.targets.MODELS)]
     assert len(lines) == len(RESULTS.targets.TARGETS)
@@ -447,3 +450,35 @@ def test_the_short_table_of_needles(tmp_path):
         f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | 1.00‡ | - | 1.00: compactor, keydiff |"
     )
     assert lines[2:] == [shown, "", f"‡ in bfloat16, all else in {ROW.dtype}"]
+
+
+def test_the_table_of_recall_counts_the_rows_that_come_back(tmp_path):
+    """Beside ``locret`` with as many rows on the device, of the same prompts alone."""
+    ours = [replace(ROW, heads=RESULTS.HEADS, budget=512, prompt_hash=f"text {i}", sample=i) for i in range(3)]
+    ours = [replace(row, tokens=100, new_tokens=5) for row in ours]
+    rows = [replace(row, score=float(row.sample == 0), prefill_s=4.0, decode_s=1.0) for row in ours]
+    back = [replace(row, policy="recall(size=32,take=4,reading=false)", budget=384, score=1.0) for row in ours]
+    back = [replace(row, prefill_s=8.0, decode_s=3.0) for row in back]
+    rows += [*back[:2], replace(back[2], prompt_hash="another text"), replace(back[0], policy="recall", sample=7)]
+    rows += [
+        replace(ours[0], policy="centroids(n=16)", score=0.5, date="2026-01-02"),
+        replace(ours[0], policy="streaming", heads="-"),
+    ]
+    lines = RESULTS.recall_tables.recall_table(rows, RESULTS.HEADS).splitlines()
+    where = f"| {ROW.task} | {ROW.haystack} | {RESULTS.size(ROW.length)} | 512 |"
+    assert lines[2:] == [
+        f"{where} `centroids(n=16)` | 0.50 (n=1) | 0.50 (n=1) | 1 of 1 | - | - |",
+        f"{where} `recall` | 1 of 1 | - | - | - | - |",
+        f"{where} `recall(size=32,take=4,reading=false)` | 3 of 3 | 2 of 2 | 1 of 2 | 2.00 | 3.00 |",
+    ]
+
+
+def test_the_table_of_sparse_prefill_compares_times_of_one_day():
+    dense = [replace(ROW, policy="full", heads="-", budget=0, score=1.0, prefill_s=4.0, sample=i) for i in range(2)]
+    dense = [replace(row, date="2026-01-02T03:04:05+00:00", model="folder/model") for row in dense]
+    sparse = [replace(row, policy="xattention", score=0.0, prefill_s=2.0, computed_share=0.25) for row in dense]
+    lines = RESULTS.recall_tables.sparse_table([*dense, sparse[0], replace(sparse[1], date="2026-01-03")]).splitlines()
+    where = f"| model | {ROW.task} | {ROW.haystack} | {RESULTS.size(ROW.length)} | `xattention` |"
+    assert lines[2:] == [f"{where} 0 of 2 | 2 of 2 | 0.25 | 0.50 |"]
+    alone = RESULTS.recall_tables.sparse_table([replace(sparse[0], prefill_s=1.0)]).splitlines()
+    assert alone[2:] == [f"{where} 0 of 1 | - | 0.25 | - |"]

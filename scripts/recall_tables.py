@@ -1,0 +1,110 @@
+"""Tables of what comes back and of sparse prefill, text by text, from the rows of `scripts/results.py`."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+
+from locret_kit.evals.engine.rows import Row, label_of
+from locret_kit.evals.engine.settings import RANDOM_HEADS, is_oracle
+from locret_kit.evals.report.summary import size
+from locret_kit.evals.report.tables import Table
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.methods.centroids import Centroids
+from locret_kit.policies.policy import Policy
+
+Place = tuple[str, str, int, int]
+"""Task, text, tokens and rows on the device."""
+FORM = ("chunk", "positions", "ending", "wording", "offset", "dtype", "prompt_hash")
+"""What two rows share that are compared, the prompt among it; stabilizers and tail follow the budget."""
+
+
+def device_rows(row: Row) -> int:
+    """Rows of each key/value head that the policy may keep, and those that come back."""
+    slots = row.slots or int(row.budget)
+    part = parse_policy(row.policy).at(slots).recall
+    return slots + (0 if part is None else part.take * part.size)
+
+
+def remembers(policy: str) -> bool:
+    """Whether what is evicted lives on: in a store, or in centroids."""
+    made = _parsed(policy)
+    return made is not None and (made.recall is not None or isinstance(made.merge, Centroids))
+
+
+def is_sparse(policy: str) -> bool:
+    """Whether a part of the prompt's attention is left out."""
+    made = _parsed(policy)
+    return made is not None and made.sparse is not None
+
+
+def _parsed(policy: str) -> Policy | None:
+    """None for what stands beside policies in a table: an oracle, or heads that were not trained."""
+    return None if is_oracle(policy) or policy == RANDOM_HEADS else parse_policy(policy)
+
+
+def recall_table(rows: Sequence[Row], heads: str) -> str:
+    """Every policy whose evicted slots live on, beside ``locret`` with as many rows on the device, on the same prompts."""
+    found: dict[tuple[Place, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.score is not None and row.heads in (heads, "-") and (row.policy == "locret" or remembers(row.policy)):
+            place = row.task, row.haystack, row.length, device_rows(row)
+            found[place, label_of(row.policy, "-")].append(row)
+    lines = []
+    for (place, label), own in sorted(found.items(), key=lambda item: item[0]):
+        if label == "locret":
+            continue
+        task, text, length, slots = place
+        pairs = paired(own, found.get((place, "locret"), []))
+        beside = [total([row for row, _ in pairs]), total([other for _, other in pairs])] if pairs else ["-", "-"]
+        reading = times(pairs, lambda row: row.prefill_s / max(row.tokens, 1))
+        answering = times(pairs, lambda row: row.decode_s / max(row.new_tokens, 1))
+        lines.append([task, text, size(length), f"{slots:,}", f"`{label}`", total(own), *beside, reading, answering])
+    head = ["task", "text", "tokens", "rows", "policy", "right", "of the same texts", "`locret` on these"]
+    return Table([*head, "prefill time, `locret` is 1", "time a new token"], lines).markdown()
+
+
+def sparse_table(rows: Sequence[Row]) -> str:
+    """Sparse prefill beside dense attention on the same prompts; times where one day's run took both."""
+    found: dict[tuple[str, str, str, int], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.score is not None and (row.policy == "full" or is_sparse(row.policy)):
+            backbone = row.model.rsplit("/", 1)[-1]
+            found[backbone, row.task, row.haystack, row.length][row.policy].append(row)
+    lines = []
+    for (backbone, task, text, length), by_policy in sorted(found.items()):
+        for policy in sorted(by_policy.keys() - {"full"}):
+            own = by_policy[policy]
+            pairs = paired(own, by_policy["full"])
+            dense = total([other for _, other in pairs]) if pairs else "-"
+            ratio = times(pairs, lambda row: row.prefill_s / max(row.tokens, 1))
+            share = f"{fmean(row.computed_share or 0.0 for row in own):.2f}"
+            lines.append([backbone, task, text, size(length), f"`{policy}`", total(own), dense, share, ratio])
+    head = ["backbone", "task", "text", "tokens", "policy", "right", "`full` on the same", "attention computed"]
+    return Table([*head, "prefill time, `full` is 1"], lines).markdown()
+
+
+def paired(own: Iterable[Row], others: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Rows of the same prompt."""
+    by_form = {form(row): row for row in others}
+    return [(row, by_form[form(row)]) for row in own if form(row) in by_form]
+
+
+def times(pairs: Iterable[tuple[Row, Row]], seconds: Callable[[Row], float]) -> str:
+    """Mean ratio of the seconds, of pairs that one version took on one day; a dash where there are none."""
+    together = [(a, b) for a, b in pairs if a.date[:10] == b.date[:10] and a.versions == b.versions and seconds(b)]
+    return f"{fmean(seconds(a) / seconds(b) for a, b in together):.2f}" if together else "-"
+
+
+def form(row: Row) -> tuple[object, ...]:
+    return row.sample, *(getattr(row, name) for name in FORM)
+
+
+def total(rows: Sequence[Row]) -> str:
+    """Right answers of all, or the mean where an answer can be right in part."""
+    scores = [row.score or 0.0 for row in rows]
+    if all(score in (0.0, 1.0) for score in scores):
+        return f"{sum(scores):.0f} of {len(scores)}"
+    return f"{math.fsum(scores) / len(scores):.2f} (n={len(scores)})"
