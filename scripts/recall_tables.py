@@ -17,14 +17,13 @@ from locret_kit.policies.policy import Policy
 
 Place = tuple[str, str, int, int]
 """Task, text, tokens and rows on the device."""
-FORM = ("chunk", "positions", "ending", "wording", "offset", "dtype", "prompt_hash")
-"""What two rows share that are compared, the prompt among it; stabilizers and tail follow the budget."""
+FORM = ("chunk", "positions", "ending", "wording", "offset", "dtype", "sample")
+"""What two rows share that are compared, beside the prompt; stabilizers and tail follow the budget."""
 
 
-def device_rows(row: Row) -> int:
-    """Rows of each key/value head that the policy may keep, and those that come back."""
-    slots = row.slots or int(row.budget)
-    part = parse_policy(row.policy).at(slots).recall
+def device_rows(policy: str, slots: int) -> int:
+    """Rows of each key/value head: those that the policy may keep, and those that come back."""
+    part = parse_policy(policy).at(slots).recall
     return slots + (0 if part is None else part.take * part.size)
 
 
@@ -50,7 +49,7 @@ def recall_table(rows: Sequence[Row], heads: str) -> str:
     found: dict[tuple[Place, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row.score is not None and row.heads in (heads, "-") and (row.policy == "locret" or remembers(row.policy)):
-            place = row.task, row.haystack, row.length, device_rows(row)
+            place = row.task, row.haystack, row.length, device_rows(row.policy, row.slots or int(row.budget))
             found[place, label_of(row.policy, "-")].append(row)
     lines = []
     for (place, label), own in sorted(found.items(), key=lambda item: item[0]):
@@ -87,9 +86,10 @@ def sparse_table(rows: Sequence[Row]) -> str:
 
 
 def paired(own: Iterable[Row], others: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """Rows of the same prompt."""
+    """Rows of the same prompt. An older row has no hash of its prompt: then the answer must be the same."""
     by_form = {form(row): row for row in others}
-    return [(row, by_form[form(row)]) for row in own if form(row) in by_form]
+    found = [(row, by_form[form(row)]) for row in own if form(row) in by_form]
+    return [(a, b) for a, b in found if a.prompt_hash == b.prompt_hash or (not b.prompt_hash and a.answer == b.answer)]
 
 
 def times(pairs: Iterable[tuple[Row, Row]], seconds: Callable[[Row], float]) -> str:
@@ -99,7 +99,7 @@ def times(pairs: Iterable[tuple[Row, Row]], seconds: Callable[[Row], float]) -> 
 
 
 def form(row: Row) -> tuple[object, ...]:
-    return row.sample, *(getattr(row, name) for name in FORM)
+    return tuple(getattr(row, name) for name in FORM)
 
 
 def total(rows: Sequence[Row]) -> str:

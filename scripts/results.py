@@ -40,6 +40,7 @@ import recall_tables  # noqa: E402
 import targets  # noqa: E402
 
 NEEDLES = ("R.PassKey", "R.Number")
+RECALL = "recall(reading=false)"
 HEADS, PAPER, SECOND = "smollm2-135m-locret", "smollm2-135m-paper", "gemma3-270m-locret"
 FULL_TABLE = ("R.PassKey", "jargon")
 SUMMARY = (
@@ -48,6 +49,8 @@ SUMMARY = (
     ("R.Number", "repeated", 8192, 512), ("R.PassKey", "repeated", 131072, 1024),
 )  # fmt: skip
 """Lines of the README's table: task, text, tokens, slots."""
+BACK = recall_tables.device_rows(RECALL, 1) - 1
+"""Rows of it that come back; the others are the budget."""
 ENOUGH = 8
 """Examples that a line of the short table has at least."""
 
@@ -62,10 +65,10 @@ def provenance(rows: Sequence[Row], files: Sequence[Path]) -> str:
 
 
 def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ()) -> str:
-    """One line per needle: full attention, the heads that ship, the paper's recipe, and the best that trains nothing; of
-    ``only`` these tasks, texts, lengths and budgets, where some are given."""
+    """One line per needle: full attention, the heads that ship, the paper's recipe, and the best that trains nothing, all with
+    as many rows on the device; of ``only`` these tasks, texts, lengths and budgets, where some are given."""
     found = {(c.task, c.haystack, c.length, c.budget, c.policy, c.heads): c for c in cells if c.mean is not None}
-    head = ["needle", "text", "tokens", "slots", "n", "full attention", "`locret`", "`rereading-locret`"]
+    head = ["needle", "text", "tokens", "slots", "n", "full attention", "`locret`", "`rereading-locret`", f"`{RECALL}`"]
     lines = [[*head, "the paper's recipe", "best without training"], ["---"] * (len(head) + 2)]
     ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= ENOUGH]
     ours = [c for c in ours if not only or (c.task, c.haystack, c.length, c.budget) in only]
@@ -76,6 +79,7 @@ def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ())
             found.get((*where, 0, "full", "-")),
             cell,
             found.get((*where, cell.budget, "rereading-locret", HEADS)),
+            found.get((*where, cell.budget - BACK, RECALL, HEADS)),
             found.get((*where, cell.budget, "locret", PAPER)),
         ]
         shares = [_share(other, cell.n, usual) for other in others]
