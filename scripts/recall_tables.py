@@ -18,7 +18,7 @@ from locret_kit.policies.policy import Policy
 Place = tuple[str, str, int, int]
 """Task, text, tokens and rows on the device."""
 FORM = ("chunk", "positions", "ending", "wording", "offset", "dtype", "sample")
-"""What two rows share that are compared, beside the prompt; stabilizers and tail follow the budget."""
+"""Fields that rows of the same prompt share when they are compared; stabilizers and tail follow the budget."""
 
 
 def device_rows(policy: str, slots: int) -> int:
