@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -107,4 +106,4 @@ def total(rows: Sequence[Row]) -> str:
     scores = [row.score or 0.0 for row in rows]
     if all(score in (0.0, 1.0) for score in scores):
         return f"{sum(scores):.0f} of {len(scores)}"
-    return f"{math.fsum(scores) / len(scores):.2f} (n={len(scores)})"
+    return f"{fmean(scores):.2f} (n={len(scores)})"

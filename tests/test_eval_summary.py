@@ -450,7 +450,7 @@ def test_the_short_table_of_needles(tmp_path):
     assert lines[2:] == [shown, "", f"‡ in bfloat16, all else in {ROW.dtype}"]
 
 
-def test_the_table_of_recall_counts_the_rows_that_come_back(tmp_path):
+def test_the_table_of_recall_counts_the_rows_that_come_back():
     """Beside ``locret`` with as many rows on the device, of the same prompts alone."""
     ours = [replace(ROW, heads=RESULTS.HEADS, budget=512, prompt_hash=f"text {i}", sample=i) for i in range(3)]
     ours = [replace(row, tokens=100, new_tokens=5) for row in ours]
