@@ -16,6 +16,13 @@ Betas = Annotated[
     list[Annotated[float, Interval(ge=0, lt=1)]], Len(2, 2), Says("two numbers, each at least 0 and below 1")
 ]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
+Shares = Annotated[
+    list[Annotated[float, Interval(gt=0, lt=1)]],
+    Len(2, 2),
+    Predicate(lambda two: two[0] <= two[1]),
+    Says("two numbers above 0 and below 1, the smaller one first"),
+]
+Temperatures = Annotated[list[Annotated[float, Gt(0)]], Len(2, 2), Says("two numbers above 0")]
 Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 
 
@@ -200,6 +207,27 @@ class InferConfig(RunSettings):
 
 
 @dataclass
+class GatesSection:
+    """Soft evictions, where ``trains`` is 'end_to_end'. Each sample is read in chunks with a budget that is drawn; the history
+    that its scores would not keep is hidden by degrees."""
+
+    shares: Shares = field(default_factory=lambda: [0.04, 0.25])
+    """Least and largest part of the prompt that is kept."""
+    chunks: Annotated[list[Slots], MinLen(1)] = field(default_factory=lambda: [96, 128, 192, 256])
+    """Tokens of a chunk; one is drawn for each sample."""
+    newest: Annotated[float, Interval(ge=0, lt=1)] = 0.5
+    """Largest part of the budget that the newest slots take, whatever they score."""
+    temperatures: Temperatures = field(default_factory=lambda: [1.0, 0.25])
+    """Difference of scores over which a gate opens, in the first and in the last step."""
+    divergence: Literal["forward", "reverse"] = "forward"
+    """Kullback-Leibler divergence from full attention: 'forward' (mean over full attention's tokens) or 'reverse'."""
+    text_tokens: Count = 96
+    """Tokens of the prompt, beside those of the answers, after which the next token's distribution counts."""
+    text_weight: Annotated[float, Ge(0)] = 1.0
+    """Weight of these; the answers weigh 1."""
+
+
+@dataclass
 class TrialsSection:
     """Several sets of heads that learn from the same forwards, each by settings of its own."""
 
@@ -236,9 +264,10 @@ class TrainConfig:
 
     recipe: str
     """Name of the recipe, or path of its YAML file."""
-    trains: Literal["heads", "pool"] = "heads"
-    """'heads' (retaining heads) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``; the sections ``heads``, ``target`` and
-    ``loss``, ``data.batch`` and ``trainer.keep_best`` are not used then)."""
+    trains: Literal["heads", "end_to_end", "pool"] = "heads"
+    """'heads' (retaining heads, from each layer's targets), 'end_to_end' (retaining heads, from the model's output; the section
+    ``gates`` in place of ``target`` and ``loss``) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``; the sections ``heads``,
+    ``target`` and ``loss`` are not used then). ``data.batch`` and ``trainer.keep_best`` are of 'heads' alone."""
     backbone: BackboneConfig
     heads: HeadsSection = field(default_factory=HeadsSection)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -248,6 +277,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     infer: InferConfig = field(default_factory=InferConfig)
     pool: PoolSection = field(default_factory=PoolSection)
+    gates: GatesSection = field(default_factory=GatesSection)
     trials: TrialsSection = field(default_factory=TrialsSection)
     out: str = "runs/${recipe}"
     """Folder for checkpoints and logs."""
@@ -275,15 +305,19 @@ class TrainConfig:
             )
         if self.target.queries != "all" and self.data.queries != "both":
             raise ValueError(f"target.queries={self.target.queries} needs data.queries=both, not {self.data.queries}")
-        if self.trials.file is not None and (self.trains == "pool" or self.trainer.strategy not in ("auto", "ddp")):
+        if self.trials.file is not None and (self.trains != "heads" or self.trainer.strategy not in ("auto", "ddp")):
             raise ValueError(
                 f"trials.file={self.trials.file} needs trains=heads and trainer.strategy=auto or ddp, not "
                 f"trains={self.trains} with {self.trainer.strategy}"
             )
         if self.trials.file is None and (self.trials.only or self.trials.rates):
             raise ValueError("trials.only and trials.rates have no effect without trials.file")
-        if self.trains == "pool" and self.data.queries != "answers":
-            raise ValueError(f"data.queries={self.data.queries} has no effect on a pool, which learns from answers")
+        if self.trains != "heads" and self.data.queries != "answers":
+            raise ValueError(
+                f"data.queries={self.data.queries} has no effect on trains={self.trains}: it learns from answers"
+            )
+        if self.trains == "end_to_end" and self.trainer.strategy not in ("auto", "ddp"):
+            raise ValueError(f"trainer.strategy={self.trainer.strategy} must be auto or ddp where trains=end_to_end")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer
         if weights is not None and len(weights) != len(sources):
             raise ValueError(

@@ -28,11 +28,16 @@ from .base import TRAINING, FrozenTraining, trained_with
 from .callbacks import Bar, Last, SaveEvery, SeedSteps, Stopped, StopWhole, gather
 from .curves import write_curves
 from .data import SampleModule
+from .end_to_end import EndToEndTraining
 from .module import HeadTraining
 from .pool import PoolTraining
 from .strategy import make_strategy
 
-TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}
+TRAININGS: dict[str, type[FrozenTraining]] = {
+    "heads": HeadTraining,
+    "end_to_end": EndToEndTraining,
+    "pool": PoolTraining,
+}
 """By ``trains``, the configuration's key."""
 
 

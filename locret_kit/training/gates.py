@@ -1,0 +1,158 @@
+"""Soft eviction: while a text is read in chunks, scores hide what a budget would not keep, by degrees and with gradients."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..backbones.rope import Rope, rotate
+from ..cache.attention import attend_text
+from ..heads import RetainingHeads
+
+HALVINGS = 40
+"""Of the interval that holds a threshold."""
+
+
+def threshold(scores_XS: Tensor, keep: int, temperature: float) -> Tensor:
+    """The threshold ``[X, 1]`` at which the gates ``sigmoid((s - threshold) / temperature)`` of each row sum to ``keep``.
+
+    Its gradient is that of the implicit equation, so a gate can only open as far as others close. Source: the constraint of a
+    soft top-k (SOFT, arXiv 2002.06504, and its successors) with a sigmoid for each element.
+
+    Raises:
+        ValueError: ``keep`` is not at least 1 and below the number of elements.
+    """
+    S = scores_XS.shape[-1]
+    if not 1 <= keep < S:
+        raise ValueError(f"keep={keep} must be at least 1 and below the {S} elements")
+    with torch.no_grad():
+        s = scores_XS.double()
+        edge = temperature * (
+            math.log(S) + 1
+        )  # one gate of S alone gives more than S - 1/e, or less than 1/e, beyond it
+        low, high = s.amin(-1, keepdim=True) - edge, s.amax(-1, keepdim=True) + edge
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            many = ((s - middle) / temperature).sigmoid().sum(-1, keepdim=True) > keep
+            low, high = torch.where(many, middle, low), torch.where(many, high, middle)
+        found = ((low + high) / 2).to(scores_XS.dtype)
+        open_XS = ((scores_XS - found) / temperature).sigmoid()
+        slope_XS = open_XS * (1 - open_XS)
+        share_XS = slope_XS / slope_XS.sum(-1, keepdim=True).clamp_min(1e-12)
+    moved = (share_XS * scores_XS).sum(-1, keepdim=True)
+    return found + moved - moved.detach()
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A bounded reading of a text: which chunks, and what of the slots before each is kept."""
+
+    bounds: tuple[int, ...]
+    """First token of every chunk, 0 first, and the end of the text."""
+    keep: int
+    """Slots of the history that the scores choose."""
+    newest: int
+    """Newest slots of the history, which stay whatever they score."""
+    temperature: float
+    """Difference of scores over which a gate opens, in their unit."""
+
+    @property
+    def first(self) -> int:
+        """The first token that sees a history with gates; the end of the text where there is none."""
+        return next((a for a in self.bounds[:-1] if a - self.newest > self.keep), self.bounds[-1])
+
+
+def drawn_eviction(
+    rng: random.Random,
+    tokens: int,
+    prompt: int,
+    *,
+    share: Sequence[float],
+    chunks: Sequence[int],
+    newest: float,
+    tail: int,
+    temperature: float,
+) -> Eviction:
+    """An eviction for a text of so many tokens, of which the first ``prompt`` are the prompt: the budget, chunk, offset of the
+    text against the chunks and newest slots are drawn.
+
+    Args:
+        share: least and largest part of the prompt that is kept; uniform in its logarithm. chunks: sizes, one is drawn.
+        newest: largest part of the budget that the newest slots take. tail: last tokens of the prompt, which are read after the
+            last eviction; less where the prompt has fewer than twice as many.
+    """
+    budget = max(2, round(prompt * math.exp(rng.uniform(math.log(share[0]), math.log(share[1])))))
+    recent = round(budget * rng.uniform(0, newest))
+    chunk = rng.choice(chunks)
+    last = prompt - min(tail, prompt // 2)
+    starts = range(rng.randint(1, chunk), last, chunk)
+    return Eviction((0, *starts, last, tokens), max(1, budget - recent), recent, temperature)
+
+
+class Gated:
+    """Attention in which a chunk sees the slots before it through gates, and itself whole.
+
+    For each chunk a head's gates sum to ``keep`` over the history without its ``newest`` slots; their logarithms are added to
+    the logits. Scores come from each token's own q, k, v, whose gradient is not taken: weights of the heads alone learn.
+    Layers with a window are as they are, and positions are the text's own.
+    """
+
+    wants_unrotated = True
+
+    def __init__(
+        self, heads: RetainingHeads, ropes: list[Rope], windows: tuple[int | None, ...], eviction: Eviction
+    ) -> None:
+        self.heads, self.ropes, self.windows, self.eviction = heads, ropes, windows, eviction
+
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
+        q_rot, k_rot = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
+        if self.windows[layer] is not None:
+            return attend_text(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
+        scores_BHT = self.heads[layer](q_BQTD.detach(), k_BHTD.detach(), v_BHTD.detach())
+        run: Callable[..., Any] = checkpoint if torch.is_grad_enabled() else _plainly
+        return run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, scaling, use_reentrant=False)
+
+    def _chunks(self, q: Tensor, k: Tensor, v: Tensor, scores_BHT: Tensor, scaling: float) -> Tensor:
+        bounds, G = self.eviction.bounds, q.shape[1] // k.shape[1]
+        out = []
+        for start, end in pairwise(bounds):
+            mask = _causal(end - start, end, q)
+            if (bias_BHS := self.bias(scores_BHT, start)) is not None:
+                bias_BH1E = F.pad(bias_BHS, (0, end - bias_BHS.shape[-1]))[:, :, None]
+                mask = mask + bias_BH1E.repeat_interleave(G, 1).to(q.dtype)
+            seen = slice(0, end)
+            out.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, start:end], k[:, :, seen], v[:, :, seen], attn_mask=mask, scale=scaling, enable_gqa=G > 1
+                )
+            )
+        return torch.cat(out, 2)
+
+    def bias(self, scores_BHT: Tensor, start: int) -> Tensor | None:
+        """Logarithms ``[B, H, S]`` of the gates of the history of the chunk at ``start``, its newest slots not counted; None
+        where everything is kept."""
+        e, S = self.eviction, start - self.eviction.newest
+        if e.keep >= S:
+            return None
+        scores_BHS = scores_BHT[..., :S]
+        return F.logsigmoid((scores_BHS - threshold(scores_BHS, e.keep, e.temperature)) / e.temperature)
+
+
+def _plainly(function: Callable[..., Tensor], *args: object, **ignored: object) -> Tensor:
+    return function(*args)
+
+
+def _causal(T: int, S: int, like: Tensor) -> Tensor:
+    """Additive mask ``[T, S]``: the last new token sees the last row."""
+    hidden = torch.ones(T, S, dtype=torch.bool, device=like.device).triu(S - T + 1)
+    return torch.zeros(T, S, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
