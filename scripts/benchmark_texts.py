@@ -1,11 +1,13 @@
 """Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
 
-    python scripts/benchmark_texts.py FOLDER          # FOLDER/dev and FOLDER/test, a .txt file for each package
+    python scripts/benchmark_texts.py FOLDER          # FOLDER/dev, test and later, a .txt file for each package
+    python scripts/benchmark_texts.py FOLDER --parts later
     python scripts/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
 
-Settings are chosen on ``dev``; what is reported is measured on ``test``. Packages are downloaded by apt and unpacked into a
-temporary folder: nothing is installed and no root is needed, and no script of theirs runs. The files' hashes are printed, and
-rows name the hash of the text that they were made of. HTML needs ``pip install 'locret-kit[documents]'``.
+Settings are chosen on ``dev``; what is reported is measured on ``test``, and ``later`` is for heads whose settings were chosen
+when ``test`` was known. Packages are downloaded by apt and unpacked into a temporary folder: nothing is installed and no root is
+needed, and no script of theirs runs. The files' hashes are printed, and rows name the hash of the text that they were made of.
+HTML needs ``pip install 'locret-kit[documents]'``.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ PARTS = {
         Source("debian-policy", "usr/share/doc/debian-policy/policy.txt.gz", "rules and their reasons"),
         Source("anarchism", "usr/share/doc/anarchism/html/sec[A-E]*.html", "An Anarchist FAQ: essays"),
     ),
+    "later": (
+        Source("debian-handbook", "usr/share/doc/debian-handbook/html/en-US/*.html", "a book for administrators"),
+        Source("gimp-help-en", "usr/share/gimp/2.0/help/en/*.html", "a manual of an image editor"),
+    ),
 }
 """Two texts each, of prose and of another kind; the public domain or the GPL."""
 
@@ -75,12 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="by default all")
     args = parser.parse_args(argv)
     try:
         with TemporaryDirectory() as scratch:
-            for part, sources in PARTS.items():
+            for part in args.parts:
                 (args.folder / part).mkdir(parents=True, exist_ok=True)
-                for source in sources:
+                for source in PARTS[part]:
                     text, path = make(source, Path(scratch)), args.folder / part / f"{source.package}.txt"
                     write_text(path, text)
                     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
