@@ -20,7 +20,7 @@ from locret_kit.config.recipes import load_config
 from locret_kit.samples.chat import Sample
 from locret_kit.training.curves import read_curves
 from locret_kit.training.end_to_end import EndToEndTraining, divergence
-from locret_kit.training.gates import Eviction, Gated, drawn_eviction, threshold
+from locret_kit.training.gates import Eviction, Gated, attend_gated, drawn_eviction, threshold
 
 
 def heads_of(model, seed: int = 1, **changes) -> RetainingHeads:
@@ -56,17 +56,19 @@ def test_the_thresholds_gradient_is_that_of_the_equation():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 @pytest.mark.parametrize("newest", [0, 5])
-def test_hard_gates_are_the_caches_evictions(family, newest):
-    """With a temperature near 0, logits are those of the bounded cache that reads in the same chunks, at true positions."""
+@pytest.mark.parametrize(("hard", "temperature"), [(True, 1.0), (False, 1e-7)])
+def test_hard_gates_are_the_caches_evictions(family, newest, hard, temperature):
+    """Logits are those of the bounded cache that reads in the same chunks, at true positions; of soft gates near a temperature
+    of 0."""
     model, ids, chunk, keep = tiny_model(family).double(), text(61), 10, 12
     heads = heads_of(model).double()
-    eviction = Eviction((*range(0, 61, chunk), 61), keep, newest, 1e-7)
+    eviction = Eviction((*range(0, 61, chunk), 61), keep, newest, temperature)
     cache = BoundedCache(
         budget=keep + newest, heads=heads, chunk=chunk, stabilizers=newest, local_len=0, positions="original",
         prompt_length=61,
     )  # fmt: skip
     with attach(model) as attachment, torch.no_grad():
-        gated = Gated(heads, ropes_of(model, 61), spec_of(model.config).windows, eviction)
+        gated = Gated(heads, ropes_of(model, 61), spec_of(model.config).windows, eviction, hard=hard)
         with attachment.handled_by(gated):
             mine = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         pieces = [ids[i : i + chunk] for i in range(0, 61, chunk)]
@@ -106,7 +108,7 @@ def training(*more: str) -> EndToEndTraining:
 def test_gradients_are_those_of_the_loss(kind):
     """A step along the gradient changes the loss by as much as differences say. What a layer's scores do to the inputs of later
     heads is not followed: those heads score everything alike here."""
-    module = training(f"gates.divergence={kind}")
+    module = training(f"gates.divergence={kind}", "gates.forward=soft")
     sample = Sample(tuple(text(70)), ((60, 70),))
     with attach(module.backbone) as module._attachment:
 
@@ -121,7 +123,7 @@ def test_gradients_are_those_of_the_loss(kind):
             assert all(weight.grad is None for weight in module.backbone.parameters())
             for weight in layer.parameters():
                 assert weight.grad is not None
-                way, h = torch.randn_like(weight), 1e-4
+                way, h = torch.randn_like(weight), 1e-3
                 with torch.no_grad():
                     weight += h * way
                     more = float(loss())
@@ -131,6 +133,34 @@ def test_gradients_are_those_of_the_loss(kind):
                 slope = float((weight.grad * way).sum())
                 assert abs(slope) > 1e-6 and slope == pytest.approx((more - less) / (2 * h), rel=1e-2)
             torch.nn.init.zeros_(layer.fc2.weight)
+
+
+def test_a_closed_gates_gradient_is_what_opening_it_would_change():
+    """Attention with gates is differentiable in every gate, those of 0 too, and equals its definition, number by number."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(1, heads, rows, 3, dtype=torch.float64) for heads, rows in ((4, 2), (2, 6), (2, 6)))
+    gates = torch.tensor([[[0.0, 1, 0.3, 0, 1, 1], [1, 0, 0, 0.7, 1, 1]]], dtype=torch.float64, requires_grad=True)
+    out = attend_gated(q, k, v, gates, 0.6)
+    for head in range(4):
+        for t in range(2):
+            weights = [
+                float(gates[0, head // 2, s]) * math.exp(0.6 * float(q[0, head, t] @ k[0, head // 2, s])) * (s <= 4 + t)
+                for s in range(6)
+            ]
+            want = [math.fsum(w * float(v[0, head // 2, s, d]) for s, w in enumerate(weights)) for d in range(3)]
+            assert out[0, head, t].tolist() == pytest.approx([x / math.fsum(weights) for x in want], rel=1e-9)
+    assert torch.autograd.gradcheck(lambda g: attend_gated(q, k, v, g, 0.6), (gates,), eps=1e-6, atol=1e-6)
+
+
+def test_what_is_evicted_is_worth_more_where_it_is_needed():
+    """Straight through: a slot that was evicted gets a gradient, and less of the loss with it, a higher score."""
+    module = training("gates.temperatures=[1.0,1.0]")
+    sample = Sample(tuple(text(70)), ((60, 70),))
+    with attach(module.backbone) as module._attachment:
+        answers, _ = module.divergence(sample, random.Random(3), 1.0)
+        answers.backward()
+    for layer in module.heads.layers:
+        assert all(bool(weight.grad.abs().sum() > 0) for weight in layer.parameters())
 
 
 def test_divergence_is_the_definitions():

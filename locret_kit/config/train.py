@@ -208,16 +208,18 @@ class InferConfig(RunSettings):
 
 @dataclass
 class GatesSection:
-    """Soft evictions, where ``trains`` is 'end_to_end'. Each sample is read in chunks with a budget that is drawn; the history
-    that its scores would not keep is hidden by degrees."""
+    """Evictions with gradients, where ``trains`` is 'end_to_end'. Each sample is read in chunks with a budget that is drawn."""
 
+    forward: Literal["evicted", "soft"] = "evicted"
+    """'evicted' (what the scores would not keep is hidden, and gates are soft in the gradient alone: straight through) or 'soft'
+    (hidden by degrees)."""
     shares: Shares = field(default_factory=lambda: [0.04, 0.25])
     """Least and largest part of the prompt that is kept."""
     chunks: Annotated[list[Slots], MinLen(1)] = field(default_factory=lambda: [96, 128, 192, 256])
     """Tokens of a chunk; one is drawn for each sample."""
     newest: Annotated[float, Interval(ge=0, lt=1)] = 0.5
     """Largest part of the budget that the newest slots take, whatever they score."""
-    temperatures: Temperatures = field(default_factory=lambda: [1.0, 0.25])
+    temperatures: Temperatures = field(default_factory=lambda: [0.5, 0.5])
     """Difference of scores over which a gate opens, in the first and in the last step."""
     divergence: Literal["forward", "reverse"] = "forward"
     """Kullback-Leibler divergence from full attention: 'forward' (mean over full attention's tokens) or 'reverse'."""

@@ -1,4 +1,4 @@
-"""Retaining heads trained end to end: what the frozen model says with soft evictions is brought near to what it says without.
+"""Retaining heads trained end to end: what the frozen model says with evictions is brought near to what it says without.
 
 In ``module`` heads learn a target of each layer. Here the loss is the model's output, through all layers: a head learns what its
 slots are worth beside those of the others, in a context that evictions have cut. The backbone is frozen: gradients flow through
@@ -85,7 +85,9 @@ class EndToEndTraining(FrozenTraining):
         with torch.no_grad():
             wanted = words(decoder(input_ids=ids, use_cache=False).last_hidden_state[:, places]).float()
         ropes = ropes_of(self.backbone, len(sample.ids))
-        with self._attachment.handled_by(Gated(self.heads, ropes, self.spec.windows, eviction)):
+        with self._attachment.handled_by(
+            Gated(self.heads, ropes, self.spec.windows, eviction, hard=how.forward == "evicted")
+        ):
             hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         each = divergence(words(hidden[:, places]).float()[0], wanted[0], how.divergence)
         apart = each.split([len(answers), len(text)])

@@ -1,4 +1,4 @@
-"""Soft eviction: while a text is read in chunks, scores hide what a budget would not keep, by degrees and with gradients."""
+"""Evictions with gradients: while a text is read in chunks, scores hide what a budget would not keep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..backbones.rope import Rope, rotate
-from ..cache.attention import attend_text
+from ..cache.attention import attend_rows, attend_text
 from ..heads import RetainingHeads
 
 HALVINGS = 40
@@ -101,17 +101,27 @@ def drawn_eviction(
 class Gated:
     """Attention in which a chunk sees the slots before it through gates, and itself whole.
 
-    For each chunk a head's gates sum to ``keep`` over the history without its ``newest`` slots; their logarithms are added to
-    the logits. Scores come from each token's own q, k, v, whose gradient is not taken: weights of the heads alone learn.
-    Layers with a window are as they are, and positions are the text's own.
+    For each chunk a head's gates sum to ``keep`` over the history without its ``newest`` slots, and multiply what the slots
+    weigh. Scores come from each token's own q, k, v, whose gradient is not taken: weights of the heads alone learn. Layers with a
+    window are as they are, and positions are the text's own.
+
+    Args:
+        hard: evicts forward, and is soft backward alone (a straight-through estimate). A soft forward can be fooled: scores that
+            are alike leave every gate a little open.
     """
 
     wants_unrotated = True
 
     def __init__(
-        self, heads: RetainingHeads, ropes: list[Rope], windows: tuple[int | None, ...], eviction: Eviction
+        self,
+        heads: RetainingHeads,
+        ropes: list[Rope],
+        windows: tuple[int | None, ...],
+        eviction: Eviction,
+        *,
+        hard: bool,
     ) -> None:
-        self.heads, self.ropes, self.windows, self.eviction = heads, ropes, windows, eviction
+        self.heads, self.ropes, self.windows, self.eviction, self.hard = heads, ropes, windows, eviction, hard
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
@@ -120,39 +130,51 @@ class Gated:
             return attend_text(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
         scores_BHT = self.heads[layer](q_BQTD.detach(), k_BHTD.detach(), v_BHTD.detach())
         run: Callable[..., Any] = checkpoint if torch.is_grad_enabled() else _plainly
-        return run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, scaling, use_reentrant=False)
+        out: Tensor = run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, scaling, use_reentrant=False)
+        return out
 
     def _chunks(self, q: Tensor, k: Tensor, v: Tensor, scores_BHT: Tensor, scaling: float) -> Tensor:
-        bounds, G = self.eviction.bounds, q.shape[1] // k.shape[1]
         out = []
-        for start, end in pairwise(bounds):
-            mask = _causal(end - start, end, q)
-            if (bias_BHS := self.bias(scores_BHT, start)) is not None:
-                bias_BH1E = F.pad(bias_BHS, (0, end - bias_BHS.shape[-1]))[:, :, None]
-                mask = mask + bias_BH1E.repeat_interleave(G, 1).to(q.dtype)
-            seen = slice(0, end)
-            out.append(
-                F.scaled_dot_product_attention(
-                    q[:, :, start:end], k[:, :, seen], v[:, :, seen], attn_mask=mask, scale=scaling, enable_gqa=G > 1
-                )
-            )
+        for start, end in pairwise(self.eviction.bounds):
+            new, seen, gates_BHS = slice(start, end), slice(0, end), self.gates(scores_BHT, start)
+            if gates_BHS is None:
+                out.append(attend_rows(q[:, :, new], k[:, :, seen], v[:, :, seen], scaling))
+            else:
+                gates_BHE = F.pad(gates_BHS, (0, end - gates_BHS.shape[-1]), value=1.0)
+                out.append(attend_gated(q[:, :, new], k[:, :, seen], v[:, :, seen], gates_BHE, scaling))
         return torch.cat(out, 2)
 
-    def bias(self, scores_BHT: Tensor, start: int) -> Tensor | None:
-        """Logarithms ``[B, H, S]`` of the gates of the history of the chunk at ``start``, its newest slots not counted; None
-        where everything is kept."""
+    def gates(self, scores_BHT: Tensor, start: int) -> Tensor | None:
+        """Gates ``[B, H, S]`` of the history of the chunk at ``start``, its newest slots not counted; None where everything is
+        kept."""
         e, S = self.eviction, start - self.eviction.newest
         if e.keep >= S:
             return None
         scores_BHS = scores_BHT[..., :S]
-        return F.logsigmoid((scores_BHS - threshold(scores_BHS, e.keep, e.temperature)) / e.temperature)
+        soft_BHS = ((scores_BHS - threshold(scores_BHS, e.keep, e.temperature)) / e.temperature).sigmoid()
+        if not self.hard:
+            return soft_BHS
+        kept_BHS = torch.zeros_like(soft_BHS).scatter(-1, scores_BHS.topk(e.keep, dim=-1).indices, 1.0)
+        return kept_BHS + soft_BHS - soft_BHS.detach()
+
+
+CEILING = 20.0
+"""Most nats by which a slot behind a closed gate may stand above all that is seen: its weight stays finite."""
+
+
+def attend_gated(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, gates_BHS: Tensor, scaling: float) -> Tensor:
+    """Causal attention ``[B, Q, T, D]`` of the newest ``T`` rows, in which gates multiply what rows weigh before the sum is
+    made 1. A gate of 0 hides its row; the gradient with respect to it says what opening it would change."""
+    H, T, S = k_BHSD.shape[1], q_BQTD.shape[2], k_BHSD.shape[2]
+    q_BHGTD = q_BQTD.unflatten(1, (H, -1))
+    logits = (q_BHGTD * scaling) @ k_BHSD[:, :, None].transpose(-1, -2)  # [B, H, G, T, S]
+    logits = logits.masked_fill(torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1), float("-inf"))
+    gates = gates_BHS[:, :, None, None].to(logits.dtype)
+    top = logits.detach().masked_fill(gates.detach() <= 0, float("-inf")).amax(-1, keepdim=True)
+    weights = (logits - top).clamp(max=CEILING).exp() * gates
+    out = (weights @ v_BHSD[:, :, None]) / weights.sum(-1, keepdim=True)
+    return out.flatten(1, 2)
 
 
 def _plainly(function: Callable[..., Tensor], *args: object, **ignored: object) -> Tensor:
     return function(*args)
-
-
-def _causal(T: int, S: int, like: Tensor) -> Tensor:
-    """Additive mask ``[T, S]``: the last new token sees the last row."""
-    hidden = torch.ones(T, S, dtype=torch.bool, device=like.device).triu(S - T + 1)
-    return torch.zeros(T, S, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
