@@ -188,7 +188,8 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
         "linear": f"linear map ({width} -> {config.n_kv_heads})",
         "sink": f"low-rank sink attention ({width} -> rank {config.d_hidden})",
     }[config.form]
-    plain = not training or training["loss"].get("kind", "smooth_l1") == "smooth_l1"
+    whole = training and training.get("trains") == "end_to_end"
+    plain = not training or (training["loss"].get("kind", "smooth_l1") == "smooth_l1" and not whole)
     plain = plain and (not training or training["target"]["kind"] != "log_mass")
     predicts = (
         f"the largest {unit} that later answer queries will give its slot" if plain else "what its slot will be worth"
@@ -204,11 +205,17 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
         paragraphs.append(f"They belong to the backbone with the adapter {link}.")
     if training:
         optim, data = training["optim"], training["data"]
+        learned = (
+            f"end to end: the model's output with evictions against its output without ({training['gates']['divergence']} "
+            f"divergence), beginning with {training['heads']['init'] or 'random heads'}"
+            if whole
+            else f"target {training['target']['kind']}, the top {training['loss']['top_fraction']:.0%} of slots weigh "
+            f"{training['loss']['top_weight']:g}"
+        )
         paragraphs += [
             "## Training",
             f"{optim['steps']} steps of {optim['accumulate']} samples per device, at most {data['max_tokens']} tokens each, "
-            f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, target {training['target']['kind']}, the top "
-            f"{training['loss']['top_fraction']:.0%} of slots weigh {training['loss']['top_weight']:g}. "
+            f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, {learned}. "
             f"The whole configuration is in `{TRAINING}`.",
         ]
         if held := training.get("set_aside"):  # a run that does not say so may have trained on them

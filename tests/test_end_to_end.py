@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from itertools import pairwise
@@ -15,6 +16,7 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import ropes_of, spec_of
+from locret_kit.card import describe
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.samples.chat import Sample
@@ -200,6 +202,8 @@ def test_the_command_trains_goes_on_and_says_what_scores_are(tmp_path, monkeypat
     assert main([*shared, f"out={cut}", "resume=auto"]) == 0
     mine, theirs = (RetainingHeads.from_pretrained(folder / "heads") for folder in (whole, cut))
     assert mine.config.target == "logit"
+    said = describe(mine.config, 1, json.loads((whole / "heads" / "training.json").read_text()))
+    assert "what its slot will be worth" in said and "end to end" in said and "beginning with random heads" in said
     assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
     curves = read_curves(whole)
     assert len(curves["train/answers"]) == 4 and len(curves["val/answers"]) == 2
