@@ -188,9 +188,10 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
         "linear": f"linear map ({width} -> {config.n_kv_heads})",
         "sink": f"low-rank sink attention ({width} -> rank {config.d_hidden})",
     }[config.form]
-    whole = training and training.get("trains") == "end_to_end"
-    plain = not training or (training["loss"].get("kind", "smooth_l1") == "smooth_l1" and not whole)
+    plain = not training or training["loss"].get("kind", "smooth_l1") == "smooth_l1"
     plain = plain and (not training or training["target"]["kind"] != "log_mass")
+    whole = bool(training) and training.get("trains") == "end_to_end"
+    plain = plain and not whole
     predicts = (
         f"the largest {unit} that later answer queries will give its slot" if plain else "what its slot will be worth"
     )
