@@ -146,7 +146,9 @@ def test_a_closed_gates_gradient_is_what_opening_it_would_change():
     for head in range(4):
         for t in range(2):
             weights = [
-                float(gates[0, head // 2, s]) * math.exp(0.6 * float(q[0, head, t] @ k[0, head // 2, s])) * (s <= 4 + t)
+                float(gates.detach()[0, head // 2, s])
+                * math.exp(0.6 * float(q[0, head, t] @ k[0, head // 2, s]))
+                * (s <= 4 + t)
                 for s in range(6)
             ]
             want = [math.fsum(w * float(v[0, head // 2, s, d]) for s, w in enumerate(weights)) for d in range(3)]
