@@ -156,8 +156,8 @@ def test_a_closed_gates_gradient_is_what_opening_it_would_change():
     assert torch.autograd.gradcheck(lambda g: attend_gated(q, k, v, g, 0.6), (gates,), eps=1e-6, atol=1e-6)
 
 
-def test_what_is_evicted_is_worth_more_where_it_is_needed():
-    """Straight through: a slot that was evicted gets a gradient, and less of the loss with it, a higher score."""
+def test_evictions_forward_leave_every_head_a_gradient():
+    """Straight through: nothing is soft in the loss, and all weights of all layers learn."""
     module = training("gates.temperatures=[1.0,1.0]")
     sample = Sample(tuple(text(70)), ((60, 70),))
     with attach(module.backbone) as module._attachment:
