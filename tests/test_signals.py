@@ -156,7 +156,7 @@ def test_refusals():
         (["target.window=8"], "target.window=8 has no effect on target.kind=log_prob"),
         (["target.kind=log_mass", "target.window=600"], "target.window=600 must be below data.max_tokens=512"),
         (["loss.kind=bce_mass", "target.values=true"], "loss.kind=bce_mass needs probabilities"),
-        (["trains=pool", "data.queries=replay"], "data.queries=replay has no effect on a pool"),
+        (["trains=pool", "data.queries=replay"], "data.queries=replay has no effect on trains=pool"),
     ):
         with pytest.raises(ValueError, match=said):
             load_config([*tiny, *words])
