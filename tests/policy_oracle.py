@@ -36,6 +36,8 @@ class Row:
     """Of each query head of the group by itself: attention, square, above."""
     turned: tuple[int, np.ndarray] | None = None
     """The key rotated for a place, kept while the place is the same."""
+    averaged: float | None = None
+    """Of ``entered_ahead``: the mean, once all next tokens had come."""
 
     def key(self, place: int, theta: float) -> np.ndarray:
         if self.turned is None or self.turned[0] != place:
@@ -312,6 +314,28 @@ def position(layer: OracleLayer) -> Scores:
 def entered(layer: OracleLayer) -> Scores:
     """What was fixed when the token came: a hash, its entropy, its predicted importance."""
     return [[row.entered for row in rows] for rows in layer.heads]
+
+
+def entered_ahead(ahead: int) -> Callable[[OracleLayer], Scores]:
+    """The mean of what was fixed when the token and the next ``ahead`` ones came, of those that are held; once all of them have
+    come it is final."""
+
+    def score(layer: OracleLayer) -> Scores:
+        out = []
+        for rows in layer.heads:
+            means = []
+            for row in rows:
+                mean = row.averaged
+                if mean is None:
+                    near = [other.entered for other in rows if 0 <= other.position - row.position <= ahead]
+                    mean = sum(near) / len(near)
+                    if row.position + ahead < layer.seen:
+                        row.averaged = mean
+                means.append(mean)
+            out.append(means)
+        return out
+
+    return score
 
 
 def accumulated(layer: OracleLayer) -> Scores:

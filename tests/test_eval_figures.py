@@ -237,7 +237,8 @@ def test_a_policy_with_a_part_replaced_is_the_policy_with_that_part():
         )
     assert parse_policy(study.varied("roco", scope="")).scopes == ()
     assert study.varied("merge-locret", scope="sinks(4)") == (
-        "score=cis(decay=0.0) scope=sinks(4) allocation=uniform selection=top-k merge=nearest(metric=cosine,weight=score)"
+        "score=cis(decay=0.0,lookahead=0) scope=sinks(4) allocation=uniform selection=top-k "
+        "merge=nearest(metric=cosine,weight=score)"
     )
 
 

@@ -246,6 +246,14 @@ POLICIES: dict[str, Rule] = {
     "keydiff": Rule(oracle.unlike_the_mean),
     "locret": Rule(**LOCRET),
     "locret(sinks=3)": Rule(oracle.entered, [oracle.stabilizers, oracle.sinks(3)]),
+    "lookahead-locret": Rule(
+        oracle.entered_ahead(3), [oracle.stabilizers, oracle.newest(lambda layer: layer.keep // 2)]
+    ),
+    "locret(lookahead=3)": Rule(oracle.entered_ahead(3), [oracle.stabilizers]),
+    "score=cis(lookahead=9) scope=sinks(2)": Rule(oracle.entered_ahead(9), [oracle.sinks(2)]),
+    "ada-locret(lookahead=2)": Rule(
+        oracle.entered_ahead(2), [oracle.stabilizers], head_keep=oracle.adaptive(normalise=True)
+    ),
     "ada-locret": Rule(**LOCRET, head_keep=oracle.adaptive(normalise=True)),
     "pyramid-locret": Rule(**LOCRET, layer_keep=oracle.pyramid(lambda s: s.stabilizers)),
     "kvcrush(base=h2o)": crushed(oracle.accumulated, HALF),

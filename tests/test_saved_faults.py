@@ -521,7 +521,7 @@ def test_a_part_that_gained_a_parameter_reads_older_files(tmp_path):
     """A file of before names the part without it: the default stands for what the part did then. Another value does not."""
     model, tokenizer, heads = parts("llama")
     body = Body.of(base("bits"))
-    assert body.record["parts"]["score"] == "cis(decay=0.0)"
+    assert body.record["parts"]["score"] == "cis(decay=0.0,lookahead=0)"
     for older in ("cis", "cis()"):
         body.record["parts"]["score"] = older
         (tmp_path / "older.locret").write_bytes(body.file())

@@ -8,12 +8,12 @@ from annotated_types import Interval
 from torch import Tensor
 
 from ..allocation import Adaptive, Pyramid
-from ..base import Entry, Score, Slots
+from ..base import Count, Entry, Score, Slots
 from ..merging import Nearest
 from ..prefill_mask import Sliding
 from ..registry import Parts, part, register
 from ..reread import Passages
-from ..scopes import Sinks, Stabilizers
+from ..scopes import Sinks, Stabilizers, Window
 
 
 @part("score", "cis")
@@ -23,10 +23,16 @@ class Cis(Score):
 
     ``decay`` lowers it by so much with every token of age, as TRIM-KV's gates do (arXiv 2512.03324: a factor per token; there
     each token has its own). Only differences within a head count, so a token's place raises it instead, once, as it enters.
+
+    With ``lookahead``, a slot's score is the mean of its own and those of the next tokens, computed once, when they are there: a
+    retaining head sees one token, and cannot know that a number follows. Of those whose next tokens are yet to come, and of
+    those whose next tokens were evicted before they came to be averaged, what is there counts.
     """
 
     decay: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Nats per token."""
+    lookahead: Count = 0
+    """Tokens."""
     needs_heads: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
 
@@ -37,6 +43,20 @@ class Cis(Score):
         if not self.decay:
             return score_BHT
         return score_BHT + self.decay * (entry.position + torch.arange(score_BHT.shape[-1], device=score_BHT.device))
+
+    def score_slots(self, slots: Slots) -> Tensor:
+        if not self.lookahead:
+            return slots.entry_scores
+        # Slots that stood here at the last eviction have their mean already, but for the newest of them.
+        S = slots.positions.shape[-1]
+        new = slice(S - min(S, slots.since_eviction + self.lookahead), None)
+        place_BHN, own_BHN = slots.positions[..., new], slots.entry_scores[..., new]
+        due_BHN = place_BHN >= slots.seen - slots.since_eviction - self.lookahead
+        mean_BHN = torch.where(due_BHN, mean_of_next(own_BHN, place_BHN, self.lookahead), own_BHN)
+        scores_BHS = slots.entry_scores.clone()
+        scores_BHS[..., new] = mean_BHN
+        slots.entry_scores[..., new] = torch.where(place_BHN < slots.seen - self.lookahead, mean_BHN, own_BHN)
+        return scores_BHS
 
     def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
         """A raw logit means nothing across heads before a softmax over the head's slots; a log-probability is one already,
@@ -50,36 +70,54 @@ class Cis(Score):
         return scores_BHS
 
 
-LOCRET: Parts = {"score": Cis(), "scopes": (Stabilizers(), Sinks(0))}
-NAMES = {"most": None, "n": "sinks", "decay": None}
+def mean_of_next(scores_BHS: Tensor, positions_BHS: Tensor, lookahead: int) -> Tensor:
+    """Mean ``[B, H, S]`` of each slot's score and those of the slots of the next ``lookahead`` tokens that are there. Positions
+    ascend in every head."""
+    total_BHS, many_BHS = scores_BHS.clone(), torch.ones_like(scores_BHS)
+    for step in range(1, min(lookahead, scores_BHS.shape[-1] - 1) + 1):
+        near_BHS = positions_BHS[..., step:] - positions_BHS[..., :-step] <= lookahead
+        total_BHS[..., :-step] += torch.where(near_BHS, scores_BHS[..., step:], 0.0)
+        many_BHS[..., :-step] += near_BHS
+    return total_BHS / many_BHS
 
-# A parameter's place is part of what people write, so the decay comes last, and in the others by score=cis(decay=...).
-LAST: Parts = {"scopes": LOCRET["scopes"], "score": LOCRET["score"]}
+
+# A parameter's place is part of what people write, so those of the score come last.
+SCOPES: Parts = {"scopes": (Stabilizers(), Sinks(0))}
+SCORE: Parts = {"score": Cis()}
+NAMES = {"most": None, "n": "sinks"}
+
 register(
     "locret",
     "Locret, arXiv 2410.01805",
-    LAST,
-    names={**NAMES, "decay": "decay"},
+    {**SCOPES, **SCORE},
+    names=NAMES,
     keeps="the importance that its retaining head predicts",
+)
+register(
+    "lookahead-locret",
+    "Locret with scores that are averaged, and its newest slots kept to the end",
+    {"scopes": (Stabilizers(), Sinks(0), Window(0.5)), "score": Cis(lookahead=3)},
+    names={**NAMES, "size": "newest"},
+    keeps="as locret, averaged with that of the next 3 tokens; the newest half stays at the last eviction too",
 )
 register(
     "ada-locret",
     "Locret with Ada-KV's heads",
-    {**LOCRET, "allocation": Adaptive()},
+    {**SCOPES, "allocation": Adaptive(), **SCORE},
     names=NAMES,
     keeps="as locret; heads share a layer's slots by need",
 )
 register(
     "pyramid-locret",
     "Locret with PyramidKV's layers",
-    {**LOCRET, "allocation": Pyramid()},
+    {**SCOPES, "allocation": Pyramid(), **SCORE},
     names=NAMES,
     keeps="as locret; lower layers get more slots",
 )
 register(
     "merge-locret",
     "Locret, section 4.4",
-    {**LOCRET, "merge": Nearest()},
+    {**SCOPES, "merge": Nearest(), **SCORE},
     names=NAMES,
     keeps="as locret; evicted slots are averaged into the nearest kept one",
 )
@@ -93,14 +131,14 @@ register(
 register(
     "windowed-locret",
     "Locret with StreamingLLM's reading",
-    {"score": Cis(), "scopes": (Stabilizers(Sliding.newest),), "prefill_mask": Sliding()},
-    names={"most": "newest", "decay": None},
+    {"scopes": (Stabilizers(Sliding.newest),), "prefill_mask": Sliding(), **SCORE},
+    names={"most": "newest"},
     keeps="as locret; the text reads its newest 1,024 slots alone, the question all",
 )
 register(
     "rereading-locret",
     "Locret, then InfiniRetri's second reading, arXiv 2502.12962",
-    {**LOCRET, "reread": Passages()},
-    names={"most": None, "n": None, "decay": None},
+    {**SCOPES, "reread": Passages(), **SCORE},
+    names={**NAMES, "n": None},
     keeps="as locret; then the passages that the question attends to are read again",
 )
