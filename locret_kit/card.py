@@ -135,7 +135,7 @@ def make_card(
         "base_model": config.backbone,
         "base_model_relation": "adapter",
     }
-    cells = own_cells(rows)
+    cells = own_cells(rows, config.policy)
     results = [
         EvalResult(
             task_type="text-generation",
@@ -172,7 +172,7 @@ heads = RetainingHeads.from_pretrained("{repo}")
 model, tokenizer = load_backbone("{config.backbone}"{adapter})
 prompt = open("long.txt").read() + "\\n\\nQuestion: what is this text about?\\nAnswer:"
 ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-cache = BoundedCache(budget={inference["budget"]}, policy="locret", heads=heads, prompt_length=ids.shape[1])
+cache = BoundedCache(budget={inference["budget"]}, heads=heads, prompt_length=ids.shape[1])
 with attach(model):
     out = model.generate(ids, past_key_values=cache, prefill_chunk_size={inference["chunk"]}, max_new_tokens=32)
 print(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
@@ -269,9 +269,9 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
     return "".join(kept).encode("utf-8", "backslashreplace"), rows  # half a surrogate pair as JSON's own escape
 
 
-def own_cells(rows: Sequence[Row]) -> list[Cell]:
-    """The results of the policy `locret`, a cell each."""
-    return summarize(row for row in rows if row.policy == "locret")
+def own_cells(rows: Sequence[Row], policy: str) -> list[Cell]:
+    """The results of the policy that the heads are published with, a cell each."""
+    return summarize(row for row in rows if row.policy == policy)
 
 
 def results_table(cells: Sequence[Cell]) -> str:

@@ -173,7 +173,7 @@ def test_results_are_means_of_what_was_scored(tmp_path):
     rows = [{**ROWS[0], "task": "t", "sample": i, "score": score} for i, score in enumerate((None, 1, 0.5))]
     lines = [*map(json.dumps, rows), "[1]", "", '{"task": "t", "score": 1}', '{"ta']
     file.write_text("\n".join(lines))
-    assert [(cell.task, cell.mean, cell.stderr, cell.n) for cell in own_cells(public_rows(file, "a/b", "a/b")[1])] == [
+    assert [(cell.task, cell.mean, cell.stderr, cell.n) for cell in own_cells(public_rows(file, "a/b", "a/b")[1], "locret")] == [
         ("t", 0.75, 0.25, 2)
     ]
 
@@ -187,7 +187,7 @@ def test_rows_whose_text_holds_line_separators_count(tmp_path):
     rows = [{**ROWS[0], "sample": i, "score": score, "output": ODD} for i, score in enumerate((1, 1, 0, 0))]
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     content, found = public_rows(file, "a/b", "a/b")
-    assert [(cell.mean, cell.n) for cell in own_cells(found)] == [(0.5, 4)]
+    assert [(cell.mean, cell.n) for cell in own_cells(found, "locret")] == [(0.5, 4)]
     assert content.decode().count(ODD) == 4
 
 
