@@ -49,15 +49,32 @@ PARTS = {
         Source("debian-handbook", "usr/share/doc/debian-handbook/html/en-US/*.html", "a book for administrators"),
         Source("gimp-help-en", "usr/share/gimp/2.0/help/en/*.html", "a manual of an image editor"),
     ),
+    "train": (
+        Source("apache2-doc", "usr/share/doc/apache2-doc/manual/en/**/*.html", "a web server's manual"),
+        Source("aptitude-doc-en", "usr/share/doc/aptitude/html/en/*.html", "a package manager's manual"),
+        Source("developers-reference", "usr/share/developers-reference/_sources/*.txt", "advice to maintainers"),
+        Source("dict-wn", "usr/share/dictd/wn.dict.dz", "WordNet, a dictionary"),
+        Source("exim4-doc-html", "usr/share/doc/exim4-doc-html/spec_html/*.html", "a mail server's manual"),
+        Source("git-doc", "usr/share/doc/git-doc/**/*.txt", "manual pages"),
+        Source("gnucash-docs", "usr/share/doc/gnucash-docs/gnucash-guide-en/*.html", "a guide to bookkeeping"),
+        Source("libreoffice-help-en-us", "usr/share/libreoffice/help/en-US/text/swriter/**/*.html", "help pages"),
+        Source("lilypond-doc-html", "usr/share/doc/lilypond/html/Documentation/[elmnw]*/*.html", "music notation"),
+        Source("maint-guide", "usr/share/doc/maint-guide/html/*.html", "a tutorial"),
+        Source("octave-doc", "usr/share/doc/octave/octave.html/*.html", "a manual of numerical methods"),
+        Source("perl-doc", "usr/share/perl/*/pod/perl[a-f]*.pod", "a language's manual"),
+        Source("sqlite3-doc", "usr/share/doc/sqlite3/*.html", "a database's manual"),
+        Source("vim-doc", "usr/share/doc/vim/html/*.html", "an editor's manual"),
+        Source("zsh-doc", "usr/share/doc/zsh-common/html/*.html", "a shell's manual"),
+    ),
 }
-"""Two texts each, of prose and of another kind; the public domain or the GPL."""
+"""For evaluation two texts in each part, of prose and of another kind; the public domain or licences of free software."""
 
 
 def text_of(file: Path) -> str:
     """The text of a plain, a compressed or an HTML file."""
     if file.suffix in (".gz", ".dz"):
         return gzip.decompress(file.read_bytes()).decode("utf-8")
-    return read_document(file)
+    return file.read_text("utf-8") if file.suffix == ".pod" else read_document(file)
 
 
 def make(source: Source, scratch: Path) -> str:
