@@ -173,9 +173,9 @@ def test_results_are_means_of_what_was_scored(tmp_path):
     rows = [{**ROWS[0], "task": "t", "sample": i, "score": score} for i, score in enumerate((None, 1, 0.5))]
     lines = [*map(json.dumps, rows), "[1]", "", '{"task": "t", "score": 1}', '{"ta']
     file.write_text("\n".join(lines))
-    assert [(cell.task, cell.mean, cell.stderr, cell.n) for cell in own_cells(public_rows(file, "a/b", "a/b")[1], "locret")] == [
-        ("t", 0.75, 0.25, 2)
-    ]
+    assert [
+        (cell.task, cell.mean, cell.stderr, cell.n) for cell in own_cells(public_rows(file, "a/b", "a/b")[1], "locret")
+    ] == [("t", 0.75, 0.25, 2)]
 
 
 ODD = "one\u2028two\u0085three"
