@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,11 @@ def test_the_papers_numbers():
         assert config.loss.smoothing == pytest.approx(32 * 0.0025)
 
 
-def test_the_comparison_differs_only_in_target_and_loss():
+def test_the_comparison_differs_only_in_target_loss_and_policy():
     ours, paper = load_config(["recipe=smollm2-135m"]), load_config(["recipe=smollm2-135m-paper"])
-    same = ("backbone", "heads", "data", "optim", "trainer", "infer", "seed")
+    same = ("backbone", "heads", "data", "optim", "trainer", "seed")
     assert all(getattr(ours, name) == getattr(paper, name) for name in same)
+    assert replace(ours.infer, policy=None) == paper.infer
     assert (ours.target.kind, paper.target.kind) == ("log_prob", "logit")
     assert (ours.loss.top_weight, paper.loss.top_weight) == (20.0, 1.0)
 
