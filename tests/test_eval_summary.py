@@ -443,11 +443,12 @@ def test_the_short_table_of_needles(tmp_path):
     rows += [replace(row, policy="full", heads="-", budget=0, score=1.0) for row in ours[:2]]
     for policy, score in (("h2o", 0.0), ("compactor", 1.0), ("keydiff", 1.0), ("h2o answering=reread", 1.0)):
         rows += [replace(row, policy=policy, heads="-", score=score) for row in ours]
+    rows += [replace(row, policy="lookahead-locret", score=0.5) for row in ours[:4]]
     rows += [replace(row, policy="rereading-locret", dtype="bfloat16") for row in ours]
     rows += [replace(row, length=4096) for row in ours[:7]]
     lines = RESULTS.short(RESULTS.summarize(rows)).splitlines()
-    shown = f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | 1.00‡ | - | - | 1.00: compactor, keydiff |"
-    assert lines[2:] == [shown, "", f"‡ in bfloat16, all else in {ROW.dtype}"]
+    shown = f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | 0.50 (n=4) | 1.00‡ | - | - |"
+    assert lines[2:] == [f"{shown} 1.00: compactor, keydiff |", "", f"‡ in bfloat16, all else in {ROW.dtype}"]
 
 
 def test_the_table_of_recall_counts_the_rows_that_come_back():
