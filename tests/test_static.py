@@ -20,7 +20,7 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.runtime.static import HostReads, StaticDecoder, reason_against
 
 STEPS = 45
-CAPTURED = ["locret", "h2o", "roco", "scissorhands", "pyramid-locret", "knorm", "keydiff"]
+CAPTURED = ["locret", "lookahead-locret", "h2o", "roco", "scissorhands", "pyramid-locret", "knorm", "keydiff"]
 OTHERS = ["streaming", "random", "tova", "snapkv(6,3)", "nacl(proxies=5)", "kvcrush"]
 
 
