@@ -70,16 +70,7 @@ def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ())
     """One line per needle: full attention, the heads that ship, the paper's recipe, and the best that trains nothing, all with
     as many rows on the device; of ``only`` these tasks, texts, lengths and budgets, where some are given."""
     found = {(c.task, c.haystack, c.length, c.budget, c.policy, c.heads): c for c in cells if c.mean is not None}
-    head = [
-        "needle",
-        "text",
-        "tokens",
-        "slots",
-        "n",
-        "full attention",
-        *(f"`{name}`" for name in POLICIES),
-        f"`{RECALL}`",
-    ]
+    head = ["needle", "text", "tokens", "slots", "n", "full attention", *(f"`{name}`" for name in (*POLICIES, RECALL))]
     lines = [[*head, "the paper's recipe", "best without training"], ["---"] * (len(head) + 2)]
     ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= ENOUGH]
     ours = [c for c in ours if not only or (c.task, c.haystack, c.length, c.budget) in only]

@@ -522,7 +522,7 @@ def test_a_part_that_gained_a_parameter_reads_older_files(tmp_path):
     model, tokenizer, heads = parts("llama")
     body = Body.of(base("bits"))
     assert body.record["parts"]["score"] == "cis(decay=0.0,lookahead=0)"
-    for older in ("cis", "cis()"):
+    for older in ("cis", "cis()", "cis(decay=0.0)"):
         body.record["parts"]["score"] = older
         (tmp_path / "older.locret").write_bytes(body.file())
         assert Document.load(tmp_path / "older.locret", model, tokenizer, heads).tokens
