@@ -94,9 +94,9 @@ def test_a_notebook_runs(path, monkeypatch, capsys):
 
 def test_the_page_of_the_space_shades_what_the_document_holds():
     app = load_script("examples/space/app.py")
-    answer, held, html = app.read_and_ask(TEXT * 8, "What is it?", 64, "locret")
+    answer, held, html = app.read_and_ask(TEXT * 8, "What is it?", 64, "lookahead-locret")
     model, tokenizer, heads = app.parts()
-    book = Document.read(model, tokenizer, TEXT * 8, 64, "locret", heads)
+    book = Document.read(model, tokenizer, TEXT * 8, 64, "lookahead-locret", heads)
     assert answer == "".join(book.ask("What is it?", max_new_tokens=48)).strip()
     counts = np.zeros(book.cache.get_seq_length())
     for layer in range(3):

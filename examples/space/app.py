@@ -11,10 +11,11 @@ from itertools import groupby
 from locret_kit import Document, RetainingHeads
 from locret_kit.backbones.load import load_backbone
 from locret_kit.documents.kept import kept_of
+from locret_kit.policies.grammar import parse_policy
 
 MODEL = os.environ.get("LOCRET_MODEL", "checkpoints/SmolLM2-135M-Instruct")
 HEADS = os.environ.get("LOCRET_HEADS", "checkpoints/smollm2-135m-locret")
-POLICIES = ["locret", "streaming", "h2o", "snapkv", "compactor"]
+POLICIES = ["lookahead-locret", "locret", "streaming", "h2o", "snapkv", "compactor"]
 LARGEST = 20_000
 """Characters of a text: one that takes a CPU some ten seconds."""
 STEPS = 5
@@ -35,7 +36,7 @@ def read_and_ask(text: str, question: str, budget: float, policy: str) -> tuple[
     if not text.strip() or not question.strip():
         return "Give a text and a question.", "", ""
     model, tokenizer, heads = parts()
-    of_policy = heads if policy == "locret" else None  # whose settings are those that the heads were published with
+    of_policy = heads if parse_policy(policy).needs_heads else None  # with the settings that they bring
     book = Document.read(model, tokenizer, text[:LARGEST], int(budget), policy, of_policy)
     answer = "".join(book.ask(question, max_new_tokens=48)).strip()
     kept = kept_of(book)
@@ -71,7 +72,7 @@ def page():
                 question = gradio.Textbox("What is the pass key?", label="Question")
             with gradio.Column():
                 budget = gradio.Slider(64, 1024, 512, step=64, label="Budget: slots per key/value head and layer")
-                policy = gradio.Dropdown(POLICIES, value="locret", label="Policy")
+                policy = gradio.Dropdown(POLICIES, value=POLICIES[0], label="Policy")
                 button = gradio.Button("Read and ask", variant="primary")
                 answer = gradio.Textbox(label="Answer")
                 held = gradio.Textbox(label="Kept")
