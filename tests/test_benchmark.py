@@ -116,7 +116,8 @@ def test_scores_and_differences():
     sure = f"1.00 [{wilson(4, 4)[0]:.2f}, 1.00]"
     assert share[4:] == ["4", sure, sure, f"0.75 [{low:.2f}, {high:.2f}]"]
     assert "lower is better" in nll[0] and nll[6] == f"3.750 ± {np.std([2.5, 3, 4.5, 5], ddof=1) / 2:.3f}"
-    each, whole = compared(rows, "locret (old)")
+    assert compared(rows, "lookahead-locret", "lookahead-locret (old)") == []
+    each, whole = compared(rows, "locret", "locret (old)")
     assert [line[-1] for line in each.lines] == ["+0.250 ± 0.250", "+0.250 ± 0.144"]
     (line,) = whole.lines
     assert line[2] == "+0.250" and line[3].startswith("perplexity") and line[4] == "-1.7"  # more nats are a loss
@@ -158,6 +159,9 @@ def test_the_benchmark_is_runs_of_locret_eval():
             assert str(getattr(one.config, name)) == value
             assert replace(one.config, out=plain.config.out, **{name: getattr(plain.config, name)}) == plain.config
     assert "leval" not in {one.block for one in config.runs(replace(made, data=[]))}
+    ours = {one.block: one.config.policies for one in config.runs(replace(made, policy="lookahead-locret(newest=0)"))}
+    for one in runs:
+        assert ours[one.block] == ["lookahead-locret(newest=0)" if p == "locret" else p for p in one.config.policies]
     with pytest.raises(ValueError, match=r"against=nev must be one of heads, new. Did you mean 'new'\?"):
         replace(made, against="nev")
 

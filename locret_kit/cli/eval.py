@@ -133,7 +133,7 @@ def _benchmark(config: BenchmarkConfig) -> None:
         parts.append(Part(one.block, one.variation, read_rows(answered(one.config).out)))
     if failed := sum(row.error is not None for part in parts for row in part.rows):
         print(f"locret-eval: {failed} examples ended with an error and are in no table", file=sys.stderr)
-    print(write_page(parts, config.against or config.names[0], Path(config.out), page))
+    print(write_page(parts, config.policy, config.against or config.names[0], Path(config.out), page))
 
 
 def _draw_all(out: Path) -> None:

@@ -20,6 +20,8 @@ Block = Literal["needles-4k", "needles-16k", "questions", "language", "leval", "
 QUESTIONS = 4
 """Examples of a document, where several questions are asked about each."""
 GRIDS, AS_IT_IS = ("grid", "grid-2k"), "as it is"
+HEADS = "locret"
+"""What the blocks call the policy of the heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class BenchmarkConfig(Machine):
     """Real texts: folders of .txt files, files, or 'jargon'. Nothing may have been trained on them."""
     out: str
     """Folder of the rows, a folder for each run, and of ``benchmark.md``."""
+    policy: str = HEADS
+    """Policy that stands wherever the blocks have ``locret``: how the heads' scores are used."""
     size: Literal["screening", "final"] = "screening"
     """'screening' has 10 texts in each cell, 'final' 40."""
     blocks: Annotated[list[Block], MinLen(1)] = field(
@@ -98,6 +102,7 @@ def runs(config: BenchmarkConfig) -> Iterator[Run]:
         vary: dict[str, list[object]] = keys.pop("vary", {})
         texts = ["repeated", *config.haystacks] if block in GRIDS else config.haystacks
         keys["samples"] = keys.pop("texts", samples) * (QUESTIONS if block == "questions" else 1)
+        keys["policies"] = [config.policy if name == HEADS else name for name in keys["policies"]]
         keys |= {**shared, "haystacks": texts, "out": f"{config.out}/{block}"}
         yield Run(block, AS_IT_IS, build(EvalConfig, keys))
         for name, values in vary.items():

@@ -84,13 +84,18 @@ def by_document(rows: Iterable[Row]) -> list[Row]:
     return rest
 
 
-def write_page(parts: Sequence[Part], against: str, out: Path, write: Path | None = None) -> str:
+def write_page(parts: Sequence[Part], policy: str, against: str, out: Path, write: Path | None = None) -> str:
     """Write the tables to ``out/benchmark.md``, and between the marks of another page; the tables.
+
+    Args:
+        parts: the benchmark's runs.
+        policy: of the heads.
+        against: name of the heads that the others are compared with.
 
     Raises:
         ValueError: that page has no marks.
     """
-    text = tables(parts, label_of("locret", against))
+    text = tables(parts, policy, label_of(policy, against))
     write_text(out / "benchmark.md", text)
     if write is not None:
         page = write.read_text(encoding="utf-8")
@@ -101,10 +106,10 @@ def write_page(parts: Sequence[Part], against: str, out: Path, write: Path | Non
     return text
 
 
-def tables(parts: Sequence[Part], against: str) -> str:
+def tables(parts: Sequence[Part], policy: str, against: str) -> str:
     """Every table, in Markdown."""
     plain = [row for part in parts if part.block not in GRIDS for row in by_document(part.rows)]
-    made = [*([scores(plain)] if plain else []), *compared(plain, against)]
+    made = [*([scores(plain)] if plain else []), *compared(plain, policy, against)]
     varied = [part for part in parts if part.block in GRIDS]
     return "\n".join([*(table.markdown() for table in made), *(table.markdown() for table in grids(varied))])
 
@@ -131,9 +136,9 @@ def scores(rows: Sequence[Row]) -> Table:
     return Table(["task", "text", "tokens", "slots", "n", *labels], lines, "Scores", says)
 
 
-def compared(rows: Sequence[Row], against: str) -> list[Table]:
-    """Other heads minus these, text by text, in every cell, and over all cells. Nothing where there are no others."""
-    ours = [row for row in rows if row.policy == "locret"]
+def compared(rows: Sequence[Row], policy: str, against: str) -> list[Table]:
+    """Other heads minus these, with that policy, text by text, in every cell and over all cells. Nothing where there are none."""
+    ours = [row for row in rows if row.policy == policy]
     if len({row.label for row in ours}) < 2 or against not in {row.label for row in ours}:
         return []
     found = differences(ours, against)
@@ -196,4 +201,4 @@ def _worst(cells: Mapping[str, float]) -> str:
 
 
 def _order(label: str) -> tuple[bool, bool, str]:
-    return label != "full", not label.startswith("locret"), label
+    return label != "full", "locret" not in label, label
