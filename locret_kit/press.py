@@ -6,7 +6,7 @@
     press = AdaKVPress(LocretPress(compression_ratio=0.5, heads="user/heads"))
 
 kvpress cuts a whole prompt once, with positions as they were; `BoundedCache` reads it chunk by chunk in a fixed budget. Scores
-are the same.
+are the same: of ``locret``, and with ``lookahead=3`` of ``lookahead-locret``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from .backbones.families import require_adapter, spec_of, text_config
 from .heads import RetainingHeads
+from .policies.methods.locret import mean_of_next
 
 try:
     from kvpress import ScorerPress
@@ -40,21 +41,24 @@ class LocretPress(ScorerPress):
     """A press that scores with retaining heads.
 
     Raises:
-        ValueError: neither heads nor a name of some; ``stabilizers`` below 0; of a model that the heads do not fit.
+        ValueError: neither heads nor a name of some; ``stabilizers`` or ``lookahead`` below 0; a model that the heads do not fit.
     """
 
     heads: RetainingHeads | str | None = None
     """The heads, or their folder or Hub repository."""
     stabilizers: int = 0
     """The newest tokens, which are kept whatever their score; as Locret's local part of the cache."""
+    lookahead: int = 0
+    """Next tokens with whose scores a token's own is averaged."""
 
     def __post_init__(self) -> None:
         if hasattr(super(), "__post_init__"):
             super().__post_init__()
         if self.heads is None:
             raise ValueError("heads=... is missing: retaining heads, their folder or their Hub repository")
-        if self.stabilizers < 0:
-            raise ValueError(f"stabilizers={self.stabilizers} must be at least 0")
+        for name in ("stabilizers", "lookahead"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
 
     def post_init_from_model(self, model: PreTrainedModel) -> None:
         """Load the heads, and put them where the model is."""
@@ -81,8 +85,10 @@ class LocretPress(ScorerPress):
         with torch.no_grad():
             q_BQTD, k_BHTD = before_rope(module, hidden_states, self.heads.config.n_kv_heads)
             score_BHT: Tensor = self.heads[int(module.layer_idx)](q_BQTD, k_BHTD, values)  # type: ignore[arg-type]
-        newest = min(self.stabilizers, score_BHT.shape[-1])
-        score_BHT[..., score_BHT.shape[-1] - newest :] = torch.inf
+        T = score_BHT.shape[-1]
+        if self.lookahead:
+            score_BHT = mean_of_next(score_BHT, torch.arange(T, device=score_BHT.device), self.lookahead)
+        score_BHT[..., T - min(self.stabilizers, T) :] = torch.inf
         return score_BHT
 
 

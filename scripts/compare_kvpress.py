@@ -68,6 +68,7 @@ def pairs(length: int, budget: int, heads: RetainingHeads) -> list[tuple[str, An
         ("random", k.RandomPress(gone, seed=0), "other draws"),
         ("score=cis", LocretPress(gone, heads), ""),
         ("score=cis scope=window(8)", LocretPress(gone, heads, stabilizers=8), ""),
+        ("score=cis(lookahead=3)", LocretPress(gone, heads, lookahead=3), ""),
     ]  # fmt: skip
 
 

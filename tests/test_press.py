@@ -20,11 +20,12 @@ def heads_of(model) -> RetainingHeads:
     return RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
 
 
+@pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
-def test_the_best_of_its_scores_are_what_our_cache_keeps(family):
+def test_the_best_of_its_scores_are_what_our_cache_keeps(family, lookahead):
     """Ours reads q, k and v within attention; the press makes them of the layer's input, as kvpress hands it over."""
     model = tiny_model(family).double()
-    press = LocretPress(heads=heads_of(model), stabilizers=5)
+    press = LocretPress(heads=heads_of(model), stabilizers=5, lookahead=lookahead)
     press.post_init_from_model(model)
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:60].tolist()  # no two alike: no equal scores
     cache, found = DynamicCache(), []
@@ -38,7 +39,7 @@ def test_the_best_of_its_scores_are_what_our_cache_keeps(family):
     model(torch.tensor([ids]), past_key_values=cache)
     for layer in model.model.layers:
         layer.self_attn._forward_hooks.clear()
-    kept = script.ours(model, ids, "score=cis scope=window(5)", 20, press.heads)
+    kept = script.ours(model, ids, f"score=cis(lookahead={lookahead}) scope=window(5)", 20, press.heads)
     for score_BHT, held_HT in zip(found, kept, strict=True):
         best = torch.zeros_like(held_HT).scatter(1, score_BHT[0].topk(20).indices, True)
         assert torch.equal(best, held_HT)
@@ -50,6 +51,8 @@ def test_what_it_refuses(tmp_path):
         LocretPress(0.5)
     with pytest.raises(ValueError, match="stabilizers=-1 must be at least 0"):
         LocretPress(0.5, heads_of(model), stabilizers=-1)
+    with pytest.raises(ValueError, match="lookahead=-1 must be at least 0"):
+        LocretPress(0.5, heads_of(model), lookahead=-1)
     with pytest.raises(ValueError, match="these heads are for tiny: n_kv_heads"):
         LocretPress(0.5, heads_of(model)).post_init_from_model(tiny_model("llama-mqa"))
     heads_of(model).save_pretrained(tmp_path / "heads")
