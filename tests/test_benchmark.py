@@ -151,6 +151,8 @@ def test_the_benchmark_is_runs_of_locret_eval():
     assert len({one.config.out for one in [*runs, *every]}) == len(runs) + 21
     small = list(config.runs(replace(made, blocks=["grid-2k"])))
     assert len(small) == 21 and all((one.config.samples, one.config.lengths) == (2, [2048]) for one in small)
+    asked = config.runs(replace(made, blocks=["grid-2k", "language", "questions"], samples=6))
+    assert {one.block: one.config.samples for one in asked} == {"grid-2k": 6, "language": 6, "questions": 24}
     for plain, *others in (every, small):
         assert plain.config.budgets == [plain.config.lengths[0] // 8]
         assert plain.config.haystacks == ["repeated", "texts/dev"]

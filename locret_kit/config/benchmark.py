@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Annotated, Any, Literal
 
-from annotated_types import MinLen
+from annotated_types import Ge, MinLen
 
 from ..naming import nearest
 from ..validation import check
@@ -38,6 +38,8 @@ class BenchmarkConfig(Machine):
     """Policy that stands wherever the blocks have ``locret``: how the heads' scores are used."""
     size: Literal["screening", "final"] = "screening"
     """'screening' has 10 texts in each cell, 'final' 40."""
+    samples: Annotated[int, Ge(1)] | None = None
+    """Texts in each cell. Default: as ``size`` has it, and two of ``grid-2k``."""
     blocks: Annotated[list[Block], MinLen(1)] = field(
         default_factory=lambda: ["needles-4k", "needles-16k", "questions", "language", "leval"]
     )
@@ -91,7 +93,7 @@ class Run:
 
 def runs(config: BenchmarkConfig) -> Iterator[Run]:
     """The runs of the blocks that were asked for, in order; without ``data`` none of L-Eval."""
-    samples = definition()["sizes"][config.size]
+    size = definition()["sizes"][config.size]
     shared = {
         name: getattr(config, name) for name in ("ckpt", "data", "model", "device", "dtype", "weight_bits", "plugin")
     }
@@ -101,7 +103,8 @@ def runs(config: BenchmarkConfig) -> Iterator[Run]:
         keys = dict(definition()["blocks"][block])
         vary: dict[str, list[object]] = keys.pop("vary", {})
         texts = ["repeated", *config.haystacks] if block in GRIDS else config.haystacks
-        keys["samples"] = keys.pop("texts", samples) * (QUESTIONS if block == "questions" else 1)
+        own = keys.pop("texts", size)
+        keys["samples"] = (config.samples or own) * (QUESTIONS if block == "questions" else 1)
         keys["policies"] = [config.policy if name == HEADS else name for name in keys["policies"]]
         keys |= {**shared, "haystacks": texts, "out": f"{config.out}/{block}"}
         yield Run(block, AS_IT_IS, build(EvalConfig, keys))
