@@ -86,8 +86,7 @@ class LocretPress(ScorerPress):
             q_BQTD, k_BHTD = before_rope(module, hidden_states, self.heads.config.n_kv_heads)
             score_BHT: Tensor = self.heads[int(module.layer_idx)](q_BQTD, k_BHTD, values)  # type: ignore[arg-type]
         T = score_BHT.shape[-1]
-        if self.lookahead:
-            score_BHT = mean_of_next(score_BHT, torch.arange(T, device=score_BHT.device), self.lookahead)
+        score_BHT = mean_of_next(score_BHT, torch.arange(T, device=score_BHT.device), self.lookahead)
         score_BHT[..., T - min(self.stabilizers, T) :] = torch.inf
         return score_BHT
 

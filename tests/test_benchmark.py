@@ -116,8 +116,8 @@ def test_scores_and_differences():
     sure = f"1.00 [{wilson(4, 4)[0]:.2f}, 1.00]"
     assert share[4:] == ["4", sure, sure, f"0.75 [{low:.2f}, {high:.2f}]"]
     assert "lower is better" in nll[0] and nll[6] == f"3.750 ± {np.std([2.5, 3, 4.5, 5], ddof=1) / 2:.3f}"
-    assert compared(rows, "lookahead-locret", "lookahead-locret (old)") == []
-    each, whole = compared(rows, "locret", "locret (old)")
+    assert compared(rows, "lookahead-locret (old)") == []
+    each, whole = compared([*rows, *rows_of([0.0] * 4, policy="lookahead-locret")], "locret (old)")
     assert [line[-1] for line in each.lines] == ["+0.250 ± 0.250", "+0.250 ± 0.144"]
     (line,) = whole.lines
     assert line[2] == "+0.250" and line[3].startswith("perplexity") and line[4] == "-1.7"  # more nats are a loss

@@ -124,7 +124,7 @@ def answered(config: EvalConfig) -> Run:
 def _benchmark(config: BenchmarkConfig) -> None:
     """Every run of the benchmark that is not done yet, and the tables of all of them."""
     from ..config.benchmark import runs
-    from ..evals.engine.rows import read_rows
+    from ..evals.engine.rows import label_of, read_rows
     from ..evals.report.benchmark import Part, write_page
 
     parts, page = [], Path(config.write) if config.write else None
@@ -133,7 +133,7 @@ def _benchmark(config: BenchmarkConfig) -> None:
         parts.append(Part(one.block, one.variation, read_rows(answered(one.config).out)))
     if failed := sum(row.error is not None for part in parts for row in part.rows):
         print(f"locret-eval: {failed} examples ended with an error and are in no table", file=sys.stderr)
-    print(write_page(parts, config.policy, config.against or config.names[0], Path(config.out), page))
+    print(write_page(parts, label_of(config.policy, config.against or config.names[0]), Path(config.out), page))
 
 
 def _draw_all(out: Path) -> None:

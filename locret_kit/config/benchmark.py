@@ -21,7 +21,7 @@ QUESTIONS = 4
 """Examples of a document, where several questions are asked about each."""
 GRIDS, AS_IT_IS = ("grid", "grid-2k"), "as it is"
 HEADS = "locret"
-"""What the blocks call the policy of the heads."""
+"""Name of the heads' policy in the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)

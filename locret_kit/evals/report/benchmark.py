@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...config.benchmark import GRIDS, QUESTIONS
 from ...files import write_text
-from ..engine.rows import Row, label_of
+from ..engine.rows import Row
 from .paired import Difference, differences
 from .summary import LIKELIHOOD, mean_and_stderr, size
 from .tables import Table
@@ -84,18 +84,14 @@ def by_document(rows: Iterable[Row]) -> list[Row]:
     return rest
 
 
-def write_page(parts: Sequence[Part], policy: str, against: str, out: Path, write: Path | None = None) -> str:
-    """Write the tables to ``out/benchmark.md``, and between the marks of another page; the tables.
-
-    Args:
-        parts: the benchmark's runs.
-        policy: of the heads.
-        against: name of the heads that the others are compared with.
+def write_page(parts: Sequence[Part], against: str, out: Path, write: Path | None = None) -> str:
+    """Write the tables to ``out/benchmark.md``, and between the marks of another page; the tables. ``against`` is the label of
+    the heads that the others are compared with.
 
     Raises:
         ValueError: that page has no marks.
     """
-    text = tables(parts, policy, label_of(policy, against))
+    text = tables(parts, against)
     write_text(out / "benchmark.md", text)
     if write is not None:
         page = write.read_text(encoding="utf-8")
@@ -106,10 +102,10 @@ def write_page(parts: Sequence[Part], policy: str, against: str, out: Path, writ
     return text
 
 
-def tables(parts: Sequence[Part], policy: str, against: str) -> str:
+def tables(parts: Sequence[Part], against: str) -> str:
     """Every table, in Markdown."""
     plain = [row for part in parts if part.block not in GRIDS for row in by_document(part.rows)]
-    made = [*([scores(plain)] if plain else []), *compared(plain, policy, against)]
+    made = [*([scores(plain)] if plain else []), *compared(plain, against)]
     varied = [part for part in parts if part.block in GRIDS]
     return "\n".join([*(table.markdown() for table in made), *(table.markdown() for table in grids(varied))])
 
@@ -136,10 +132,11 @@ def scores(rows: Sequence[Row]) -> Table:
     return Table(["task", "text", "tokens", "slots", "n", *labels], lines, "Scores", says)
 
 
-def compared(rows: Sequence[Row], policy: str, against: str) -> list[Table]:
-    """Other heads minus these, with that policy, text by text, in every cell and over all cells. Nothing where there are none."""
-    ours = [row for row in rows if row.policy == policy]
-    if len({row.label for row in ours}) < 2 or against not in {row.label for row in ours}:
+def compared(rows: Sequence[Row], against: str) -> list[Table]:
+    """Other heads minus these, with the same policy, text by text, in every cell, and over all cells. Nothing without others."""
+    policies = {row.policy for row in rows if row.label == against}
+    ours = [row for row in rows if row.policy in policies]
+    if len({row.label for row in ours}) < 2:
         return []
     found = differences(ours, against)
     lines = [
