@@ -183,3 +183,14 @@ def top_recall(predicted_BHS: Tensor, target_BHS: Tensor, fraction: float = 0.1)
     top = max(1, int(fraction * target_BHS.shape[-1]))
     mine = torch.zeros_like(target_BHS, dtype=torch.bool).scatter(-1, predicted_BHS.topk(top, dim=-1).indices, True)
     return mine.gather(-1, target_BHS.topk(top, dim=-1).indices).float().mean()
+
+
+def mean_of_next(scores_BHS: Tensor, positions_BHS: Tensor, lookahead: int) -> Tensor:
+    """Mean ``[B, H, S]`` of each slot's score and those of the slots of the next ``lookahead`` tokens that are there. Positions
+    ascend in every head."""
+    total_BHS, many_BHS = scores_BHS.clone(), torch.ones_like(scores_BHS)
+    for step in range(1, min(lookahead, scores_BHS.shape[-1] - 1) + 1):
+        near_BHS = positions_BHS[..., step:] - positions_BHS[..., :-step] <= lookahead
+        total_BHS[..., :-step] += torch.where(near_BHS, scores_BHS[..., step:], 0.0)
+        many_BHS[..., :-step] += near_BHS
+    return total_BHS / many_BHS

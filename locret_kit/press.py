@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .backbones.families import require_adapter, spec_of, text_config
+from .cis import mean_of_next
 from .heads import RetainingHeads
-from .policies.methods.locret import mean_of_next
 
 try:
     from kvpress import ScorerPress

@@ -7,6 +7,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
+from ...cis import mean_of_next
 from ..allocation import Adaptive, Pyramid
 from ..base import Count, Entry, Score, Slots
 from ..merging import Nearest
@@ -68,17 +69,6 @@ class Cis(Score):
     def log_weight(self, scores_BHS: Tensor) -> Tensor:
         """A logit and a log-probability are logarithms of attention, but for a constant of the head."""
         return scores_BHS
-
-
-def mean_of_next(scores_BHS: Tensor, positions_BHS: Tensor, lookahead: int) -> Tensor:
-    """Mean ``[B, H, S]`` of each slot's score and those of the slots of the next ``lookahead`` tokens that are there. Positions
-    ascend in every head."""
-    total_BHS, many_BHS = scores_BHS.clone(), torch.ones_like(scores_BHS)
-    for step in range(1, min(lookahead, scores_BHS.shape[-1] - 1) + 1):
-        near_BHS = positions_BHS[..., step:] - positions_BHS[..., :-step] <= lookahead
-        total_BHS[..., :-step] += torch.where(near_BHS, scores_BHS[..., step:], 0.0)
-        many_BHS[..., :-step] += near_BHS
-    return total_BHS / many_BHS
 
 
 # A parameter's place is part of what people write, so those of the score come last.
