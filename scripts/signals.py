@@ -7,6 +7,7 @@
 Every prompt is read once with full attention, and every set of heads answers from an eighth and from a sixteenth of it
 (`locret_kit/evals/engine/one_reading.py`): pass keys whose digits are given, and the text's next 64 tokens. ``--best`` names for
 each signal the rate (NAME@RATE) of the least nats a token, over both tasks alike, for ``--ckpt`` of a second run on other texts.
+``--policy lookahead-locret`` chooses the slots as that policy does at the last eviction of a prompt.
 A rerun does only what is missing. ``--write`` puts the table between the page's marks.
 """
 
@@ -53,7 +54,7 @@ def measured(args: argparse.Namespace, done: set[tuple], rows: Shard) -> Iterato
             length = args.lengths[args.tasks.index("passkey" if task.name == "R.PassKey" else task.name)]
             budgets = [length // share for share in args.shares]
             wanted = {
-                (task.name, task.haystack, length, budget, "locret", name, sample)
+                (task.name, task.haystack, length, budget, args.policy, name, sample)
                 for budget in budgets
                 for name in names
             }
@@ -70,8 +71,8 @@ def measured(args: argparse.Namespace, done: set[tuple], rows: Shard) -> Iterato
                 "prompt_hash": hashlib.sha256(ids.tobytes()).hexdigest()[:16], "text_hash": task.text_hash,
                 "model": heads[0].config.backbone, "dtype": str(model.dtype).removeprefix("torch."), "versions": versions(),
             }  # fmt: skip
-            for one in given(model, [heads[i] for i in missing], ids, continuation, budgets, TAIL):
-                row = row_of(one, missing, names, heads, FIGURES[task.name], shared)
+            for one in given(model, [heads[i] for i in missing], ids, continuation, budgets, TAIL, args.policy):
+                row = row_of(one, args.policy, missing, names, heads, FIGURES[task.name], shared)
                 if row.key not in done:
                     rows.append(row)
                     yield row
@@ -79,6 +80,7 @@ def measured(args: argparse.Namespace, done: set[tuple], rows: Shard) -> Iterato
 
 def row_of(
     one: Given,
+    policy: str,
     missing: Sequence[int],
     names: Sequence[str],
     heads: Sequence[RetainingHeads],
@@ -90,7 +92,7 @@ def row_of(
     who = {"policy": "full", "heads": "-"}
     if one.heads is not None:
         i = missing[one.heads]
-        who = {"policy": "locret", "heads": names[i], "heads_hash": weights_hash(heads[i])}
+        who = {"policy": policy, "heads": names[i], "heads_hash": weights_hash(heads[i])}
     return Row(**shared, **who, budget=one.budget, score=scores["nll"], metric="nll", scores=scores, slots=one.budget)
 
 
@@ -98,7 +100,7 @@ def best(rows: Sequence[Row]) -> dict[str, str]:
     """For each signal its heads of the least mean, over cells, of the mean nats of a cell."""
     cells: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.policy == "locret":
+        if row.policy != "full":
             cells[row.heads][row.task, row.length, row.budget].append(row.scores["nll"])
     means = {
         name: sum(sum(values) / len(values) for values in mine.values()) / len(mine) for name, mine in cells.items()
@@ -109,20 +111,20 @@ def best(rows: Sequence[Row]) -> dict[str, str]:
     return found
 
 
-def table(rows: Sequence[Row], against: str) -> str:
+def table(rows: Sequence[Row], against: str, policy: str) -> str:
     """A table for each task: a line for each set of heads, for each budget its figures and the nats minus those of
     ``against``, prompt by prompt."""
     tables = []
     for task, length in sorted({(row.task, row.length) for row in rows}):
         mine = [row for row in rows if (row.task, row.length) == (task, length)]
-        budgets = sorted({row.budget for row in mine if row.policy == "locret"}, reverse=True)
+        budgets = sorted({row.budget for row in mine if row.policy == policy}, reverse=True)
         labels = sorted({row.label for row in mine}, key=lambda label: (label != "full", label))
         joined = [Row(**{**vars(row), "haystack": "-", "sample": i}) for row, i in numbered(mine)]
-        apart = {(one.label, one.budget): one for one in differences(joined, f"locret ({against})", "nll")}
+        apart = {(one.label, one.budget): one for one in differences(joined, f"{policy} ({against})", "nll")}
         first = FIGURES[task][0]
         lines = []
         for label in labels:
-            cells = [label.removeprefix("locret (").removesuffix(")")]
+            cells = [label.removeprefix(f"{policy} (").removesuffix(")")]
             for budget in budgets:
                 found = [row for row in mine if row.label == label and row.budget in (budget, 0)]
                 cells += [figure([row.scores[name] for row in found]) for name in (first, "nll")]
@@ -134,7 +136,7 @@ def table(rows: Sequence[Row], against: str) -> str:
         parts = [[f"{first}, {budget} slots", "nats", f"minus {against}"] for budget in budgets]
         texts = ", ".join(sorted({row.haystack for row in mine}))
         n = len({(row.haystack, row.sample) for row in mine})
-        says = f"{n} prompts of {length:,} tokens of {texts}; mean ± standard error, shares with Wilson's 95% interval"
+        says = f"{n} prompts of {length:,} tokens of {texts}; {policy}; mean ± standard error, shares with Wilson's 95% interval"
         tables.append(Table(["heads", *(cell for part in parts for cell in part)], lines, task, says).markdown())
     return "\n".join(tables)
 
@@ -159,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=8, help="prompts of each text and task")
     parser.add_argument("--model", help="backbone; by default the one that the heads name")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--policy", default="locret", help="what is kept: one that scores by retaining heads alone")
     parser.add_argument("--out", type=Path, required=True, help="folder of the rows")
     parser.add_argument("--against", help="heads that the others are compared with")
     parser.add_argument("--best", action="store_true", help="print the heads of each signal's best rate")
@@ -173,11 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         f"{row.task} {row.haystack} #{row.sample} {row.label} {row.budget}: {row.scores}",
                         file=sys.stderr,
                     )
-        rows = read_rows(args.out)
+        rows = [row for row in read_rows(args.out) if row.policy in ("full", args.policy)]
         if args.best:
             print("\n".join(best(rows).values()))
         if args.against:
-            made = table(rows, args.against)
+            made = table(rows, args.against, args.policy)
             print(made)
             if args.write:
                 before, rest = args.write.read_text(encoding="utf-8").split(BEGIN)

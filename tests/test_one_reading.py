@@ -32,11 +32,11 @@ def made(n: int = 2) -> tuple:
 
 
 @torch.inference_mode()
-def alone(model, heads, ids, continuation, budget) -> torch.Tensor:
+def alone(model, heads, ids, continuation, budget, policy="locret") -> torch.Tensor:
     """Logits ``[T, V]`` of the continuation through a plain cache, whose first chunk is all that it evicts from."""
     rest = [*ids[-TAIL:], *continuation[:-1]]
     cache = BoundedCache(
-        budget - TAIL + len(rest), "locret", heads, prompt_length=len(ids) - TAIL + len(rest), chunk=64, stabilizers=0,
+        budget - TAIL + len(rest), policy, heads, prompt_length=len(ids) - TAIL + len(rest), chunk=64, stabilizers=0,
         local_len=len(rest), positions="compact",
     ) if heads else None  # fmt: skip
     with attach(model):
@@ -48,14 +48,15 @@ def alone(model, heads, ids, continuation, budget) -> torch.Tensor:
         return model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=len(continuation)).logits[0]
 
 
-def test_it_is_each_cache_alone():
+@pytest.mark.parametrize("policy", ["locret", "lookahead-locret", "locret(decay=0.01,lookahead=2,sinks=3)"])
+def test_it_is_each_cache_alone(policy):
     model, heads, ids, continuation = made()
-    found = list(given(model, heads, ids, continuation, [16, 30], TAIL))
+    found = list(given(model, heads, ids, continuation, [16, 30], TAIL, policy))
     assert [(one.heads, one.budget) for one in found] == [(None, 0), (0, 16), (0, 30), (1, 16), (1, 30)]
     full = alone(model, None, ids, continuation, 0)
     nlls = set()
     for one in found:
-        logits = full if one.heads is None else alone(model, heads[one.heads], ids, continuation, one.budget)
+        logits = full if one.heads is None else alone(model, heads[one.heads], ids, continuation, one.budget, policy)
         assert one.nll == pytest.approx(F.cross_entropy(logits.float(), torch.tensor(continuation)).item(), rel=1e-4)
         assert one.agreement == (logits.argmax(-1) == full.argmax(-1)).float().mean().item()
         assert one.right == (logits.argmax(-1).tolist() == continuation)
@@ -86,6 +87,13 @@ def test_what_it_cannot_do_is_said(budgets, continuation, said):
     with pytest.raises(ValueError, match="must") as error:
         list(given(model, heads, ids, continuation, budgets, TAIL))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "ada-locret", "pyramid-locret", "merge-locret", "recall", "windowed-locret"])
+def test_policies_that_choose_otherwise_are_refused(policy):
+    model, heads, ids, _ = made(1)
+    with pytest.raises(ValueError, match=f"policy='{policy}' must score by retaining heads alone"):
+        list(given(model, heads, ids, [1], [16], TAIL, policy))
 
 
 def test_windows_are_refused():
@@ -130,7 +138,14 @@ def test_the_script_measures_once_chooses_and_writes_its_table(tmp_path, capsys,
     )
     gap = sum(a - b for a, b in zip(one, base, strict=True)) / 2
     assert f"| {gap:+.3f} ± " in next(line for line in made.splitlines() if line.startswith("| most@0.1"))
-    assert "2 prompts of 720 tokens of a.txt" in made
+    assert "2 prompts of 720 tokens of a.txt; locret; mean" in made
+    ahead = "lookahead-locret(lookahead=9)"
+    assert (
+        script.main([*words, *more, "--policy", ahead, "--against", "mean@0.1"]) == 0
+    )  # beside the rows of the other policy
+    found = [row for row in read_rows(tmp_path / "out") if row.policy == ahead]
+    assert len(found) == 2 * 2 * 2 * 2 and "locret;" not in (said := capsys.readouterr().out) and "most@0.1" not in said
+    assert {row.scores["nll"] for row in found}.isdisjoint(row.scores["nll"] for row in rows)
 
 
 def test_curves_say_what_was_learned_of_the_same_target(tmp_path, capsys):

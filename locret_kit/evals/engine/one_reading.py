@@ -9,16 +9,19 @@ prefill for all heads and budgets, where a bounded prefill costs one for each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
+from ...cache.view import slots_of
 from ...heads import RetainingHeads
-from ...policies.base import Entry, Score, TopK, rank_of
+from ...policies.allocation import Uniform
+from ...policies.base import Entry, Score, TopK
+from ...policies.grammar import parse_policy
 from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...settings import RunSettings
@@ -52,14 +55,15 @@ class Everyone(Score):
 
     needs_adapter: ClassVar[bool] = True
 
-    def __init__(self, heads: Sequence[RetainingHeads]) -> None:
-        self.heads = heads
+    def __init__(self, heads: Sequence[RetainingHeads], score: Score) -> None:
+        self.heads, self.score = heads, score
         self.pieces: list[list[list[Tensor]]] | None = [[[] for _ in one.layers] for one in heads]
         """``[B, H, T]`` of every piece that entered, by heads and layer; None once they were taken."""
 
     def score_new_tokens(self, entry: Entry) -> None:
         for heads, pieces in zip(self.heads, self.pieces or [], strict=False):
-            pieces[entry.layer].append(heads[entry.layer](entry.q, entry.k, entry.v))
+            scores_BHT = self.score.score_new_tokens(replace(entry, head=heads[entry.layer]))
+            pieces[entry.layer].append(cast("Tensor", scores_BHT))
 
     def take(self) -> list[list[Tensor]]:
         """Scores ``[B, H, S]`` of all that entered, by heads and layer. Nothing is scored after it."""
@@ -75,15 +79,17 @@ def given(
     continuation: Sequence[int],
     budgets: Sequence[int],
     tail: int,
+    policy: str = "locret",
 ) -> Iterator[Given]:
     """Full attention first, then every set of heads with every budget, each with a cache whose kept slots are close together.
 
     Args:
         heads: of the model. budgets: slots; of them ``tail`` are the prompt's last tokens, which no eviction touches.
+        policy: what is kept of the rest; one that scores by retaining heads, and keeps as much in every head and layer.
 
     Raises:
         ValueError: a budget that has no room beside the tail, or is not below the prompt; more tokens than ``CHUNK`` after the
-            eviction; a backbone with windowed layers.
+            eviction; a backbone with windowed layers; another policy.
     """
     body, rest = list(ids[: len(ids) - tail]), [*ids[len(ids) - tail :], *continuation[:-1]]
     if wrong := [budget for budget in budgets if not tail < budget < len(ids)]:
@@ -92,10 +98,16 @@ def given(
         raise ValueError(
             f"tail and continuation have {len(rest)} tokens, and must have at least one and at most {CHUNK}"
         )
+    rule = parse_policy(policy)
+    others = (rule.merge, rule.prefill_mask, rule.sparse, rule.reread, rule.recall)
+    if not rule.needs_heads or rule.statistics or rule.allocation != Uniform() or any(others):
+        raise ValueError(
+            f"policy={policy!r} must score by retaining heads alone, keep as much in every head, and drop the rest"
+        )
     settings = RunSettings(budget=max(budgets), chunk=CHUNK, stabilizers=0, local_len=0, positions="compact")
-    everyone = Everyone(heads)
-    policy = Policy("full", everyone, (), TopK(), source="", keeps_everything=True)
-    cache = BoundedCache(settings, policy, prompt_length=len(body) + len(rest))
+    everyone = Everyone(heads, rule.score)
+    all_of_it = Policy("full", everyone, (), TopK(), source="", keeps_everything=True)
+    cache = BoundedCache(settings, all_of_it, prompt_length=len(body) + len(rest))
     with attach(model):
         cache.bind(model)
         if any(rows.window is not None for rows in cache.bounded):
@@ -107,7 +119,7 @@ def given(
         for i, budget in [(None, 0), *((i, budget) for i in range(len(heads)) for budget in budgets)]:
             mine = cache.fork(len(body) + len(rest))
             if i is not None:
-                keep_best(mine, scores[i], budget - tail)
+                keep_chosen(mine, rule, scores[i], budget - tail)
             step = torch.tensor([rest], device=model.device)
             logits_TV = model(
                 input_ids=step, past_key_values=mine, use_cache=True, logits_to_keep=len(continuation)
@@ -120,8 +132,9 @@ def given(
             )  # fmt: skip
 
 
-def keep_best(cache: BoundedCache, scores: Sequence[Tensor], keep: int) -> None:
-    """Keep the ``keep`` slots of highest score ``[B, H, S]`` in every head of every layer."""
-    for rows, score_BHS in zip(cache.bounded, scores, strict=True):
-        none = torch.zeros_like(score_BHS, dtype=torch.bool)
-        rows.keep(rank_of(score_BHS, none, ~none) < keep, keep)
+def keep_chosen(cache: BoundedCache, policy: Policy, scores: Sequence[Tensor], keep: int) -> None:
+    """Keep ``keep`` slots in every head of every layer: those that the policy chooses by entry scores ``[B, H, S]``, at the last
+    eviction of a prompt."""
+    for layer, (rows, score_BHS) in enumerate(zip(cache.bounded, scores, strict=True)):
+        slots = replace(slots_of(cache.context, layer, rows, keep, 0), entry_scores=score_BHS.clone())
+        rows.keep(policy.choose(slots), keep)
