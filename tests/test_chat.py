@@ -136,6 +136,30 @@ def test_a_turn_that_fails_leaves_nothing_behind(monkeypatch):
     assert "".join(chat.say("Who came in?")) == "".join(chat.retry())
 
 
+def test_a_retry_that_fails_leaves_the_old_answer(monkeypatch):
+    document = read("llama", "locret", text_of(260), **SETTINGS)
+    chat = document.chat(max_new_tokens=4)
+    list(chat.say("What is it?"))
+    before = list(chat.ids), kept(chat.cache)
+    answer = "".join(chat.say("Who came in?"))
+    ids, positions = list(chat.ids), kept(chat.cache)
+
+    def broken(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("locret_kit.cache.step.read_block", broken)
+        with pytest.raises(KeyboardInterrupt):
+            list(chat.retry())
+    assert list(chat.ids) == ids and kept(chat.cache) == positions and chat.turns[-1].answer == answer
+    chat.retry().close()  # nobody asked for a word of it
+    assert list(chat.ids) == ids and "".join(chat.retry()) == answer
+    chat.undo()
+    assert (list(chat.ids), kept(chat.cache)) == before
+    with pytest.raises(ValueError, match="only the last turn can be undone"):
+        chat.retry()
+
+
 def test_a_pinned_question_is_never_evicted():
     model, tokenizer, heads = parts()
     chat = Chat(model, tokenizer, settings=150, policy="locret", heads=heads, max_new_tokens=4)

@@ -37,13 +37,14 @@ class Stopped(Exception):
 
 
 class Lines:
-    """A text that comes in pieces, broken between words where a line would be longer than ``columns``; None breaks none."""
+    """A text that comes in pieces, broken between words where a line would be longer than ``columns``; None breaks none. A word
+    that is longer itself is shown as it comes."""
 
     def __init__(self, columns: int | None) -> None:
-        self._columns, self._column, self._word = columns, 0, ""
+        self._columns, self._column, self._word, self._long = columns, 0, "", False
 
     def feed(self, piece: str) -> str:
-        """What may be shown after a piece: all but the word at its end."""
+        """What may be shown after a piece: all but the word at its end, as long as it may fit into a line."""
         if self._columns is None:
             self._column = 0 if piece.endswith("\n") else self._column + len(piece)
             return piece
@@ -54,8 +55,12 @@ class Lines:
             width = get_cwidth(character)
             if not character.isspace() and width < 2:  # wide ones, as in Chinese, are words of their own
                 self._word += character
+                if self._long or get_cwidth(self._word) > self._columns:
+                    shown, self._long = shown + self._flush(continued=self._long), True
                 continue
-            shown += self._flush()
+            if self._word:
+                shown += self._flush()
+            self._long = False
             if character == "\n":
                 self._column = 0
             elif self._column + width > self._columns:
@@ -67,12 +72,13 @@ class Lines:
             shown += character
         return shown
 
-    def _flush(self) -> str:
-        """The word, on a line of its own where it does not fit."""
+    def _flush(self, continued: bool = False) -> str:
+        """The word, on a line of its own where it does not fit; one that goes on breaks no more."""
         from prompt_toolkit.utils import get_cwidth
 
         word, self._word, width = self._word, "", get_cwidth(self._word)
-        breaks = self._column and self._columns is not None and self._column + width > self._columns
+        fits = self._columns is None or self._column + width <= self._columns
+        breaks = self._column and not continued and not fits
         self._column = width if breaks else self._column + width
         return "\n" * bool(breaks) + word
 

@@ -221,17 +221,31 @@ class Chat:
         Raises:
             ValueError: there is none that can be forgotten.
         """
-        if self._before is None:
-            raise ValueError("there is no turn to undo" if not self.turns else "only the last turn can be undone")
+        before = self._last()
         last = self.turns[-1]
-        self._now, self._before = self._before, None
+        self._now, self._before = before, None
         return last
 
+    def _last(self) -> _State:
+        """The conversation before the last turn."""
+        if self._before is None:
+            raise ValueError("there is no turn to undo" if not self.turns else "only the last turn can be undone")
+        return self._before
+
     def retry(self, progress: Callable[[int, int], None] | None = None) -> Generator[str, None, None]:
-        """Another answer to the last question, with another seed: at temperature 0 the same. Raises ValueError as ``undo``."""
-        question = self.undo().question
+        """Another answer to the last question, with another seed: at temperature 0 the same. One that ends before its first token
+        leaves the old answer in place. Raises ValueError as ``undo``."""
+        self._last()
+        return self._again(progress)
+
+    def _again(self, progress: Callable[[int, int], None] | None) -> Generator[str, None, None]:
+        old, question = self._now, self.undo().question
         self.seed += 1
-        return self.say(question, progress)
+        try:
+            yield from self.say(question, progress)
+        finally:
+            if len(self.turns) < len(old.turns):
+                self._before, self._now = self._now, old
 
     def pin(self, text: str | None = None) -> tuple[int, int]:
         """Never evict a text of the conversation, the last question by default; its positions ``(start, end)``. What of it
