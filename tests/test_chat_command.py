@@ -263,13 +263,13 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
     small, large, history = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / "history"
     small.write_text(TEXT * 2)
     large.write_text(TEXT * 2000)
-    with Tmux(talk(backbone, "--history-file", str(history)), env=HERE) as window:
+    with Tmux(talk(backbone, "--history-file", str(history), tokens=4000), env=HERE) as window:
         window.until("/help")
         window.type("What is it?")
         # streams: a part of the answer is there before its end
         part = window.until(follows("What is it?", 40))
         assert "cut after" not in part
-        whole = window.until("cut after max_new_tokens=250")
+        whole = window.until("cut after max_new_tokens=4000")
         assert whole.startswith(part.rstrip("> \n")) and len(whole) > len(part)
 
         window.paste("naïve \U0001f600\nWho came in?\nAnd when?")
