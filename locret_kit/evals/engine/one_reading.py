@@ -66,9 +66,10 @@ class Everyone(Score):
             pieces[entry.layer].append(cast("Tensor", scores_BHT))
 
     def take(self) -> list[list[Tensor]]:
-        """Scores ``[B, H, S]`` of all that entered, by heads and layer. Nothing is scored after it."""
+        """Scores ``[B, H, S]`` of all that entered, by heads and layer; empty in layers with a window. Nothing is scored
+        after it."""
         pieces, self.pieces = self.pieces or [], None
-        return [[torch.cat(layer, -1) for layer in one] for one in pieces]
+        return [[torch.cat(layer, -1) if layer else torch.empty(0) for layer in one] for one in pieces]
 
 
 @torch.inference_mode()
@@ -89,7 +90,7 @@ def given(
 
     Raises:
         ValueError: a budget that has no room beside the tail, or is not below the prompt; more tokens than ``CHUNK`` after the
-            eviction; a backbone with windowed layers; another policy.
+            eviction; another policy.
     """
     body, rest = list(ids[: len(ids) - tail]), [*ids[len(ids) - tail :], *continuation[:-1]]
     if wrong := [budget for budget in budgets if not tail < budget < len(ids)]:
@@ -110,8 +111,6 @@ def given(
     cache = BoundedCache(settings, all_of_it, prompt_length=len(body) + len(rest))
     with attach(model):
         cache.bind(model)
-        if any(rows.window is not None for rows in cache.bounded):
-            raise ValueError("one reading for all heads needs full attention: this backbone has windowed layers")
         prefill(model, body, cache)
         scores = everyone.take()
         wanted_T = torch.tensor(continuation, device=model.device)
@@ -134,7 +133,8 @@ def given(
 
 def keep_chosen(cache: BoundedCache, policy: Policy, scores: Sequence[Tensor], keep: int) -> None:
     """Keep ``keep`` slots in every head of every layer: those that the policy chooses by entry scores ``[B, H, S]``, at the last
-    eviction of a prompt."""
+    eviction of a prompt. A layer with a window has none to choose."""
     for layer, (rows, score_BHS) in enumerate(zip(cache.bounded, scores, strict=True)):
-        slots = replace(slots_of(cache.context, layer, rows, keep, 0), entry_scores=score_BHS.clone())
-        rows.keep(policy.choose(slots), keep)
+        if rows.window is None:
+            slots = replace(slots_of(cache.context, layer, rows, keep, 0), entry_scores=score_BHS.clone())
+            rows.keep(policy.choose(slots), keep)
