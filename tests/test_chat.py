@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
@@ -119,11 +120,8 @@ def test_an_answer_that_is_left_stays_as_far_as_it_was_written():
     assert len(chat.turns) == 2
 
 
-def test_a_turn_that_fails_leaves_nothing_behind(monkeypatch):
-    document = read("llama", "locret", text_of(260), **SETTINGS)
-    chat = document.chat(max_new_tokens=4)
-    list(chat.say("What is it?"))
-    ids, positions = list(chat.ids), kept(chat.cache)
+def interrupt(monkeypatch, pieces: Iterator[str]) -> None:
+    """Begin an answer and press Ctrl-C before its first token."""
 
     def broken(*args, **kwargs):
         raise KeyboardInterrupt
@@ -131,7 +129,15 @@ def test_a_turn_that_fails_leaves_nothing_behind(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("locret_kit.cache.step.read_block", broken)
         with pytest.raises(KeyboardInterrupt):
-            list(chat.say("Who came in?"))
+            list(pieces)
+
+
+def test_a_turn_that_fails_leaves_nothing_behind(monkeypatch):
+    document = read("llama", "locret", text_of(260), **SETTINGS)
+    chat = document.chat(max_new_tokens=4)
+    list(chat.say("What is it?"))
+    ids, positions = list(chat.ids), kept(chat.cache)
+    interrupt(monkeypatch, chat.say("Who came in?"))
     assert list(chat.ids) == ids and kept(chat.cache) == positions and not chat.cache.unfinished
     assert "".join(chat.say("Who came in?")) == "".join(chat.retry())
 
@@ -143,14 +149,7 @@ def test_a_retry_that_fails_leaves_the_old_answer(monkeypatch):
     before = list(chat.ids), kept(chat.cache)
     answer = "".join(chat.say("Who came in?"))
     ids, positions = list(chat.ids), kept(chat.cache)
-
-    def broken(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("locret_kit.cache.step.read_block", broken)
-        with pytest.raises(KeyboardInterrupt):
-            list(chat.retry())
+    interrupt(monkeypatch, chat.retry())
     assert list(chat.ids) == ids and kept(chat.cache) == positions and chat.turns[-1].answer == answer
     chat.retry().close()  # nobody asked for a word of it
     assert list(chat.ids) == ids and "".join(chat.retry()) == answer

@@ -102,6 +102,12 @@ def test_policies_that_choose_otherwise_are_refused(policy):
         list(given(model, heads, ids, [1], [16], TAIL, policy))
 
 
+def test_windows_alone_are_refused():
+    model, ids = tiny_model("mistral-window"), list(range(60))
+    with pytest.raises(ValueError, match="every layer of this backbone has a window"):
+        list(given(model, [], ids, [1], [16], TAIL))
+
+
 def test_the_script_measures_once_chooses_and_writes_its_table(tmp_path, capsys, monkeypatch):
     script = load_script("scripts/signals.py")
     backbone = save_tiny_backbone(tmp_path / "backbone")
@@ -140,9 +146,8 @@ def test_the_script_measures_once_chooses_and_writes_its_table(tmp_path, capsys,
     assert f"| {gap:+.3f} ± " in next(line for line in made.splitlines() if line.startswith("| most@0.1"))
     assert "2 prompts of 720 tokens of a.txt; locret; mean" in made
     ahead = "lookahead-locret(lookahead=9)"
-    assert (
-        script.main([*words, *more, "--policy", ahead, "--against", "mean@0.1"]) == 0
-    )  # beside the rows of the other policy
+    other = [*words, *more, "--policy", ahead, "--against", "mean@0.1"]
+    assert script.main(other) == 0  # beside the rows of the first policy
     found = [row for row in read_rows(tmp_path / "out") if row.policy == ahead]
     assert len(found) == 2 * 2 * 2 * 2 and "locret;" not in (said := capsys.readouterr().out) and "most@0.1" not in said
     assert {row.scores["nll"] for row in found}.isdisjoint(row.scores["nll"] for row in rows)

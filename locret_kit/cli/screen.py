@@ -44,7 +44,7 @@ class Lines:
         self._columns, self._column, self._word, self._long = columns, 0, "", False
 
     def feed(self, piece: str) -> str:
-        """What may be shown after a piece: all but the word at its end, as long as it may fit into a line."""
+        """The text that may be shown after a piece: all but the word at its end, as long as it may fit into a line."""
         if self._columns is None:
             self._column = 0 if piece.endswith("\n") else self._column + len(piece)
             return piece
@@ -56,7 +56,8 @@ class Lines:
             if not character.isspace() and width < 2:  # wide ones, as in Chinese, are words of their own
                 self._word += character
                 if self._long or get_cwidth(self._word) > self._columns:
-                    shown, self._long = shown + self._flush(continued=self._long), True
+                    shown += self._flush()
+                    self._long = True
                 continue
             if self._word:
                 shown += self._flush()
@@ -72,13 +73,13 @@ class Lines:
             shown += character
         return shown
 
-    def _flush(self, continued: bool = False) -> str:
-        """The word, on a line of its own where it does not fit; one that goes on breaks no more."""
+    def _flush(self) -> str:
+        """The word, on a line of its own where it does not fit; a long one that goes on breaks no more."""
         from prompt_toolkit.utils import get_cwidth
 
         word, self._word, width = self._word, "", get_cwidth(self._word)
         fits = self._columns is None or self._column + width <= self._columns
-        breaks = self._column and not continued and not fits
+        breaks = self._column and not self._long and not fits
         self._column = width if breaks else self._column + width
         return "\n" * bool(breaks) + word
 

@@ -221,12 +221,11 @@ class Chat:
         Raises:
             ValueError: there is none that can be forgotten.
         """
-        before = self._last()
-        last = self.turns[-1]
+        before, last = self._earlier(), self.turns[-1]
         self._now, self._before = before, None
         return last
 
-    def _last(self) -> _State:
+    def _earlier(self) -> _State:
         """The conversation before the last turn."""
         if self._before is None:
             raise ValueError("there is no turn to undo" if not self.turns else "only the last turn can be undone")
@@ -235,7 +234,7 @@ class Chat:
     def retry(self, progress: Callable[[int, int], None] | None = None) -> Generator[str, None, None]:
         """Another answer to the last question, with another seed: at temperature 0 the same. One that ends before its first token
         leaves the old answer in place. Raises ValueError as ``undo``."""
-        self._last()
+        self._earlier()
         return self._again(progress)
 
     def _again(self, progress: Callable[[int, int], None] | None) -> Generator[str, None, None]:

@@ -19,8 +19,7 @@ from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
 from ...cache.view import slots_of
 from ...heads import RetainingHeads
-from ...policies.allocation import Uniform
-from ...policies.base import Entry, Score, TopK
+from ...policies.base import Entry, Score, TopK, Uniform
 from ...policies.grammar import parse_policy
 from ...policies.policy import Policy
 from ...runtime.session import prefill
@@ -61,7 +60,9 @@ class Everyone(Score):
         """``[B, H, T]`` of every piece that entered, by heads and layer; None once they were taken."""
 
     def score_new_tokens(self, entry: Entry) -> None:
-        for heads, pieces in zip(self.heads, self.pieces or [], strict=False):
+        if self.pieces is None:
+            return
+        for heads, pieces in zip(self.heads, self.pieces, strict=True):
             scores_BHT = self.score.score_new_tokens(replace(entry, head=heads[entry.layer]))
             pieces[entry.layer].append(cast("Tensor", scores_BHT))
 
@@ -90,7 +91,7 @@ def given(
 
     Raises:
         ValueError: a budget that has no room beside the tail, or is not below the prompt; more tokens than ``CHUNK`` after the
-            eviction; another policy.
+            eviction; a backbone whose layers all have a window; another policy.
     """
     body, rest = list(ids[: len(ids) - tail]), [*ids[len(ids) - tail :], *continuation[:-1]]
     if wrong := [budget for budget in budgets if not tail < budget < len(ids)]:
@@ -111,6 +112,8 @@ def given(
     cache = BoundedCache(settings, all_of_it, prompt_length=len(body) + len(rest))
     with attach(model):
         cache.bind(model)
+        if all(rows.window is not None for rows in cache.bounded):
+            raise ValueError("every layer of this backbone has a window: heads have no slots to keep")
         prefill(model, body, cache)
         scores = everyone.take()
         wanted_T = torch.tensor(continuation, device=model.device)
