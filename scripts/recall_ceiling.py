@@ -2,16 +2,18 @@
 
     python scripts/recall_ceiling.py --ckpt checkpoints/smollm2-135m-locret --length 4096 --budget 256 --samples 0,1,2,8
 
-The text is read by ``locret`` up to the prompt's tail, and every key and value is recorded as it was computed then. The tail
+The text is read by ``--policy`` up to the prompt's tail, and every key and value is recorded as it was computed then. The tail
 and the answer attend to some of these rows:
 
     kept      the slots that the policy kept
     +needle   and the needle's blocks
     only      the first 4 tokens, the needle's blocks and the newest ``--local`` ones
     all       every row of the text
+    again     none: the first ``--local`` / 4 tokens, the needle's blocks and the tail are a prompt of their own
 
-Keys are rotated by their rank among what is seen. A figure is the mean log-probability (nats) of the answer's tokens; * marks
-a right answer.
+Keys are rotated by their rank among what is seen; in ``again`` the policy has no part. With ``--wording`` 1 to 9 the digits are
+said and asked for in other words (`locret_kit.samples.needles.WORDINGS`). A figure is the mean log-probability (nats) of the
+answer's tokens; * marks a right answer.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from locret_kit.backbones.intercept import Attachment
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.bounded import BoundedCache
+from locret_kit.evals.tasks import haystack_name
 from locret_kit.evals.tasks.base import spread_depth
-from locret_kit.samples.needles import TASKS, make_needle
+from locret_kit.samples.needles import TASKS, WORDINGS, make_needle
 from locret_kit.samples.text import load_text
 from locret_kit.settings import FIRST
 
-COLUMNS = ("kept", "+needle", "only", "all")
+COLUMNS = ("kept", "+needle", "only", "all", "again")
 
 
 class Recorder:
@@ -105,12 +108,14 @@ def blocks_of(at_N: Tensor, size: int) -> Tensor:
 
 def prompt_of(args: argparse.Namespace, tokenizer: Any, text: str, sample: int) -> tuple[list[int], Tensor, str]:
     """Ids of the prompt that `locret-eval` makes, which of its tokens are the needle's, and the answer."""
-    seed = f"{args.haystack}:{args.length}:{sample}:0"
+    seed = f"{haystack_name(args.haystack)}:{args.length}:{sample}:0"
     needle = make_needle(
-        args.task, tokenizer, n_tokens=args.length, depth=spread_depth(sample), seed=seed, haystack=text
-    )
+        args.task, tokenizer, n_tokens=args.length, depth=spread_depth(sample), seed=seed, haystack=text,
+        wording=args.wording,
+    )  # fmt: skip
     encoded = tokenizer(needle.prompt, return_offsets_mapping=True)
-    line = TASKS[args.task].needle.format(key=needle.answer).strip()
+    words = WORDINGS[args.wording] if args.wording else TASKS[args.task]
+    line = words.needle.format(key=needle.answer).strip()
     start, spans = needle.prompt.index(line), torch.tensor(encoded.offset_mapping)
     return encoded.input_ids, (spans[:, 1] > start) & (spans[:, 0] < start + len(line)), needle.answer
 
@@ -133,7 +138,7 @@ def measure(args: argparse.Namespace) -> None:
     text, right = load_text(args.haystack), dict.fromkeys(COLUMNS, 0)
     for sample in args.samples:
         ids, told_N, key = prompt_of(args, tokenizer, text, sample)
-        cache = BoundedCache(args.budget, "locret", heads, prompt_length=len(ids))
+        cache = BoundedCache(args.budget, args.policy, heads, prompt_length=len(ids))
         cache.bind(model)
         body, H = cache.schedule.body or 0, cache.context.spec.n_kv_heads
         row: dict[str, object] = {"sample": sample}
@@ -152,24 +157,42 @@ def measure(args: argparse.Namespace) -> None:
                 [(ends_N | needle_N).expand(H, -1)] * len(kept),
                 [torch.ones(H, body, dtype=torch.bool)] * len(kept),
             ]
-            for name, seen in zip(COLUMNS, sees, strict=True):
+            answers = []
+            for seen in sees:
                 with attached.handled_by(Asked(recorder, seen)):
-                    lp, said = answer(model, tokenizer, ids[body:], key, body)
-                right[name] += said.strip().startswith(key)
-                row[name] = f"{lp:.2f}{'*' if said.strip().startswith(key) else ''}"
+                    answers.append(answer(model, tokenizer, ids[body:], key, body))
+        opening_N = at_N < args.local // 4
+        short = [ids[at] for at in (opening_N | needle_N).nonzero().flatten().tolist()] + ids[body:]
+        for name, (lp, said) in zip(COLUMNS, [*answers, answer_alone(model, tokenizer, short, key)], strict=True):
+            right[name] += said.strip().startswith(key)
+            row[name] = f"{lp:.2f}{'*' if said.strip().startswith(key) else ''}"
         print(json.dumps(row), flush=True)
     print(json.dumps({"right": right, "of": len(args.samples)}))
 
 
 def answer(model: Any, tokenizer: Any, tail: list[int], key: str, body: int) -> tuple[float, str]:
     """Mean log-probability of the key's tokens after the ``tail``, and the likeliest token at each of them and behind."""
-    told, logits, start = tokenizer(f" {key}", add_special_tokens=False).input_ids, [], body
+    told, logits, start = ids_of(tokenizer, key), [], body
     for piece in (tail, told):  # in two forwards: the rows are chosen by the tail alone
         place = torch.arange(start, start + len(piece))[None]
         keep = 1 if piece is tail else len(piece)
         logits.append(model(torch.tensor([piece]), position_ids=place, use_cache=False, logits_to_keep=keep).logits[0])
         start += len(piece)
-    logits_TV = torch.cat(logits)
+    return scored(tokenizer, torch.cat(logits), told)
+
+
+def answer_alone(model: Any, tokenizer: Any, prompt: list[int], key: str) -> tuple[float, str]:
+    """The same after a whole prompt, read with full attention."""
+    told = ids_of(tokenizer, key)
+    return scored(tokenizer, model(torch.tensor([prompt + told]), logits_to_keep=len(told) + 1).logits[0], told)
+
+
+def ids_of(tokenizer: Any, key: str) -> list[int]:
+    return tokenizer(f" {key}", add_special_tokens=False).input_ids
+
+
+def scored(tokenizer: Any, logits_TV: Tensor, told: list[int]) -> tuple[float, str]:
+    """Mean log-probability of the tokens that were ``told``, and the likeliest token at each of them and behind."""
     lp = logits_TV[:-1].log_softmax(-1).gather(-1, torch.tensor(told)[:, None]).mean()
     return float(lp), tokenizer.decode(logits_TV.argmax(-1))
 
@@ -179,11 +202,15 @@ def main() -> None:
     parser.add_argument("--ckpt", required=True, type=Path)
     parser.add_argument("--task", default="R.PassKey", choices=TASKS)
     parser.add_argument("--haystack", default="jargon")
+    parser.add_argument("--wording", type=int, default=0, choices=range(len(WORDINGS)))
+    parser.add_argument("--policy", default="locret")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--samples", type=lambda text: [int(one) for one in text.split(",")], default=[0])
     parser.add_argument("--size", type=int, default=32, help="rows of a block")
-    parser.add_argument("--local", type=int, default=128, help="newest rows of the third column")
+    parser.add_argument(
+        "--local", type=int, default=128, help="newest rows of `only`; `again` begins with a quarter of it"
+    )
     measure(parser.parse_args())
 
 

@@ -1,6 +1,8 @@
-"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first)`)."""
+"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, last)`)."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
@@ -36,29 +38,42 @@ def read(model, cache) -> torch.Tensor:
         return prefill(model, IDS[0].tolist(), cache)
 
 
-def best(score: list[float], size: int, kernel: int, first: int) -> list[int]:
-    """The tokens whose best neighbour is worth most, in Python: the first ones before all, then the earlier of equals."""
+def best(score: list[float], size: int, kernel: int, first: int, smooth: int) -> list[int]:
+    """The tokens whose best neighbour is worth most, in Python: the first ones before all, then the earlier of equals. A token
+    is worth the mean of its neighbours, of which those outside the text count as zero."""
+    half = smooth // 2
+    score = [sum(score[max(0, p - half) : p + half + 1]) / smooth for p in range(len(score))]
     half = kernel // 2
     pooled = [max(score[max(0, p - half) : p + half + 1]) for p in range(len(score))]
     order = sorted(range(len(score)), key=lambda p: (p >= first, -pooled[p] if p >= first else 0, p))
     return sorted(order[:size])
 
 
-def passages_by_definition(attentions, kept: list[int], groups: int, size: int, window: int, kernel: int, first: int):
+def passages_by_definition(
+    attentions, kept: list[int], groups: int, size: int, window: int, kernel: int, first: int, smooth: int, last: bool
+):
     score = [0.0] * BODY
     for a_QTT in attentions:
-        for h in range(a_QTT.shape[1] // groups):
+        for h, newest in product(range(a_QTT.shape[1] // groups), (window, 1) if last else (window,)):
             mine = a_QTT[0, h * groups : (h + 1) * groups].mean(0)
-            got = {t: float(sum(mine[q, t] for q in range(TOKENS - window, TOKENS))) for t in kept if t >= first}
+            got = {t: float(sum(mine[q, t] for q in range(TOKENS - newest, TOKENS))) for t in kept if t >= first}
             for token, value in got.items():
                 score[token] = max(score[token], value / sum(got.values()))
-    return best(score, size, kernel, first)
+    return best(score, size, kernel, first, smooth)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "kernel", "first"), [(9, 4, 3, 2), (512, 5, 1, 0), (11, 32, 5, 32), (1, 1, 3, 4)]
+    ("tokens", "window", "kernel", "first", "smooth", "last"),
+    [
+        (9, 4, 3, 2, 1, False),
+        (512, 5, 1, 0, 1, True),
+        (11, 32, 5, 32, 3, False),
+        (1, 1, 3, 4, 1, True),
+        (9, 3, 3, 2, 5, True),
+        (10, 1, 5, 0, 7, False),
+    ],
 )
-def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first):
+def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first, smooth, last):
     """Streaming's slots: which passages, by full attention under a mask; the logits, by the model itself on these alone."""
     model, plain = tiny_model("llama").double(), tiny_model("llama").double()
     plain.set_attn_implementation("eager")
@@ -70,11 +85,14 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
     with torch.no_grad():
         first_reading = plain(input_ids=IDS, attention_mask=hidden[None, None], output_attentions=True).attentions
         chosen = passages_by_definition(
-            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2)
+            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, last
         )
         passages = [*chosen, *range(BODY, TOKENS)]
         wanted = plain(input_ids=IDS[:, passages]).logits[0, -1]
-    cache = bounded(f"streaming(4) reread=passages({tokens},{window},{kernel},{first})", positions="original")
+    cache = bounded(
+        f"streaming(4) reread=passages({tokens},{window},{kernel},{first},{smooth},{str(last).lower()})",
+        positions="original",
+    )
     torch.testing.assert_close(read(model, cache), wanted.float(), rtol=0, atol=1e-6)
     for layer in range(len(cache.bounded)):
         assert cache.kept_positions(layer).tolist() == [[passages, passages]]
@@ -129,15 +147,16 @@ def test_layers_with_a_window_read_the_passages_too():
 
 
 @given(
-    st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.7, 1.0]), min_size=1, max_size=60),
+    st.lists(st.sampled_from([0.0, 0.125, 0.25, 0.75, 1.0]), min_size=1, max_size=60),
     st.integers(1, 60),
     st.integers(0, 6),
     st.integers(0, 40),
+    st.integers(0, 8),
 )
-def test_passages_are_the_best_neighbourhoods(score, size, half, first):
-    size = min(size, len(score))
-    found = Passages(size, 4, 2 * half + 1, first).choose(torch.tensor(score), size).tolist()
-    assert found == best(score, size, 2 * half + 1, min(first, size // 2))
+def test_passages_are_the_best_neighbourhoods(score, size, half, first, around):
+    size, kernel, smooth = min(size, len(score)), 2 * half + 1, 2 * around + 1
+    found = Passages(size, 4, kernel, first, smooth).choose(torch.tensor(score), size).tolist()
+    assert found == best(score, size, kernel, min(first, size // 2), smooth)
 
 
 @given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 80))
@@ -156,13 +175,20 @@ def test_a_prompt_that_fits_is_read_once():
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
 
 
-def test_the_named_policy_is_locret_and_a_second_reading():
-    part = "passages(tokens=256,window=32,kernel=33,first=32)"
-    assert parts_of(parse_policy("rereading-locret(256)")) == {**parts_of(parse_policy("locret")), "reread": part}
+@pytest.mark.parametrize(
+    ("base", "rest"),
+    [
+        ("locret", "window=32,kernel=33,first=32,smooth=1,last=False"),
+        ("lookahead-locret", "window=8,kernel=33,first=32,smooth=13,last=True"),
+    ],
+)
+def test_the_named_policies_are_others_and_a_second_reading(base, rest):
+    part = f"passages(tokens=256,{rest})"
+    assert parts_of(parse_policy(f"rereading-{base}(tokens=256)")) == {**parts_of(parse_policy(base)), "reread": part}
     model = tiny_model("llama").double()
     torch.manual_seed(0)
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
-    cache = bounded("rereading-locret(7)", heads=heads)
+    cache = bounded(f"rereading-{base}(tokens=7)", heads=heads)
     read(model, cache)
     assert cache.kept_rows == [12] * len(cache.bounded)
 

@@ -16,11 +16,13 @@ class Passages(Reread):
     """The tail of the prompt, which is held back, is read over every slot; then the cache is emptied, and the ``tokens`` of
     the text that the tail asked for are read once more, and the tail after them: kept slots are an index to the text.
 
-    A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head, the most
-    that any head of any layer gives it, then the maximum over ``kernel`` neighbouring tokens. The ``first`` tokens (a
-    template's head, an instruction, the sinks of attention) do not count among the slots, and are read again in any case. What
-    is read again stands side by side, and nothing is evicted from it, so the answer does not come through a context with gaps;
-    what was not asked for is gone. A prompt that fits the budget is read once.
+    A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head, with
+    ``last`` also of the last query alone, the most that any head of any layer gives it; then the mean over ``smooth``
+    neighbouring tokens, zero where none is, and the maximum over ``kernel`` of these. A single token that one head looks at
+    says little; a passage that heads look at token after token says more. The ``first`` tokens (a template's head, an
+    instruction, the sinks of attention) do not count among the slots, and are read again in any case. What is read again
+    stands side by side, and nothing is evicted from it, so the answer does not come through a context with gaps; what was not
+    asked for is gone. A prompt that fits the budget is read once.
 
     Source: to read again what attention points to, from token ids, is InfiniRetri's (arXiv 2502.12962; last layer,
     sentences); from the slots that a policy keeps, and by the most of all heads, is this project's
@@ -35,6 +37,10 @@ class Passages(Reread):
     """Tokens; 1 does not pool."""
     first: Count = 32
     """Tokens, at most half of those that are read again."""
+    smooth: Odd = 1
+    """Tokens; 1 averages nothing."""
+    last: bool = False
+    """Whether the last query, which asks for the answer's first token, counts by itself too."""
 
     def size(self, budget: int, tail: int) -> int:
         """Tokens that are read before the ``tail``, at least one."""
@@ -43,16 +49,17 @@ class Passages(Reread):
     def collect(self, score_P: Tensor, slots: Slots, tail: int, size: int) -> None:
         """Raise the scores of a text's tokens ``[P]``, in place, to what the heads of a layer give them; ``size`` of them are
         to be read again."""
-        asked_BHS = recent_attention(slots, min(self.window, tail))
         text_BHS = slots.valid & (slots.positions >= self._opening(size)) & (slots.positions < len(score_P))
-        asked_BHS = asked_BHS.masked_fill(~text_BHS, 0)
-        share_BHS = asked_BHS / asked_BHS.sum(-1, keepdim=True).clamp(min=torch.finfo(asked_BHS.dtype).tiny)
         at_BHS = slots.positions.long().masked_fill(~text_BHS, 0)
-        score_P.scatter_reduce_(0, at_BHS.flatten(), share_BHS.flatten().to(score_P.dtype), "amax")
+        for newest in {min(self.window, tail), 1} if self.last else {min(self.window, tail)}:
+            asked_BHS = recent_attention(slots, newest).masked_fill(~text_BHS, 0)
+            share_BHS = asked_BHS / asked_BHS.sum(-1, keepdim=True).clamp(min=torch.finfo(asked_BHS.dtype).tiny)
+            score_P.scatter_reduce_(0, at_BHS.flatten(), share_BHS.flatten().to(score_P.dtype), "amax")
 
     def choose(self, score_P: Tensor, size: int) -> Tensor:
         """The ``size`` tokens, ascending; of those that are worth the same the earlier ones."""
-        pooled_P = F.max_pool1d(score_P[None, None], self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
+        mean_P = F.avg_pool1d(score_P[None, None], self.smooth, stride=1, padding=self.smooth // 2)
+        pooled_P = F.max_pool1d(mean_P, self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
         pooled_P[: self._opening(size)] = float("inf")
         return pooled_P.argsort(descending=True, stable=True)[:size].sort().values
 

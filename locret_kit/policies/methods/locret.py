@@ -74,6 +74,7 @@ class Cis(Score):
 # A parameter's place is part of what people write, so those of the score come last.
 SCOPES: Parts = {"scopes": (Stabilizers(), Sinks(0))}
 SCORE: Parts = {"score": Cis()}
+AVERAGED: Parts = {"scopes": (Stabilizers(), Sinks(0), Window(0.5)), "score": Cis(lookahead=3)}
 NAMES = {"most": None, "n": "sinks"}
 
 register(
@@ -86,7 +87,7 @@ register(
 register(
     "lookahead-locret",
     "Locret with scores that are averaged, and its newest slots kept to the end",
-    {"scopes": (Stabilizers(), Sinks(0), Window(0.5)), "score": Cis(lookahead=3)},
+    AVERAGED,
     names={**NAMES, "size": "newest"},
     keeps="as locret, averaged with that of the next 3 tokens; the newest half stays at the last eviction too",
 )
@@ -131,4 +132,11 @@ register(
     {**SCOPES, "reread": Passages(), **SCORE},
     names={**NAMES, "n": None},
     keeps="as locret; then the passages that the question attends to are read again",
+)
+register(
+    "rereading-lookahead-locret",
+    "Locret with scores that are averaged, then InfiniRetri's second reading, arXiv 2502.12962",
+    {**AVERAGED, "reread": Passages(window=8, smooth=13, last=True)},
+    names={**NAMES, "n": None, "size": "newest"},
+    keeps="as lookahead-locret; then the passages that the question's end attends to are read again",
 )
