@@ -1,4 +1,5 @@
-"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, last)`)."""
+"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, last,
+least)`)."""
 
 from __future__ import annotations
 
@@ -38,19 +39,30 @@ def read(model, cache) -> torch.Tensor:
         return prefill(model, IDS[0].tolist(), cache)
 
 
-def best(score: list[float], size: int, kernel: int, first: int, smooth: int) -> list[int]:
+def best(score: list[float], size: int, kernel: int, first: int, smooth: int, least: float) -> list[int]:
     """The tokens whose best neighbour is worth most, in Python: the first ones before all, then the earlier of equals. A token
-    is worth the mean of its neighbours, of which those outside the text count as zero."""
+    is worth the mean of its neighbours, of which those outside the text count as zero; less than ``least`` of the best is left
+    out."""
     half = smooth // 2
     score = [sum(score[max(0, p - half) : p + half + 1]) / smooth for p in range(len(score))]
     half = kernel // 2
     pooled = [max(score[max(0, p - half) : p + half + 1]) for p in range(len(score))]
     order = sorted(range(len(score)), key=lambda p: (p >= first, -pooled[p] if p >= first else 0, p))
-    return sorted(order[:size])
+    enough = least * max(pooled[first:])
+    return sorted(p for p in order[:size] if p < first or pooled[p] >= enough)
 
 
 def passages_by_definition(
-    attentions, kept: list[int], groups: int, size: int, window: int, kernel: int, first: int, smooth: int, last: bool
+    attentions,
+    kept: list[int],
+    groups: int,
+    size: int,
+    window: int,
+    kernel: int,
+    first: int,
+    smooth: int,
+    last: bool,
+    least: float,
 ):
     score = [0.0] * BODY
     for a_QTT in attentions:
@@ -59,21 +71,21 @@ def passages_by_definition(
             got = {t: float(sum(mine[q, t] for q in range(TOKENS - newest, TOKENS))) for t in kept if t >= first}
             for token, value in got.items():
                 score[token] = max(score[token], value / sum(got.values()))
-    return best(score, size, kernel, first, smooth)
+    return best(score, size, kernel, first, smooth, least)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "kernel", "first", "smooth", "last"),
+    ("tokens", "window", "kernel", "first", "smooth", "last", "least"),
     [
-        (9, 4, 3, 2, 1, False),
-        (512, 5, 1, 0, 1, True),
-        (11, 32, 5, 32, 3, False),
-        (1, 1, 3, 4, 1, True),
-        (9, 3, 3, 2, 5, True),
-        (10, 1, 5, 0, 7, False),
+        (9, 4, 3, 2, 1, False, 0),
+        (512, 5, 1, 0, 1, True, 0.5),
+        (11, 32, 5, 32, 3, False, 0.9),
+        (1, 1, 3, 4, 1, True, 0),
+        (9, 3, 3, 2, 5, True, 0),
+        (10, 1, 5, 0, 7, False, 0.75),
     ],
 )
-def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first, smooth, last):
+def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first, smooth, last, least):
     """Streaming's slots: which passages, by full attention under a mask; the logits, by the model itself on these alone."""
     model, plain = tiny_model("llama").double(), tiny_model("llama").double()
     plain.set_attn_implementation("eager")
@@ -85,12 +97,12 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
     with torch.no_grad():
         first_reading = plain(input_ids=IDS, attention_mask=hidden[None, None], output_attentions=True).attentions
         chosen = passages_by_definition(
-            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, last
+            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, last, least
         )
         passages = [*chosen, *range(BODY, TOKENS)]
         wanted = plain(input_ids=IDS[:, passages]).logits[0, -1]
     cache = bounded(
-        f"streaming(4) reread=passages({tokens},{window},{kernel},{first},{smooth},{str(last).lower()})",
+        f"streaming(4) reread=passages({tokens},{window},{kernel},{first},{smooth},{str(last).lower()},{least})",
         positions="original",
     )
     torch.testing.assert_close(read(model, cache), wanted.float(), rtol=0, atol=1e-6)
@@ -152,11 +164,12 @@ def test_layers_with_a_window_read_the_passages_too():
     st.integers(0, 6),
     st.integers(0, 40),
     st.integers(0, 8),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
 )
-def test_passages_are_the_best_neighbourhoods(score, size, half, first, around):
+def test_passages_are_the_best_neighbourhoods(score, size, half, first, around, least):
     size, kernel, smooth = min(size, len(score)), 2 * half + 1, 2 * around + 1
-    found = Passages(size, 4, kernel, first, smooth).choose(torch.tensor(score), size).tolist()
-    assert found == best(score, size, kernel, min(first, size // 2), smooth)
+    found = Passages(size, 4, kernel, first, smooth, False, least).choose(torch.tensor(score), size).tolist()
+    assert found == best(score, size, kernel, min(first, size // 2), smooth, least)
 
 
 @given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 80))
@@ -178,8 +191,8 @@ def test_a_prompt_that_fits_is_read_once():
 @pytest.mark.parametrize(
     ("base", "rest"),
     [
-        ("locret", "window=32,kernel=33,first=32,smooth=1,last=False"),
-        ("lookahead-locret", "window=8,kernel=33,first=32,smooth=13,last=True"),
+        ("locret", "window=32,kernel=33,first=32,smooth=1,last=False,least=0.0"),
+        ("lookahead-locret", "window=8,kernel=33,first=32,smooth=13,last=True,least=0.6"),
     ],
 )
 def test_the_named_policies_are_others_and_a_second_reading(base, rest):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attention import recent_attention
-from .base import Count, Odd, Positive, Reread, Slots
+from .base import Count, Odd, Positive, Ratio, Reread, Slots
 from .registry import part
 
 
@@ -19,10 +19,11 @@ class Passages(Reread):
     A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head, with
     ``last`` also of the last query alone, the most that any head of any layer gives it; then the mean over ``smooth``
     neighbouring tokens, zero where none is, and the maximum over ``kernel`` of these. A single token that one head looks at
-    says little; a passage that heads look at token after token says more. The ``first`` tokens (a template's head, an
-    instruction, the sinks of attention) do not count among the slots, and are read again in any case. What is read again
-    stands side by side, and nothing is evicted from it, so the answer does not come through a context with gaps; what was not
-    asked for is gone. A prompt that fits the budget is read once.
+    says little; a passage that heads look at token after token says more. With ``least``, what scores less than so much of
+    the best is not read again even where there is room: other passages distract a small model. The ``first`` tokens (a
+    template's head, an instruction, the sinks of attention) do not count among the slots, and are read again in any case.
+    What is read again stands side by side, and nothing is evicted from it, so the answer does not come through a context with
+    gaps; what was not asked for is gone. A prompt that fits the budget is read once.
 
     Source: to read again what attention points to, from token ids, is InfiniRetri's (arXiv 2502.12962; last layer,
     sentences); from the slots that a policy keeps, and by the most of all heads, is this project's
@@ -41,6 +42,8 @@ class Passages(Reread):
     """Tokens; 1 averages nothing."""
     last: bool = False
     """Whether the last query, which asks for the answer's first token, counts by itself too."""
+    least: Ratio = 0.0
+    """Share of the best token's score."""
 
     def size(self, budget: int, tail: int) -> int:
         """Tokens that are read before the ``tail``, at least one."""
@@ -57,11 +60,14 @@ class Passages(Reread):
             score_P.scatter_reduce_(0, at_BHS.flatten(), share_BHS.flatten().to(score_P.dtype), "amax")
 
     def choose(self, score_P: Tensor, size: int) -> Tensor:
-        """The ``size`` tokens, ascending; of those that are worth the same the earlier ones."""
+        """The tokens, at most ``size``, ascending; of those that are worth the same the earlier ones."""
         mean_P = F.avg_pool1d(score_P[None, None], self.smooth, stride=1, padding=self.smooth // 2)
         pooled_P = F.max_pool1d(mean_P, self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
-        pooled_P[: self._opening(size)] = float("inf")
-        return pooled_P.argsort(descending=True, stable=True)[:size].sort().values
+        opening = self._opening(size)
+        enough_P = pooled_P >= self.least * pooled_P[opening:].amax()
+        pooled_P[:opening], enough_P[:opening] = float("inf"), True
+        chosen = pooled_P.argsort(descending=True, stable=True)[:size]
+        return chosen[enough_P[chosen]].sort().values
 
     def _opening(self, size: int) -> int:
         return min(self.first, size // 2)
