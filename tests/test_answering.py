@@ -1,4 +1,4 @@
-"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, last,
+"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, each,
 least)`)."""
 
 from __future__ import annotations
@@ -61,21 +61,22 @@ def passages_by_definition(
     kernel: int,
     first: int,
     smooth: int,
-    last: bool,
+    each: bool,
     least: float,
 ):
-    score = [0.0] * BODY
+    score, newest = [0.0] * BODY, range(TOKENS - window, TOKENS)
+    asking = [[q] for q in newest] if each else [newest]
     for a_QTT in attentions:
-        for h, newest in product(range(a_QTT.shape[1] // groups), (window, 1) if last else (window,)):
+        for h, queries in product(range(a_QTT.shape[1] // groups), asking):
             mine = a_QTT[0, h * groups : (h + 1) * groups].mean(0)
-            got = {t: float(sum(mine[q, t] for q in range(TOKENS - newest, TOKENS))) for t in kept if t >= first}
+            got = {t: float(sum(mine[q, t] for q in queries)) for t in kept if t >= first}
             for token, value in got.items():
                 score[token] = max(score[token], value / sum(got.values()))
     return best(score, size, kernel, first, smooth, least)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "kernel", "first", "smooth", "last", "least"),
+    ("tokens", "window", "kernel", "first", "smooth", "each", "least"),
     [
         (9, 4, 3, 2, 1, False, 0),
         (512, 5, 1, 0, 1, True, 0.5),
@@ -85,7 +86,7 @@ def passages_by_definition(
         (10, 1, 5, 0, 7, False, 0.75),
     ],
 )
-def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first, smooth, last, least):
+def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first, smooth, each, least):
     """Streaming's slots: which passages, by full attention under a mask; the logits, by the model itself on these alone."""
     model, plain = tiny_model("llama").double(), tiny_model("llama").double()
     plain.set_attn_implementation("eager")
@@ -97,12 +98,12 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
     with torch.no_grad():
         first_reading = plain(input_ids=IDS, attention_mask=hidden[None, None], output_attentions=True).attentions
         chosen = passages_by_definition(
-            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, last, least
+            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, each, least
         )
         passages = [*chosen, *range(BODY, TOKENS)]
         wanted = plain(input_ids=IDS[:, passages]).logits[0, -1]
     cache = bounded(
-        f"streaming(4) reread=passages({tokens},{window},{kernel},{first},{smooth},{str(last).lower()},{least})",
+        f"streaming(4) reread=passages({tokens},{window},{kernel},{first},{smooth},{str(each).lower()},{least})",
         positions="original",
     )
     torch.testing.assert_close(read(model, cache), wanted.float(), rtol=0, atol=1e-6)
@@ -191,8 +192,8 @@ def test_a_prompt_that_fits_is_read_once():
 @pytest.mark.parametrize(
     ("base", "rest"),
     [
-        ("locret", "window=32,kernel=33,first=32,smooth=1,last=False,least=0.0"),
-        ("lookahead-locret", "window=8,kernel=33,first=32,smooth=13,last=True,least=0.6"),
+        ("locret", "window=32,kernel=33,first=32,smooth=1,each=False,least=0.0"),
+        ("lookahead-locret", "window=12,kernel=33,first=32,smooth=13,each=True,least=0.6"),
     ],
 )
 def test_the_named_policies_are_others_and_a_second_reading(base, rest):

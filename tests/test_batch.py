@@ -14,7 +14,7 @@ from locret_kit.runtime.batch import Batch, Request, run
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 LENGTHS = (83, 20, 61, 7)
-REREADING = "rereading-locret(tokens=12,window=4,kernel=3,first=2,smooth=3,last=true,least=0.8)"
+REREADING = "rereading-locret(tokens=12,window=4,kernel=3,first=2,smooth=3,each=true,least=0.8)"
 NEW = 6
 
 

@@ -10,28 +10,36 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from locret_kernels.backend import function
 
 from .base import Score, Slots
 
 
-def recent_attention(slots: Slots, newest: int) -> Tensor:
-    """``sum of a`` ``[B, H, S]`` over the ``newest`` queries, each over the slots up to its own; zero at padding."""
+def recent_attention(slots: Slots, newest: int, but: int = 0) -> Tensor:
+    """``sum of a`` ``[B, H, S]`` over the ``newest`` queries ``but`` the very last ones, each over the slots up to its own; zero
+    at padding."""
     q_BQWD, k_BHSD = slots.queries(), slots.keys()
     window_attention = function("window_attention", slots.backend)
-    B, H, S = slots.positions.shape
+    end = q_BQWD.shape[2] - but
+
+    def attention(q_BQWD: Tensor, k_BHSD: Tensor) -> Tensor:
+        S = k_BHSD.shape[2]
+        W = min(newest - but, end, S - but)
+        if W < 1:
+            return torch.zeros(k_BHSD.shape[:3], device=k_BHSD.device)
+        sums_BHS = window_attention(q_BQWD[:, :, end - W : end], k_BHSD[:, :, : S - but], slots.scaling)
+        return F.pad(sums_BHS, (0, but))
+
     if slots.lengths is None:
-        W = min(newest, q_BQWD.shape[2], S)
-        return window_attention(q_BQWD[:, :, -W:], k_BHSD, slots.scaling)
+        return attention(q_BQWD, k_BHSD)
+    B, H, S = slots.positions.shape
     out_BHS = torch.zeros(B, H, S, device=k_BHSD.device)
     G = q_BQWD.shape[1] // H
     for (b, h), n in zip(product(range(B), range(H)), slots.lengths, strict=True):
-        W = min(newest, q_BQWD.shape[2], n)
-        if W:
-            q_1GWD = q_BQWD[b : b + 1, h * G : (h + 1) * G, -W:]
-            k_11ND = k_BHSD[b : b + 1, h : h + 1, S - n :]
-            out_BHS[b, h, S - n :] = window_attention(q_1GWD, k_11ND, slots.scaling)[0, 0]
+        q_1GWD, k_11ND = q_BQWD[b : b + 1, h * G : (h + 1) * G], k_BHSD[b : b + 1, h : h + 1, S - n :]
+        out_BHS[b, h, S - n :] = attention(q_1GWD, k_11ND)[0, 0]
     return out_BHS
 
 

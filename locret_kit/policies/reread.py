@@ -17,10 +17,12 @@ class Passages(Reread):
     the text that the tail asked for are read once more, and the tail after them: kept slots are an index to the text.
 
     A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head, with
-    ``last`` also of the last query alone, the most that any head of any layer gives it; then the mean over ``smooth``
+    ``each`` of any one of these queries, the most that any head of any layer gives it; then the mean over ``smooth``
     neighbouring tokens, zero where none is, and the maximum over ``kernel`` of these. A single token that one head looks at
-    says little; a passage that heads look at token after token says more. With ``least``, what scores less than so much of
-    the best is not read again even where there is room: other passages distract a small model. The ``first`` tokens (a
+    says little; a passage that heads look at token after token says more. Which query knows what is asked for depends on the
+    prompt: its last one after the answer's first words, that of the question's last word where a chat template's follow. With
+    ``least``, what scores less than so much of the best is not read again even where there is room: other passages distract
+    a small model. The ``first`` tokens (a
     template's head, an instruction, the sinks of attention) do not count among the slots, and are read again in any case.
     What is read again stands side by side, and nothing is evicted from it, so the answer does not come through a context with
     gaps; what was not asked for is gone. A prompt that fits the budget is read once.
@@ -40,8 +42,8 @@ class Passages(Reread):
     """Tokens, at most half of those that are read again."""
     smooth: Odd = 1
     """Tokens; 1 averages nothing."""
-    last: bool = False
-    """Whether the last query, which asks for the answer's first token, counts by itself too."""
+    each: bool = False
+    """Whether each of the queries counts by itself, and not their sum."""
     least: Ratio = 0.0
     """Share of the best token's score."""
 
@@ -54,8 +56,9 @@ class Passages(Reread):
         to be read again."""
         text_BHS = slots.valid & (slots.positions >= self._opening(size)) & (slots.positions < len(score_P))
         at_BHS = slots.positions.long().masked_fill(~text_BHS, 0)
-        for newest in {min(self.window, tail), 1} if self.last else {min(self.window, tail)}:
-            asked_BHS = recent_attention(slots, newest).masked_fill(~text_BHS, 0)
+        window = min(self.window, tail)
+        for newest, but in [(i + 1, i) for i in range(window)] if self.each else [(window, 0)]:
+            asked_BHS = recent_attention(slots, newest, but).masked_fill(~text_BHS, 0)
             share_BHS = asked_BHS / asked_BHS.sum(-1, keepdim=True).clamp(min=torch.finfo(asked_BHS.dtype).tiny)
             score_P.scatter_reduce_(0, at_BHS.flatten(), share_BHS.flatten().to(score_P.dtype), "amax")
 
