@@ -5,8 +5,9 @@
     python scripts/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
 
 Settings are chosen on ``dev``; what is reported is measured on ``test``, and ``later`` is for heads whose settings were chosen
-when ``test`` was known, and ``latest`` for what was settled when ``later`` was. Packages are downloaded by apt and unpacked into a temporary folder: nothing is installed and no root is
-needed, and no script of theirs runs. The files' hashes are printed, and rows name the hash of the text that they were made of.
+when ``test`` was known, and ``latest`` for what was settled when ``later`` was. Packages are downloaded by apt and unpacked into
+a temporary folder: nothing is installed and no root is needed, and no script of theirs runs. The files' hashes are printed, and
+rows name the hash of the text that they were made of.
 HTML needs ``pip install 'locret-kit[documents]'``.
 """
 

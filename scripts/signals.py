@@ -5,8 +5,10 @@
         --write docs/results/heads.md
 
 Every prompt is read once with full attention, and every set of heads answers from an eighth and from a sixteenth of it
-(`locret_kit/evals/engine/one_reading.py`): pass keys whose digits are given, and the text's next 64 tokens. ``--best`` names for
-each signal the rate (NAME@RATE) of the least nats a token, over both tasks alike, for ``--ckpt`` of a second run on other texts.
+(`locret_kit/evals/engine/one_reading.py`), token by token: digits that are asked for (``passkey``, and ``questions`` of four
+facts in one text), the text's next 64 tokens (``perplexity``), or the 64 that full attention answers to a question of a data
+set's (``agreement:leval.quality``, with ``--data``). ``--best`` names for each signal the rate (NAME@RATE) of the least nats a
+token, over all tasks alike, for ``--ckpt`` of a second run on other texts.
 ``--policy lookahead-locret`` chooses the slots as that policy does at the last eviction of a prompt.
 A rerun does only what is missing. ``--write`` puts the table between the page's marks.
 """
@@ -19,27 +21,31 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from locret_kit import RetainingHeads
+from locret_kit import BoundedCache, RetainingHeads
 from locret_kit.backbones.load import load_backbone
+from locret_kit.evals.engine.fidelity import greedy_reference
 from locret_kit.evals.engine.one_reading import Given, given
 from locret_kit.evals.engine.rows import Row, Shard, read_rows
 from locret_kit.evals.report.benchmark import figure
 from locret_kit.evals.report.paired import differences
 from locret_kit.evals.report.tables import Table
 from locret_kit.evals.tasks import Request, find_tasks
+from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.files import write_text
 from locret_kit.runtime.provenance import versions, weights_hash
+from locret_kit.runtime.session import stop_ids
 from locret_kit.runtime.tokens import stream_ids
 
 TAIL = 64
 """Last tokens of a prompt, which no eviction touches."""
 NEXT = 64
-"""Tokens of the text after a prompt that are given."""
+"""Most tokens after a prompt that are given."""
 SHARES = (8, 16)
 """Parts of the prompt that are kept, the tail counted."""
-FIGURES = {"R.PassKey": ("right", "nll"), "perplexity": ("agreement", "nll")}
-"""By task."""
+FIGURES = {"answer": ("right", "nll"), "nll": ("agreement", "nll"), "agreement": ("agreement", "nll")}
+"""By a task's kind."""
 BEGIN, END = "<!-- signals:begin -->\n", "<!-- signals:end -->"
 
 
@@ -48,10 +54,21 @@ def measured(args: argparse.Namespace, done: set[tuple], rows: Shard) -> Iterato
     names = [Path(path).name for path in args.ckpt]
     heads = [RetainingHeads.from_pretrained(path) for path in args.ckpt]
     model, tokenizer = load_backbone(args.model or heads[0].config.backbone, dtype=args.dtype)
-    tasks = find_tasks(list(args.tasks), haystacks=args.haystacks)
+    if len(args.tasks) != len(args.lengths):
+        raise ValueError(f"lengths={args.lengths} must be as many as tasks={args.tasks}")
+    asked = [
+        (task, length)
+        for name, length in zip(args.tasks, args.lengths, strict=True)
+        for task in find_tasks([name], haystacks=args.haystacks or ["repeated"], data=args.data, samples=args.samples)
+    ]
+    if wrong := [task for task, _ in asked if task.kind not in FIGURES]:
+        raise ValueError(
+            f"task={wrong[0].name} is of the kind {wrong[0].kind}, which must be one of {', '.join(FIGURES)}"
+        )
     for sample in range(args.samples):
-        for task in tasks:
-            length = args.lengths[args.tasks.index("passkey" if task.name == "R.PassKey" else task.name)]
+        for task, length in asked:
+            if task.size is not None and sample >= task.size:
+                continue
             budgets = [length // share for share in args.shares]
             wanted = {
                 (task.name, task.haystack, length, budget, args.policy, name, sample)
@@ -62,20 +79,33 @@ def measured(args: argparse.Namespace, done: set[tuple], rows: Shard) -> Iterato
                 continue
             example = task.make(Request(tokenizer, length, sample))
             ids = stream_ids(tokenizer, [example.prompt], special=example.special)
-            continuation = list(stream_ids(tokenizer, [example.continuation or f" {example.answer}"]))[:NEXT]
+            continuation = continuation_of(task, example, model, tokenizer, ids)
             missing = [i for i, name in enumerate(names) if any(key[5] == name for key in wanted)]
             shared = {
                 "task": task.name, "haystack": task.haystack, "length": length, "sample": sample, "tokens": len(ids),
-                "answer": "" if example.continuation else str(example.answer), "depth": example.depth, "local_len": TAIL,
+                "answer": answer_of(example) if task.kind == "answer" else "", "depth": example.depth, "local_len": TAIL,
                 "chunk": length, "stabilizers": 0, "positions": "compact", "new_tokens": len(continuation),
                 "prompt_hash": hashlib.sha256(ids.tobytes()).hexdigest()[:16], "text_hash": task.text_hash,
                 "model": heads[0].config.backbone, "dtype": str(model.dtype).removeprefix("torch."), "versions": versions(),
             }  # fmt: skip
             for one in given(model, [heads[i] for i in missing], ids, continuation, budgets, TAIL, args.policy):
-                row = row_of(one, args.policy, missing, names, heads, FIGURES[task.name], shared)
+                row = row_of(one, args.policy, missing, names, heads, FIGURES[task.kind], shared)
                 if row.key not in done:
                     rows.append(row)
                     yield row
+
+
+def continuation_of(task: Task, example: Example, model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """Tokens that are given after the prompt: its answer, the text's next ones, or what full attention writes."""
+    if task.kind == "agreement":
+        full = BoundedCache(len(ids) + NEXT, "full", prompt_length=len(ids))
+        return greedy_reference(model, full, ids, NEXT, stop_ids(model, tokenizer))
+    return list(stream_ids(tokenizer, [example.continuation or f" {answer_of(example)}"]))[:NEXT]
+
+
+def answer_of(example: Example) -> str:
+    """The first of the accepted answers."""
+    return example.answer if isinstance(example.answer, str) else str(example.answer[0])
 
 
 def row_of(
@@ -121,7 +151,7 @@ def table(rows: Sequence[Row], against: str, policy: str) -> str:
         labels = sorted({row.label for row in mine}, key=lambda label: (label != "full", label))
         joined = [Row(**{**vars(row), "haystack": "-", "sample": i}) for row, i in numbered(mine)]
         apart = {(one.label, one.budget): one for one in differences(joined, f"{policy} ({against})", "nll")}
-        first = FIGURES[task][0]
+        first = "right" if "right" in mine[0].scores else "agreement"
         lines = []
         for label in labels:
             cells = [label.removeprefix(f"{policy} (").removesuffix(")")]
@@ -134,9 +164,9 @@ def table(rows: Sequence[Row], against: str, policy: str) -> str:
                 )
             lines.append(cells)
         parts = [[f"{first}, {budget} slots", "nats", f"minus {against}"] for budget in budgets]
-        texts = ", ".join(sorted({row.haystack for row in mine}))
+        texts = "".join(f" of {text}" for text in [", ".join(sorted({row.haystack for row in mine} - {"-"}))] if text)
         n = len({(row.haystack, row.sample) for row in mine})
-        says = f"{n} prompts of {length:,} tokens of {texts}; {policy}; mean ± standard error, shares with Wilson's 95% interval"
+        says = f"{n} prompts of {length:,} tokens{texts}; {policy}; mean ± standard error, shares with Wilson's 95% interval"
         tables.append(Table(["heads", *(cell for part in parts for cell in part)], lines, task, says).markdown())
     return "\n".join(tables)
 
@@ -153,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt", nargs="+", default=[], help="heads: folders of different names")
     parser.add_argument("--haystacks", nargs="+", default=[], help="real texts: files or folders")
-    parser.add_argument("--tasks", nargs="+", default=["passkey", "perplexity"], choices=("passkey", "perplexity"))
+    parser.add_argument("--data", nargs="+", default=[], help="folders of the data sets' files")
+    parser.add_argument("--tasks", nargs="+", default=["passkey", "perplexity"], help="what is asked, as locret-eval's")
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 2048], help="prompt tokens, for each task")
     parser.add_argument(
         "--shares", nargs="+", type=int, default=list(SHARES), help="8: an eighth of the prompt is kept"

@@ -153,6 +153,42 @@ def test_the_script_measures_once_chooses_and_writes_its_table(tmp_path, capsys,
     assert {row.scores["nll"] for row in found}.isdisjoint(row.scores["nll"] for row in rows)
 
 
+def test_the_script_asks_many_questions_and_what_full_attention_answers(tmp_path, capsys, monkeypatch):
+    script = load_script("scripts/signals.py")
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    spec = spec_of(load_backbone(str(backbone))[0].config)
+    torch.manual_seed(0)
+    RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 4)).save_pretrained(tmp_path / "any")
+    records = tmp_path / "mine.jsonl"
+    records.write_text(
+        json.dumps({"context": "The ship is red. " * 40, "question": "Which?", "answers": ["red"]}) + "\n"
+    )
+    monkeypatch.setattr(script, "TAIL", 24)
+    words = ["--out", str(tmp_path / "out"), "--ckpt", str(tmp_path / "any"), "--samples", "3", "--shares", "4"]
+    asked = ["--tasks", "questions", f"agreement:{records}", str(records), "--lengths", "900", "300", "300"]
+    assert script.main([*words, *asked]) == 0
+    rows = read_rows(tmp_path / "out")
+    found = {task: [row for row in rows if row.task == task] for task in {row.task for row in rows}}
+    assert {task: len(mine) for task, mine in found.items()} == {
+        "questions": 6,
+        "agreement:mine.jsonl": 2,
+        "mine.jsonl": 2,
+    }
+    assert {row.answer for row in found["mine.jsonl"]} == {"red"} and len(
+        {row.answer for row in found["questions"]}
+    ) == 3
+    (full,) = (row for row in found["agreement:mine.jsonl"] if row.policy == "full")
+    assert full.scores["agreement"] == 1.0 and 1 < full.new_tokens <= script.NEXT
+    for more, said in (
+        (["--tasks", "questions"], "lengths=[4096, 2048] must be as many as tasks=['questions']"),
+        (
+            ["--tasks", f"fidelity:{records}", "--lengths", "300"],
+            "is of the kind fidelity, which must be one of answer",
+        ),
+    ):
+        assert script.main([*words, *more]) == 1 and said in capsys.readouterr().err
+
+
 def test_curves_say_what_was_learned_of_the_same_target(tmp_path, capsys):
     script = load_script("scripts/signal_curves.py")
     curves = {"a@0.1": [1, 2, 3, 5], "a@0.2": [2, 2, 2, 1], "b@0.1": [0, 0, 6, 9], "c@0.1": [1, 1, 4, 4]}
