@@ -22,6 +22,7 @@ from locret_kit.evals.tasks.base import count_ids, spread_depth
 from locret_kit.evals.tasks.retrieval import find
 from locret_kit.evals.tasks.ruler import insert
 from locret_kit.evals.tasks.words import ADJECTIVES, NOUNS, distinct, singles
+from locret_kit.samples.chat import render_prompt
 from locret_kit.samples.text import load_text
 
 SYNTHETIC = [*OVER_TEXT, *ALONE]
@@ -45,6 +46,21 @@ def test_lengths_are_met_within_one_per_cent(name, chat):
         size = count_ids(tiny_tokenizer(), made.prompt, made.special)
         least = 0.9 if name == "questions" else 0.99  # its document has room for the longest of four questions
         assert least * length - 1 <= size <= length
+
+
+@pytest.mark.parametrize("name", ["passkey", "questions"])
+def test_an_open_question_has_no_first_words_of_its_answer(name):
+    (task,) = find_tasks([name], haystacks=["pydoc"])
+    for chat, said in (("never", "open"), ("always", "open chat")):
+        made, plain = (
+            task.make(Request(tiny_tokenizer(), 1024, 1, chat=chat, ending=ending)) for ending in ("open", "line")
+        )
+        size = count_ids(tiny_tokenizer(), made.prompt, made.special)
+        assert made.extra["ending"] == said and 0.9 * 1024 <= size <= 1024 and made.answer == plain.answer
+        assert plain.prompt.endswith((" is", "number", "=", "counted", "figure"))
+        after = render_prompt(tiny_tokenizer(), "", "?", chat=chat == "always")[1].lstrip("\n")
+        assert made.prompt.endswith(after) and after.startswith("?")
+    assert plain.extra["ending"] == "chat"
 
 
 @given(st.integers(700, 3000), st.integers(0, 40), st.sampled_from(["repeated", "pydoc"]))

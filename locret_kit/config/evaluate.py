@@ -72,10 +72,10 @@ class EvalConfig(RunSettings, Machine):
     """PEFT adapter on the backbone, or 'none'. Default: the one that the heads were trained with."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the chat template; auto does as the benchmark does."""
-    ending: Literal["infinitebench", "line", "blank", "lines", "blanks", "labels"] = "infinitebench"
+    ending: Literal["infinitebench", "line", "blank", "lines", "blanks", "labels", "open"] = "infinitebench"
     """How hidden-digits prompts end: 'infinitebench' (blank lines around the question), 'line' (text, then question and answer
-    in one line), 'blank' (the same after a blank line), 'lines' (a line each), 'blanks' (two blank lines each) or 'labels'
-    ('Question:', 'Answer:')."""
+    in one line), 'blank' (the same after a blank line), 'lines' (a line each), 'blanks' (two blank lines each), 'labels'
+    ('Question:', 'Answer:') or 'open' (the question without the answer's first words; through the chat template too)."""
     wording: Annotated[int, Interval(ge=0, le=9)] = 0
     """How hidden digits are said and asked for: 0 is the benchmark's wording, 1 to 9 are others."""
     offset: Count = 0

@@ -111,9 +111,11 @@ ENDINGS = {
     "lines": "\n{question}\n{prefix}",
     "blanks": "\n\n\n{question}\n\n\n{prefix}",
     "labels": "\n\nQuestion: {question}\nAnswer: {prefix}",
+    "open": "\n\n{question}",
 }
 """Text after the document: InfiniteBench's blank lines, one line as in the pass-key task's first form (Landmark Attention), and
-other newlines and words between, none of which should decide an answer. Small backbones are sensitive to them."""
+other newlines and words between, none of which should decide an answer; or the question without the answer's first words, as
+people ask. Small backbones are sensitive to them."""
 ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 
@@ -215,7 +217,8 @@ def _build(words: Task, form: str, key: str, body: str, depth: float) -> Needle:
         head += "\n"
     document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}".strip("\n")
     prompt = document + form.format(question=words.question, prefix=words.prefix)
-    return Needle(prompt, key, 0, at / len(body) if body else depth, document, words.question, words.prefix)
+    prefix = words.prefix if "{prefix}" in form else ""
+    return Needle(prompt, key, 0, at / len(body) if body else depth, document, words.question, prefix)
 
 
 def _fit(words: Task, form: str, key: str, body: str, tokenizer, n_tokens: int, room: int, depth: float) -> Needle:

@@ -101,7 +101,7 @@ class Row(RunSettings):
     slots: int = 0
     """Slots that the budget came to; 0 for `full`, and in older rows, whose ``budget`` says it."""
     ending: str = ""
-    """How a hidden-digits prompt ends, see `samples.needles.ENDINGS`; '' for other tasks, and 'line' in the oldest rows."""
+    """How a hidden-digits prompt ends, see `evals.tasks.base.ending_of`; '' for other tasks, and 'line' in the oldest rows."""
     wording: int = 0
     """How its digits are said and asked for, see `samples.needles.WORDINGS`."""
     offset: int = 0

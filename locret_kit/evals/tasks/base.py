@@ -31,7 +31,8 @@ class Request:
     chat: str = "auto"
     """'always' and 'never' use the tokenizer's chat template or not; 'auto' leaves it to the task."""
     ending: str = "infinitebench"
-    """How a hidden-digits prompt ends where no chat template does: one of `samples.needles.ENDINGS`."""
+    """How a hidden-digits prompt ends: one of `samples.needles.ENDINGS`. Of a prompt through the chat template it says only
+    whether the answer's first words are there ('open': no)."""
     wording: int = 0
     """How digits are said and asked for: a number in `samples.needles.WORDINGS`."""
     offset: int = 0
@@ -91,6 +92,13 @@ def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[
         return f"{text} {prefix}" if prefix else text, True
     before, after = render_prompt(request.tokenizer, "", "", chat=True)
     return before + text + after.removeprefix("\n\n") + prefix, False
+
+
+def ending_of(request: Request, chat: bool) -> str:
+    """What a row says of a hidden-digits prompt's end: one of `samples.needles.ENDINGS`, 'chat' or 'open chat'."""
+    if not chat:
+        return request.ending
+    return "open chat" if request.ending == "open" else "chat"
 
 
 def too_short(length: int, least: int) -> TooShort:

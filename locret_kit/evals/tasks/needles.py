@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...samples.needles import make_needle
 from ...samples.text import TooShort
-from .base import Example, Request, Task, asked_depth, count_ids, too_short, wrap
+from .base import Example, Request, Task, asked_depth, count_ids, ending_of, too_short, wrap
 
 
 def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
@@ -33,7 +33,7 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
         except TooShort as error:
             raise too_short(request.length, error.least + overhead) from error
         depth = round(needle.depth, 4)
-        form = {"ending": "chat" if chat else request.ending, "wording": request.wording, "offset": request.offset}
+        form = {"ending": ending_of(request, chat), "wording": request.wording, "offset": request.offset}
         if not chat:
             return Example(needle.prompt, needle.answer, depth=depth, extra=form)
         prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)

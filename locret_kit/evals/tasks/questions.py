@@ -10,7 +10,7 @@ import random
 from ...samples.needles import ENDINGS, NOISE, WORDINGS
 from ...samples.needles import Task as Wording
 from ...samples.text import count, cut, starts
-from .base import Example, Request, Task, count_ids, wrap
+from .base import Example, Request, Task, count_ids, ending_of, wrap
 
 QUESTIONS = 4
 """Questions about each document: examples 0 to 3 are of the first one, and so on."""
@@ -30,7 +30,8 @@ def questions_task(haystack: str, text: str | None) -> Task:
         told = random.Random(state).sample(WORDINGS[1:], QUESTIONS)
 
         def prompt_of(document: str, i: int) -> tuple[str, bool]:
-            question, prefix = told[i].question, told[i].prefix
+            question = told[i].question
+            prefix = told[i].prefix if request.ending != "open" else ""
             if chat:
                 return wrap(request, f"{document}\n\n{question}", prefix, chat=True)
             return document + ENDINGS[request.ending].format(question=question, prefix=prefix), True
@@ -51,7 +52,7 @@ def questions_task(haystack: str, text: str | None) -> Task:
                 break
             room -= over
         prompt, special = prompt_of(document, asked)
-        form = {"ending": "chat" if chat else request.ending}
+        form = {"ending": ending_of(request, chat)}
         return Example(prompt, keys[asked], special, depth=_depth(asked), extra=form)
 
     return Task("questions", make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=True)
