@@ -142,14 +142,14 @@ def best(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def table(rows: Sequence[Row], against: str, policy: str) -> str:
-    """A table for each task: a line for each set of heads, for each budget its figures and the nats minus those of
-    ``against``, prompt by prompt."""
+    """A table for each task, or for all of a data set's: a line for each set of heads, for each budget its figures and the nats
+    minus those of ``against``, prompt by prompt."""
     tables = []
-    for task, length in sorted({(row.task, row.length) for row in rows}):
-        mine = [row for row in rows if (row.task, row.length) == (task, length)]
+    for task, length in sorted({(family(row.task), row.length) for row in rows}):
+        mine = [row for row in rows if (family(row.task), row.length) == (task, length)]
         budgets = sorted({row.budget for row in mine if row.policy == policy}, reverse=True)
         labels = sorted({row.label for row in mine}, key=lambda label: (label != "full", label))
-        joined = [Row(**{**vars(row), "haystack": "-", "sample": i}) for row, i in numbered(mine)]
+        joined = [Row(**{**vars(row), "task": task, "haystack": "-", "sample": i}) for row, i in numbered(mine)]
         apart = {(one.label, one.budget): one for one in differences(joined, f"{policy} ({against})", "nll")}
         first = "right" if "right" in mine[0].scores else "agreement"
         lines = []
@@ -165,17 +165,22 @@ def table(rows: Sequence[Row], against: str, policy: str) -> str:
             lines.append(cells)
         parts = [[f"{first}, {budget} slots", "nats", f"minus {against}"] for budget in budgets]
         texts = "".join(f" of {text}" for text in [", ".join(sorted({row.haystack for row in mine} - {"-"}))] if text)
-        n = len({(row.haystack, row.sample) for row in mine})
+        n = len({row.sample for row in joined})
         says = f"{n} prompts of {length:,} tokens{texts}; {policy}; mean ± standard error, shares with Wilson's 95% interval"
         tables.append(Table(["heads", *(cell for part in parts for cell in part)], lines, task, says).markdown())
     return "\n".join(tables)
 
 
 def numbered(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
-    """Rows with a number for each prompt, whatever its text."""
-    numbers: dict[tuple[str, int], int] = {}
+    """Rows with a number for each prompt, whatever its task and text."""
+    numbers: dict[tuple[str, str, int], int] = {}
     for row in rows:
-        yield row, numbers.setdefault((row.haystack, row.sample), len(numbers))
+        yield row, numbers.setdefault((row.task, row.haystack, row.sample), len(numbers))
+
+
+def family(task: str) -> str:
+    """What a table is about: the data set of a task such as agreement:leval.quality, else the task."""
+    return task if task.endswith(".jsonl") or ":" not in task else task.rpartition(".")[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

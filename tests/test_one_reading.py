@@ -179,6 +179,8 @@ def test_the_script_asks_many_questions_and_what_full_attention_answers(tmp_path
     ) == 3
     (full,) = (row for row in found["agreement:mine.jsonl"] if row.policy == "full")
     assert full.scores["agreement"] == 1.0 and 1 < full.new_tokens <= script.NEXT
+    assert script.family("agreement:leval.quality") == "agreement:leval"
+    assert [script.family(name) for name in found] == list(found)
     for more, said in (
         (["--tasks", "questions"], "lengths=[4096, 2048] must be as many as tasks=['questions']"),
         (
