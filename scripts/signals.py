@@ -164,9 +164,10 @@ def table(rows: Sequence[Row], against: str, policy: str) -> str:
                 )
             lines.append(cells)
         parts = [[f"{first}, {budget} slots", "nats", f"minus {against}"] for budget in budgets]
-        texts = "".join(f" of {text}" for text in [", ".join(sorted({row.haystack for row in mine} - {"-"}))] if text)
+        texts = ", ".join(sorted({row.haystack for row in mine} - {"-"}))
         n = len({row.sample for row in joined})
-        says = f"{n} prompts of {length:,} tokens{texts}; {policy}; mean ± standard error, shares with Wilson's 95% interval"
+        asked = f"{n} prompts of {length:,} tokens" + (f" of {texts}" if texts else "")
+        says = f"{asked}; {policy}; mean ± standard error, shares with Wilson's 95% interval"
         tables.append(Table(["heads", *(cell for part in parts for cell in part)], lines, task, says).markdown())
     return "\n".join(tables)
 
@@ -179,7 +180,7 @@ def numbered(rows: Sequence[Row]) -> Iterator[tuple[Row, int]]:
 
 
 def family(task: str) -> str:
-    """What a table is about: the data set of a task such as agreement:leval.quality, else the task."""
+    """The subject of a table: the data set of a task such as agreement:leval.quality, else the task."""
     return task if task.endswith(".jsonl") or ":" not in task else task.rpartition(".")[0]
 
 

@@ -24,13 +24,12 @@ def recent_attention(slots: Slots, newest: int, but: int = 0) -> Tensor:
     window_attention = function("window_attention", slots.backend)
     end = q_BQWD.shape[2] - but
 
-    def attention(q_BQWD: Tensor, k_BHSD: Tensor) -> Tensor:
-        S = k_BHSD.shape[2]
+    def attention(q: Tensor, k: Tensor) -> Tensor:
+        S = k.shape[2]
         W = min(newest - but, end, S - but)
         if W < 1:
-            return torch.zeros(k_BHSD.shape[:3], device=k_BHSD.device)
-        sums_BHS = window_attention(q_BQWD[:, :, end - W : end], k_BHSD[:, :, : S - but], slots.scaling)
-        return F.pad(sums_BHS, (0, but))
+            return torch.zeros(k.shape[:3], device=k.device)
+        return F.pad(window_attention(q[:, :, end - W : end], k[:, :, : S - but], slots.scaling), (0, but))
 
     if slots.lengths is None:
         return attention(q_BQWD, k_BHSD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -56,7 +58,8 @@ class Passages(Reread):
         to be read again."""
         text_BHS = slots.valid & (slots.positions >= self._opening(size)) & (slots.positions < len(score_P))
         at_BHS = slots.positions.long().masked_fill(~text_BHS, 0)
-        window = min(self.window, tail)
+        window, q_BQWD, k_BHSD = min(self.window, tail), slots.queries(), slots.keys()
+        slots = replace(slots, queries=lambda: q_BQWD, keys=lambda: k_BHSD)  # rotated once for all queries
         for newest, but in [(i + 1, i) for i in range(window)] if self.each else [(window, 0)]:
             asked_BHS = recent_attention(slots, newest, but).masked_fill(~text_BHS, 0)
             share_BHS = asked_BHS / asked_BHS.sum(-1, keepdim=True).clamp(min=torch.finfo(asked_BHS.dtype).tiny)

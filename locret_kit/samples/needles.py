@@ -116,6 +116,13 @@ ENDINGS = {
 """Text after the document: InfiniteBench's blank lines, one line as in the pass-key task's first form (Landmark Attention), and
 other newlines and words between, none of which should decide an answer; or the question without the answer's first words, as
 people ask. Small backbones are sensitive to them."""
+
+
+def gives_first_words(form: str) -> bool:
+    """Whether an ending's text has the answer's first words."""
+    return "{prefix}" in form
+
+
 ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 
@@ -217,8 +224,8 @@ def _build(words: Task, form: str, key: str, body: str, depth: float) -> Needle:
         head += "\n"
     document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}".strip("\n")
     prompt = document + form.format(question=words.question, prefix=words.prefix)
-    prefix = words.prefix if "{prefix}" in form else ""
-    return Needle(prompt, key, 0, at / len(body) if body else depth, document, words.question, prefix)
+    depth = at / len(body) if body else depth
+    return Needle(prompt, key, 0, depth, document, words.question, words.prefix if gives_first_words(form) else "")
 
 
 def _fit(words: Task, form: str, key: str, body: str, tokenizer, n_tokens: int, room: int, depth: float) -> Needle:

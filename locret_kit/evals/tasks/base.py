@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...samples.chat import has_template, render_prompt
+from ...samples.needles import ENDINGS, gives_first_words
 from ...samples.text import TooShort
 from ..metrics import Answer, Extra
 
@@ -95,10 +96,10 @@ def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[
 
 
 def ending_of(request: Request, chat: bool) -> str:
-    """What a row says of a hidden-digits prompt's end: one of `samples.needles.ENDINGS`, 'chat' or 'open chat'."""
+    """The name of a hidden-digits prompt's end in rows: one of `samples.needles.ENDINGS`, 'chat' or 'open chat'."""
     if not chat:
         return request.ending
-    return "open chat" if request.ending == "open" else "chat"
+    return "chat" if gives_first_words(ENDINGS[request.ending]) else "open chat"
 
 
 def too_short(length: int, least: int) -> TooShort:

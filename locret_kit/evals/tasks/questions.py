@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from ...samples.needles import ENDINGS, NOISE, WORDINGS
+from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
 from ...samples.needles import Task as Wording
 from ...samples.text import count, cut, starts
 from .base import Example, Request, Task, count_ids, ending_of, wrap
@@ -30,11 +30,11 @@ def questions_task(haystack: str, text: str | None) -> Task:
         told = random.Random(state).sample(WORDINGS[1:], QUESTIONS)
 
         def prompt_of(document: str, i: int) -> tuple[str, bool]:
-            question = told[i].question
-            prefix = told[i].prefix if request.ending != "open" else ""
+            question, form = told[i].question, ENDINGS[request.ending]
+            prefix = told[i].prefix if gives_first_words(form) else ""
             if chat:
                 return wrap(request, f"{document}\n\n{question}", prefix, chat=True)
-            return document + ENDINGS[request.ending].format(question=question, prefix=prefix), True
+            return document + form.format(question=question, prefix=prefix), True
 
         def longest(document: str) -> int:
             return max(count_ids(request.tokenizer, *prompt_of(document, i)) for i in range(QUESTIONS))
