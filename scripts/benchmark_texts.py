@@ -1,12 +1,12 @@
 """Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
 
-    python scripts/benchmark_texts.py FOLDER          # FOLDER/dev, test, later and latest, a .txt file for each package
+    python scripts/benchmark_texts.py FOLDER          # FOLDER/dev, test, later, latest and newest, a .txt file for each package
     python scripts/benchmark_texts.py FOLDER --parts later
     python scripts/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
 
 Settings are chosen on ``dev``; what is reported is measured on ``test``, and ``later`` is for heads whose settings were chosen
-when ``test`` was known, and ``latest`` for what was settled when ``later`` was. Packages are downloaded by apt and unpacked into
-a temporary folder: nothing is installed and no root is needed, and no script of theirs runs. The files' hashes are printed, and
+when ``test`` was known; ``latest`` for what was settled when ``later`` was, and ``newest`` when ``latest`` was. Packages are
+downloaded by apt and unpacked into a temporary folder: nothing is installed and no root is needed, and no script of theirs runs. The files' hashes are printed, and
 rows name the hash of the text that they were made of.
 HTML needs ``pip install 'locret-kit[documents]'``.
 """
@@ -53,6 +53,10 @@ PARTS = {
     "latest": (
         Source("debian-history", "usr/share/doc/debian-history/docs/*.en.html", "a project's history"),
         Source("mh-book", "usr/share/doc/mh-book/html/**/*.html", "a book on programs for mail"),
+    ),
+    "newest": (
+        Source("debian-faq", "usr/share/doc/debian/FAQ/*.en.html", "questions and answers"),
+        Source("postgresql-doc-15", "usr/share/doc/postgresql-doc-15/html/*.html", "a database's manual"),
     ),
     "train": (
         Source("apache2-doc", "usr/share/doc/apache2-doc/manual/en/**/*.html", "a web server's manual"),

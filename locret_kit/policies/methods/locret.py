@@ -136,7 +136,7 @@ register(
 register(
     "rereading-lookahead-locret",
     "Locret with scores that are averaged, then InfiniRetri's second reading, arXiv 2502.12962",
-    {**AVERAGED, "reread": Passages(window=12, smooth=13, each=True, least=0.6)},
+    {**AVERAGED, "reread": Passages(window=12, smooth=13, each=True, least=0.4)},
     names={**NAMES, "n": None, "size": "newest"},
     keeps="as lookahead-locret; then the passages that the question's end attends to are read again",
 )
