@@ -1,7 +1,7 @@
 """Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
 
-    python scripts/benchmark_texts.py FOLDER          # FOLDER/dev, test, later, latest and newest, a .txt file for each package
-    python scripts/benchmark_texts.py FOLDER --parts later
+    python scripts/benchmark_texts.py FOLDER --parts dev test     # FOLDER/dev and FOLDER/test, a .txt file for each package
+    python scripts/benchmark_texts.py FOLDER                      # every part, the training texts too
     python scripts/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
 
 Settings are chosen on ``dev``; what is reported is measured on ``test``, and ``later`` is for heads whose settings were chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -58,8 +59,8 @@ class Passages(Reread):
         to be read again."""
         text_BHS = slots.valid & (slots.positions >= self._opening(size)) & (slots.positions < len(score_P))
         at_BHS = slots.positions.long().masked_fill(~text_BHS, 0)
-        window, q_BQWD, k_BHSD = min(self.window, tail), slots.queries(), slots.keys()
-        slots = replace(slots, queries=lambda: q_BQWD, keys=lambda: k_BHSD)  # rotated once for all queries
+        window = min(self.window, tail)
+        slots = replace(slots, queries=cache(slots.queries), keys=cache(slots.keys))  # rotated once for all queries
         for newest, but in [(i + 1, i) for i in range(window)] if self.each else [(window, 0)]:
             asked_BHS = recent_attention(slots, newest, but).masked_fill(~text_BHS, 0)
             share_BHS = asked_BHS / asked_BHS.sum(-1, keepdim=True).clamp(min=torch.finfo(asked_BHS.dtype).tiny)
