@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +18,10 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones import intercept
 from locret_kit.backbones.families import spec_of
-from locret_kit.backbones.intercept import active_handler, is_attached
+from locret_kit.backbones.fused import ROTATION
+from locret_kit.backbones.intercept import active_handler, attached, is_attached
 from locret_kit.runtime import session
 from locret_kit.runtime.session import prefill
 
@@ -84,6 +89,59 @@ def test_real_signals_leave_nothing_behind():
     assert caught == 12
     gc.collect()
     assert not [found for found in gc.get_objects() if type(found) is BoundedCache]
+
+
+def interrupted(work: Callable[[], None], n: int) -> bool:
+    """Whether ``work`` came to its ``n``-th call in ``locret_kit/backbones``, where KeyboardInterrupt was raised: Python looks
+    for signals where a function begins and where a call has returned."""
+    here, calls = str(Path(intercept.__file__).parent), 0
+
+    def profile(frame, event, _):
+        nonlocal calls
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(here):
+            calls += 1
+            if calls == n:
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(profile)
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
+def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(family):
+    """At every call within both, one after the other."""
+    model, ids = tiny_model(family), tokens(20)
+    module = sys.modules[type(model.model.layers[0].self_attn).__module__]
+
+    def state():
+        return [
+            ({name: value for name, value in vars(part).items() if callable(value)}, list(part._forward_pre_hooks))
+            for part in model.modules()
+        ]
+
+    def work():
+        with attached(model):
+            pass
+
+    own, rotate, logits = state(), getattr(module, ROTATION), model(ids).logits
+    n = 1
+    while interrupted(work, n):
+        with attach(model):
+            pass
+        assert not is_attached(model) and not intercept._SHARED, n
+        assert state() == own and getattr(module, ROTATION) is rotate, n
+        n += 1
+    assert n > 200, "calls within attaching and detaching"
+    assert torch.equal(model(ids).logits, logits)
+    with attach(model):
+        model(input_ids=ids, past_key_values=BoundedCache(8, "streaming", chunk=4))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

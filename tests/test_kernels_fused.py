@@ -14,6 +14,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones import fused as fused_backbones
 from locret_kit.backbones.fused import ROTATION, fuse
 from locret_kit.backbones.intercept import kernels_act
+from locret_kit.backbones.undo import Undo
 from locret_kit.heads import _side_by_side
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -94,7 +95,7 @@ def test_a_fused_model_is_the_model(family, monkeypatch):
     module = sys.modules[type(model.model.layers[0].self_attn).__module__]
     # Other tests' models may be attached still: what counts is this module's own rotation.
     monkeypatch.setattr(module, ROTATION, unwrap(getattr(module, ROTATION)))
-    monkeypatch.setattr(fused_backbones, "_USERS", {})
+    monkeypatch.setattr(fused_backbones, "_WRAPPED", {})
     before, rotate, names = model(ids).logits, getattr(module, ROTATION), state(model)
     launched = []
     real = common.launch
@@ -103,13 +104,14 @@ def test_a_fused_model_is_the_model(family, monkeypatch):
         launched.append(kernel.__name__)
         real(kernel, *args, **rest)
 
-    undo = fuse(model, lambda *xs: "triton")
-    other = fuse(tiny_model(family), lambda *xs: "triton")
+    undo, other = Undo(), Undo()
+    fuse(undo, model, lambda *xs: "triton")
+    fuse(other, tiny_model(family), lambda *xs: "triton")
     with torch.inference_mode(), common.recorded(launch):
         fused = model(ids).logits
-    undo()
+    undo.run()
     assert getattr(module, ROTATION) is not rotate, "another model uses it"
-    other()
+    other.run()
     torch.testing.assert_close(fused, before, rtol=1e-4, atol=1e-5)
     layers, fuses = model.config.num_hidden_layers, family != "gemma3"
     norms = (4 if family == "qwen3" else 2) * layers + 1

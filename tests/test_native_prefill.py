@@ -15,6 +15,7 @@ from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import widened
 from locret_kit.backbones.rope import Rope
+from locret_kit.backbones.undo import Undo
 from locret_kit.cache.storage.compiled import CompiledLayer
 from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
 from locret_kit.runtime import session
@@ -231,9 +232,10 @@ def test_products_of_bfloat16_are_rounded_once(monkeypatch):
     linear = model.model.layers[0].self_attn.q_proj
     linear.bias.normal_(generator=torch.Generator().manual_seed(0))
     own = linear(x)
-    undo = widened.widen(model, lambda x: True)
+    undo = Undo()
+    widened.widen(undo, model, lambda x: True)
     mine, few = linear(x), linear(x[:, :9])
-    undo()
+    undo.run()
     exact = x.double() @ linear.weight.double().T + linear.bias.double()
     torch.testing.assert_close(mine.double(), exact, rtol=2**-8, atol=1e-4)
     assert torch.equal(few, linear(x[:, :9])) and torch.equal(linear(x), own) and "forward" not in vars(linear)

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import decoder_of, ropes_of, spec_of
-from locret_kit.backbones.intercept import Attachment
 from locret_kit.planning import plan as p
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
@@ -225,7 +224,7 @@ def test_peak_of_a_training_step(name, tokens, answer):
             kind="log_prob", floor=-12.0, lead=1, loss=loss, backward=torch.Tensor.backward,
         )  # fmt: skip
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        with Attachment(model) as attached, torch.no_grad(), attached.handled_by(observer):
+        with attach(model) as attached, torch.no_grad(), attached.handled_by(observer):
             decoder_of(model)(input_ids=ids, use_cache=False)
     plan = p.plan_training(p.Backbone.of(config), p.TrainSetting(tokens, answer))
     assert plan.heads == 4 * nbytes(heads), "weights, gradients and two moments"

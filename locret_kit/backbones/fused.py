@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
@@ -20,31 +19,30 @@ from locret_kernels.backend import function
 from locret_kernels.native import prefill
 
 from .families import decoder_of, has_adapter, text_config
-from .slices import replace_forward
+from .undo import Undo, replace_forward
 
 Acts = Callable[..., str | None]
 """Name of what acts on all the tensors it is given, in the forward that runs now: "triton", "native" (compiled calls on a CPU),
 or None."""
 
 
-def fuse(model: PreTrainedModel, acts: Acts) -> Callable[[], None]:
-    """Let kernels do a model's elementwise work where they act; returns what undoes it. Modules that are not of the known kinds
-    are left as they are, and so are those that accelerate moves between devices."""
+def fuse(undo: Undo, model: PreTrainedModel, acts: Acts) -> None:
+    """Let kernels do a model's elementwise work where they act, until ``undo``. Modules that are not of the known kinds are left
+    as they are, and so are those that accelerate moves between devices."""
     config = text_config(model)
-    undo = ExitStack()
     if not has_adapter(config):
-        return undo.close
+        return
     decoder = decoder_of(model)
+    for module in {sys.modules[type(layer.self_attn).__module__] for layer in decoder.layers}:
+        _skip_identity(undo, module)
     for layer in decoder.layers:
-        undo.callback(_skip_identity(sys.modules[type(layer.self_attn).__module__]))
         after = layer.post_attention_layernorm
         if is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
-            undo.callback(replace_forward(layer, partial(_layer, layer, after, acts)))
+            replace_forward(undo, layer, partial(_layer, layer, after, acts))
         if getattr(config, "hidden_act", None) == "silu" and _is_gated(layer.mlp):
-            undo.callback(replace_forward(layer.mlp, partial(_mlp, layer.mlp, acts)))
+            replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, acts))
     for norm in filter(is_rms_norm, decoder.modules()):
-        undo.callback(replace_forward(norm, partial(_norm, norm, acts)))
-    return undo.close
+        replace_forward(undo, norm, partial(_norm, norm, acts))
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -97,27 +95,27 @@ def _mlp(mlp: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Ten
 # ---- rotation by zero --------------------------------------------------------------------------------------------------
 
 _LOCK = threading.Lock()
-_USERS: dict[ModuleType, int] = {}
-"""Attached models of each modelling module whose rotation is wrapped."""
+_WRAPPED: dict[ModuleType, tuple[Callable[..., Any], set[Undo]]] = {}
+"""Modelling modules whose rotation is wrapped: their own rotation, and the attachments that use the wrapped one."""
 ROTATION = "apply_rotary_pos_emb"
 
 
-def _skip_identity(module: ModuleType) -> Callable[[], None]:
-    """Let a modelling module's rotation pass q and k through where it is given no cos; returns what undoes it."""
-    with _LOCK:
-        _USERS[module] = _USERS.get(module, 0) + 1
-        rotate = getattr(module, ROTATION)
-        if _USERS[module] == 1:
-            setattr(module, ROTATION, _passing(rotate))
+def _skip_identity(undo: Undo, module: ModuleType) -> None:
+    """Let a modelling module's rotation pass q and k through where it is given no cos, until ``undo``."""
 
     def restore() -> None:
         with _LOCK:
-            _USERS[module] -= 1
-            if not _USERS[module]:
-                del _USERS[module]
-                setattr(module, ROTATION, getattr(module, ROTATION).__wrapped__)
+            own, users = _WRAPPED.get(module, (None, set()))
+            users.discard(undo)
+            if own is not None and not users:
+                setattr(module, ROTATION, own)
+                del _WRAPPED[module]
 
-    return restore
+    undo.add(restore)
+    with _LOCK:
+        own, users = _WRAPPED.setdefault(module, (getattr(module, ROTATION), set()))
+        users.add(undo)
+        setattr(module, ROTATION, _passing(own))
 
 
 def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -22,7 +22,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,8 @@ from locret_kernels.native import prefill
 from .families import decoder_of, require_adapter, text_config
 from .fused import fuse
 from .parallel import AllHeads, group_of
-from .slices import replace_forward, slice_mlps
+from .slices import slice_mlps
+from .undo import Undo, replace_forward
 from .widened import widen
 
 NAME = "locret"
@@ -157,9 +160,9 @@ def acts(x: Tensor, *others: Tensor) -> str | None:
     return "native" if _compiled(x) and x.dtype in prefill.DTYPES else None
 
 
-def unrotated(rotary: Any) -> Callable[[], None]:
-    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE; returns what undoes it. Its own
-    forward is not called then: of LongRoPE it makes the host wait for the largest position, in every forward."""
+def unrotated(undo: Undo, rotary: Any) -> None:
+    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE, until ``undo``. Its own forward is
+    not called then: of LongRoPE it makes the host wait for the largest position, in every forward."""
 
     def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
@@ -170,7 +173,7 @@ def unrotated(rotary: Any) -> Callable[[], None]:
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
         return cos_BTR, torch.zeros_like(cos_BTR)
 
-    return replace_forward(rotary, answer)
+    replace_forward(undo, rotary, answer)
 
 
 def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -185,29 +188,52 @@ def is_own_hook(hook: Callable[..., Any]) -> bool:
     return hook is _as_rows
 
 
+def _give_rows(undo: Undo, words: nn.Module) -> None:
+    """Let the last layer see its hidden states ``_as_rows`` until ``undo``."""
+
+    def restore() -> None:
+        for key in [key for key, hook in words._forward_pre_hooks.items() if is_own_hook(hook)]:
+            del words._forward_pre_hooks[key]
+
+    undo.add(restore)
+    words.register_forward_pre_hook(_as_rows)
+
+
 class Attachment:
-    """A model whose attention is met; ``detach()`` (or leaving the ``with`` block) restores it exactly."""
+    """A model whose attention is met from ``start()`` until ``detach()``, or the end of a ``with`` block, which restore it
+    exactly. An interrupt of either leaves the model as it was."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self._explicit = _Active()
-        config = text_config(model)
+        self._undo = Undo()
+        self._ranks = group_of(model)
+
+    def start(self) -> None:
+        """Meet the model's attention from now on.
+
+        Raises:
+            RuntimeError: the model is attached already.
+        """
+        model, undo, config = self.model, self._undo, text_config(self.model)
+        _sweep(model)
         if config._attn_implementation == NAME:
             raise RuntimeError("this model is attached already: detach it first")
-        self._previous = config._attn_implementation
-        self._ranks = group_of(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
-        model.set_attn_implementation(NAME)
-        self._undo = [
-            replace_forward(decoder, self._forward),
-            fuse(model, acts),
-            widen(model, _compiled),
-            slice_mlps(model),
-        ]
-        if hasattr(decoder, "rotary_emb"):
-            self._undo.append(unrotated(decoder.rotary_emb))
-        if words is not None:
-            self._undo.append(words.register_forward_pre_hook(_as_rows).remove)
+        try:
+            undo.add(partial(model.set_attn_implementation, config._attn_implementation))
+            model.set_attn_implementation(NAME)
+            replace_forward(undo, decoder, self._forward)
+            fuse(undo, model, acts)
+            widen(undo, model, _compiled)
+            slice_mlps(undo, model)
+            if hasattr(decoder, "rotary_emb"):
+                unrotated(undo, decoder.rotary_emb)
+            if words is not None:
+                _give_rows(undo, words)
+        except BaseException:
+            undo.run()
+            raise
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The decoder's ``forward``, with a handler set in this thread while it runs, whatever it raises."""
@@ -259,11 +285,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Restore forwards, hooks and the attention implementation; safe to call twice."""
-        undo, self._undo = self._undo, []
-        for restore in reversed(undo):  # an MLP's forward is replaced twice
-            restore()
-        if undo:
-            self.model.set_attn_implementation(self._previous)
+        self._undo.run()
 
     def __enter__(self) -> Attachment:
         return self
@@ -300,33 +322,46 @@ def attach(model: Any) -> Attachment:
     Raises:
         RuntimeError: the model is attached already.
     """
-    return Attachment(model)
+    attachment = Attachment(model)
+    attachment.start()
+    return attachment
 
 
-_SHARED: dict[int, tuple[Attachment, int]] = {}
-"""Attachments of ``attached`` by the model's id, and how many blocks use each."""
-_LOCK = threading.Lock()
+class _Block:
+    """A ``with`` block of ``attached``."""
+
+
+_SHARED: dict[int, tuple[Attachment, WeakSet[_Block]]] = {}
+"""Attachments of ``attached`` by the model's id, and the blocks that use each. A block whose end was interrupted leaves the set
+with its frame."""
+_LOCK = threading.RLock()  # `attached` holds it while an attachment starts, which sweeps
+
+
+def _sweep(model: Any) -> None:
+    """Detach a model that no block uses any more."""
+    with _LOCK:
+        attachment, blocks = _SHARED.get(id(model), (None, ()))
+        if attachment is not None and not blocks:
+            attachment.detach()
+            del _SHARED[id(model)]
 
 
 @contextmanager
 def attached(model: Any) -> Iterator[None]:
     """The model attached inside the block, unless it is already. Blocks of several threads, or of several answers that are
     written by turns, may overlap: the last one detaches."""
-    with _LOCK:
-        attachment, users = _SHARED.get(id(model), (None, 0))
-        mine = attachment is not None or not is_attached(model)
-        if mine:
-            _SHARED[id(model)] = attachment or attach(model), users + 1
+    block = _Block()
     try:
+        with _LOCK:
+            if id(model) in _SHARED or not is_attached(model):
+                attachment, blocks = _SHARED.setdefault(id(model), (Attachment(model), WeakSet()))
+                blocks.add(block)
+                if not is_attached(model):
+                    attachment.start()
         yield
     finally:
-        if mine:
-            with _LOCK:
-                attachment, users = _SHARED.pop(id(model))
-                if users > 1:
-                    _SHARED[id(model)] = attachment, users - 1
-                else:
-                    attachment.detach()
+        del block
+        _sweep(model)
 
 
 def is_attached(model: Any) -> bool:

@@ -9,43 +9,25 @@ up to that length, and decoding, run as ever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial, wraps
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .families import decoder_of, has_adapter, text_config
+from .undo import Undo, replace_forward
 
 SLICE = 4096
 """Rows (tokens of all samples) that an MLP sees at most at a time."""
 
 
-def slice_mlps(model: PreTrainedModel) -> Callable[[], None]:
-    """Let every MLP of ``model`` see at most ``SLICE`` rows at a time; returns what undoes it. A model without an adapter,
-    whose layers may be of any kind, is left as it is."""
-    if not has_adapter(text_config(model)):
-        return lambda: None
-    undo = ExitStack()
-    for layer in decoder_of(model).layers:
-        undo.callback(replace_forward(layer.mlp, partial(_forward, layer.mlp)))
-    return undo.close
-
-
-def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``module`` run ``forward(its own forward, *args, **kwargs)``; returns what undoes it."""
-    shadowed = vars(module).get("forward")  # accelerate puts its own there
-    module.forward = wraps(module.forward)(partial(forward, module.forward))
-
-    def restore() -> None:
-        if shadowed is None:
-            del module.forward
-        else:
-            module.forward = shadowed
-
-    return restore
+def slice_mlps(undo: Undo, model: PreTrainedModel) -> None:
+    """Let every MLP of ``model`` see at most ``SLICE`` rows at a time until ``undo``. A model without an adapter, whose layers
+    may be of any kind, is left as it is."""
+    if has_adapter(text_config(model)):
+        for layer in decoder_of(model).layers:
+            replace_forward(undo, layer.mlp, partial(_forward, layer.mlp))
 
 
 def _forward(mlp: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

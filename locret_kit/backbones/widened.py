@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache, partial
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .families import decoder_of, has_adapter, text_config
-from .slices import replace_forward
+from .undo import Undo, replace_forward
 
 FEWEST = 64
 """Rows from which on widening weights takes less time than it saves."""
@@ -30,16 +29,14 @@ def lacks_bfloat16() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and not any(known)
 
 
-def widen(model: PreTrainedModel, native: Callable[[Tensor], bool]) -> Callable[[], None]:
-    """Widen the weights of a decoder's products of bfloat16 where compiled calls act (``native``) and that pays; returns what
-    undoes it."""
-    undo = ExitStack()
+def widen(undo: Undo, model: PreTrainedModel, native: Callable[[Tensor], bool]) -> None:
+    """Widen the weights of a decoder's products of bfloat16 where compiled calls act (``native``) and that pays, until
+    ``undo``."""
     if model.dtype == torch.bfloat16 and has_adapter(text_config(model)) and lacks_bfloat16():
         for linear in decoder_of(model).layers.modules():
             plain = type(linear) is nn.Linear and type(linear.weight.data) is Tensor  # no codes of another library
             if plain and not hasattr(linear, "_hf_hook"):
-                undo.callback(replace_forward(linear, partial(_forward, linear, native)))
-    return undo.close
+                replace_forward(undo, linear, partial(_forward, linear, native))
 
 
 def _forward(

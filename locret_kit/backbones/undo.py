@@ -1,0 +1,52 @@
+"""Changes of a model that can be taken back, whatever interrupts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+
+class Undo:
+    """Steps that restore a model. Each is added *before* the change that it takes back, and may run more than once: so an
+    interrupt (Ctrl-C) between any two instructions loses none."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is left to restore."""
+        return bool(self._steps)
+
+    def add(self, step: Callable[[], None]) -> None:
+        """Run ``step`` before the steps that are here already."""
+        self._steps.append(step)
+
+    def run(self) -> None:
+        """Run every step, the newest first. An interrupted step runs again; what was raised is raised after the last one."""
+        raised: BaseException | None = None
+        while self._steps:
+            try:
+                self._steps[-1]()
+                self._steps.pop()
+            except Exception as error:  # a step that fails would fail again
+                self._steps.pop()
+                raised = raised or error
+            except BaseException as error:
+                raised = raised or error
+        if raised is not None:
+            raise raised
+
+
+def replace_forward(undo: Undo, module: Any, forward: Callable[..., Any]) -> None:
+    """Let ``module`` run ``forward(its own forward, *args, **kwargs)`` until ``undo``."""
+    shadowed = vars(module).get("forward")  # accelerate puts its own there
+
+    def restore() -> None:
+        if shadowed is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = shadowed
+
+    undo.add(restore)
+    module.forward = wraps(module.forward)(partial(forward, module.forward))
