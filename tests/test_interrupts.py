@@ -22,6 +22,7 @@ from locret_kit.backbones import intercept
 from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.fused import ROTATION
 from locret_kit.backbones.intercept import active_handler, attached, is_attached
+from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime import session
 from locret_kit.runtime.session import prefill
 
@@ -141,7 +142,7 @@ def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(fa
     assert n > 200, "calls within attaching and detaching"
     assert torch.equal(model(ids).logits, logits)
     with attach(model):
-        model(input_ids=ids, past_key_values=BoundedCache(8, "streaming", chunk=4))
+        model(input_ids=ids, **{CACHE: BoundedCache(8, "streaming", chunk=4)})
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -37,6 +37,7 @@ from locret_kernels.native import prefill
 from .families import decoder_of, require_adapter, text_config
 from .fused import fuse
 from .parallel import AllHeads, group_of
+from .releases import cache_among
 from .slices import slice_mlps
 from .undo import Undo, replace_forward
 from .widened import widen
@@ -237,7 +238,7 @@ class Attachment:
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The decoder's ``forward``, with a handler set in this thread while it runs, whatever it raises."""
-        past: Any = kwargs.get("past_key_values")
+        past: Any = cache_among(args, kwargs)
         explicit = self._explicit.handler
         handler: Any = (past if hasattr(past, "attend") else None) if explicit is None else explicit
         if handler is None:

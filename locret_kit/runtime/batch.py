@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
+from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
 from .native import NativeDecoder, native_decoder
@@ -301,7 +302,7 @@ class Batch:
         packed = Packed(caches, [len(piece) for piece in pieces])
         ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
         last = torch.tensor(packed.last, device=self.model.device)
-        return self.model(input_ids=ids, past_key_values=packed, use_cache=True, logits_to_keep=last).logits[0]
+        return forward(self.model, ids, packed, logits_to_keep=last).logits[0]
 
     def _take(self, text: Text, logits_V: Tensor) -> None:
         """A text's next token."""

@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..backbones.intercept import attached
+from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
 from .native import native_decoder
@@ -111,7 +112,7 @@ def prefill(
     while done < total:
         at = cache.prompt_positions(done, min(done + cache.schedule.piece(done), total))
         piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]
-        logits = model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = forward(model, piece[None], cache, logits_to_keep=1).logits
         cache.start_reread()
         done = cache.get_seq_length()
         if progress:
@@ -172,7 +173,7 @@ def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) ->
 
     def dynamic(token: int) -> Tensor:
         piece = torch.tensor([[token]], device=model.device)
-        return model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()
+        return forward(model, piece, cache, logits_to_keep=1).logits[0, -1].float()
 
     def refuse(reason: str) -> None:
         if graph:

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from ..backbones.families import decoder_of, require_adapter, spec_of
 from ..backbones.intercept import attach
+from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..cache.storage.packing import BITS
 from ..heads import HeadsConfig, RetainingHeads
@@ -270,7 +271,7 @@ def record(config: Any, setting: Setting) -> Recorded:
         with _layers(model, recorder):
             for start in range(0, tokens, chunk):
                 recorder.inside = "chunk" if start == tokens - 2 * chunk else ""
-                model(input_ids=ids[:, start : start + chunk], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                forward(model, ids[:, start : start + chunk], cache, logits_to_keep=1)
             decoder = StaticDecoder(model, cache)
             recorder.rows = cache.kept_rows[1]
             recorder.inside, recorder.where = "token", "around"

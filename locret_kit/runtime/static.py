@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..backbones.releases import forward
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import Pins
@@ -223,7 +224,7 @@ class StaticDecoder:
         last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
         self.cache.fixed = partial(self._fixed, self.seen.int(), last_LBH + 1, last_LBH)
         try:
-            out = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = forward(self.model, self.ids, self.cache, logits_to_keep=1)
         finally:
             self.cache.fixed = None
         self.seen += 1

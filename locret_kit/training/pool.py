@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..backbones.families import BackboneSpec, require_adapter, spec_of, text_config
+from ..backbones.releases import forward
 from ..backbones.rope import rotate
 from ..cache.attention import attend_rows
 from ..cache.bounded import BoundedCache
@@ -147,10 +148,7 @@ class PoolTraining(FrozenTraining):
         text = torch.tensor([ids], device=self.device)
         while counted and done < len(ids) - 1:
             end = min(done + s.piece(done), len(ids) - 1)
-            out = self.backbone(
-                input_ids=text[:, done:end], past_key_values=cache, use_cache=True,
-                logits_to_keep=0 if done >= first else 1,
-            )  # fmt: skip
+            out = forward(self.backbone, text[:, done:end], cache, logits_to_keep=0 if done >= first else 1)
             if done >= first:
                 logits = out.logits[0].to(torch.promote_types(out.logits.dtype, torch.float32))
                 loss = F.cross_entropy(logits, text[0, done + 1 : end + 1], reduction="sum")

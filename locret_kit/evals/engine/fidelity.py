@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...backbones.intercept import attach
+from ...backbones.releases import forward
 from ...cache.bounded import BoundedCache
 from ...runtime.session import Sampling, decode, prefill
 
@@ -92,7 +93,7 @@ def score_continuation(
     for n, token in enumerate(continuation):
         if n:
             piece = torch.tensor([[continuation[n - 1]]], device=model.device)
-            logits_V = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            logits_V = forward(model, piece, cache, logits_to_keep=1).logits[0, -1]
         total += float(nll_of(logits_V[None], [token]))
         hits += int(logits_V.argmax()) == token
     return total, hits
@@ -114,7 +115,7 @@ def nll_reading(model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int],
         while done < len(ids):
             step = min(cache.schedule.piece(done), len(ids) - done, BLOCK)
             piece = torch.tensor([list(ids[done : done + step])], device=model.device, dtype=torch.long)
-            logits = model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0]
+            logits = forward(model, piece, cache).logits[0]
             first = max(skip - 1, done)  # logits at i are for token i + 1
             last = min(done + step, len(ids) - 1)
             if first < last:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...backbones.intercept import attach
+from ...backbones.releases import forward
 from ...cache.bounded import BoundedCache
 from ...cache.view import slots_of
 from ...heads import RetainingHeads
@@ -123,9 +124,7 @@ def given(
             if i is not None:
                 keep_chosen(mine, rule, scores[i], budget - tail)
             step = torch.tensor([rest], device=model.device)
-            logits_TV = model(
-                input_ids=step, past_key_values=mine, use_cache=True, logits_to_keep=len(continuation)
-            ).logits[0]
+            logits_TV = forward(model, step, mine, logits_to_keep=len(continuation)).logits[0]
             mine_T = logits_TV.argmax(-1)
             chosen_T = mine_T if chosen_T is None else chosen_T
             yield Given(
