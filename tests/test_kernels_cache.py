@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import decoding
 from locret_kit.runtime.session import prefill
+from locret_kit.runtime.static import StaticDecoder
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -67,6 +68,23 @@ def test_backends_agree(model, policy, bits, kernel, positions):
     assert calls == wanted + ([(kernel, "reference")] * 2 * DECODED if kernel else [])
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
+
+
+@pytest.mark.parametrize(("policy", "positions"), [("recency", "compact"), ("h2o", "clipped(20)")])
+def test_fixed_shapes(model, policy, positions):
+    """Kernels that read lengths from the device keep the slots that the references keep, and their logits agree."""
+    out = []
+    for backend in ("triton", "reference"):
+        kept = dict(chunk=13, prompt_length=LENGTH, stabilizers=4, decode_every=3)
+        cache = BoundedCache(16, policy, backend=backend, positions=positions, **kept)
+        with attach(model), torch.no_grad():
+            logits = [prefill(model, list(range(2, 2 + LENGTH)), cache)]
+            step = StaticDecoder(model, cache)
+            logits += [step(5 + token) for token in range(DECODED)]
+        out.append((torch.stack(logits), [cache.kept_positions(layer) for layer in range(2)]))
+    (mine, own), (exact, others) = out
+    torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
 
 
 def test_a_backend_that_is_not_there(model):

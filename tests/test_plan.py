@@ -185,9 +185,7 @@ def fit_plan(policy: str, family: str, bits: int | None) -> int:
     ],
 )
 def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
-    """Three layers of the real sizes on the meta device, attention fused and without a mask as on a GPU (`lower_right`), rows in
-    order as on a CPU."""
-    monkeypatch.setattr(p, "permutation_bytes", lambda capacity: 0)
+    """Three layers of the real sizes on the meta device, attention fused and without a mask as on a GPU (`lower_right`)."""
     monkeypatch.setattr("locret_kit.cache.attention.lower_right", lambda *args: None)
     config = configuration(name, layers=3)
     model, heads = on_meta(config), heads_on_meta(config, 1024, torch.bfloat16)

@@ -31,8 +31,6 @@ class VarlenRows:
     """No head has more rows."""
     last_BH: Tensor | None = None
     """Rank of each head's newest row, where it is at hand."""
-    ranks_N: Tensor | None = None
-    """Rank of each row within its head, where rows do not lie in the order of their age; the newest one is the last."""
 
     def newest(self, window: int | None) -> VarlenRows:
         """At most the ``window`` newest rows of every head."""
@@ -83,7 +81,7 @@ def decode_rows(
         at_P = newest_BH.flatten()
         cos, sin = (table[at_P][:, None, None] for table in (turn.cos_SR, turn.sin_SR))  # [P, 1, 1, R]
         q_BQD = function("rotate_rows", backend)(group_PG1D, cos, sin).view(q_BQD.shape)
-        rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N, flat.ranks_N)
+        rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
     decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
     if not (statistics and group):

@@ -193,23 +193,21 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
     whole = T > 1 and rows.window is None and sparse is None and part.bias is None
     native = ctx.native and whole and prefill.attends(q, keys, values)
     if rope is not None:
-        place = None
         if ctx.positions.by_rank:
             cos, sin = ctx.tables.first(rope, n, q, rows.ragged)
-            newest, place = (cos[-T:], sin[-T:]), part.ranks
+            newest = cos[-T:], sin[-T:]
         else:
-            rank_S = torch.arange(n, device=q.device) if part.ranks is None else part.ranks
+            rank_S = torch.arange(n, device=q.device)
             at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
             cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
             newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
         # A decoded token reads all rows for one query: on a CPU most of its time is this rotation.
         lean = T == 1 and q.device.type == "cpu"
         turned: Callable[..., Tensor] = rotate_lean if lean else function("rotate_rows", ctx.backend)
-        if native and cos.dim() == 2 and place is None:
+        if native and cos.dim() == 2:
             turn = prefill.Turn(cos, sin, *newest)
         else:
-            keys = turned(keys, cos, sin) if place is None else turned(keys, cos, sin, place)
-            q = turned(q, *newest)
+            keys, q = turned(keys, cos, sin), turned(q, *newest)
     if sparse is not None and T > 1 and rows.window is None:
         return attend_chosen(ctx, layer, sparse, part.heads, q, keys, values, rows.scaling)
     # Each row's statistic [b, h, S] sums over the group and the block's queries: first the whole group's, then that of each of

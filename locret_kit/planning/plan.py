@@ -25,7 +25,6 @@ from ..cache.storage.float8 import COUNTS, SCALES
 from ..cache.storage.groups import GROUP, SPARE, table_size
 from ..cache.storage.packing import BITS, value_group
 from ..cache.storage.quantised import FLOAT8, RESIDUAL, check_head_size, check_storage
-from ..cache.storage.reused import permutation_bytes, reuses_rows
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
@@ -218,10 +217,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
         )
         scratch = H * row * max(capacities, default=0)
     absorbed = 4 if policy.merge is not None and (policy.merge.remembers or policy.aside) else 0
-    # On a card, whose kernels are for half precision, rows lie in any order.
-    reused = item == 2 and setting.run.backend != "reference" and reuses_rows(policy, setting.run.kv_bits)
-    orders = sum(map(permutation_bytes, capacities)) if reused else 0
-    full = (numbers + statistics + absorbed) * sum(capacities) + orders + (row + numbers) * windowed
+    full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
     recalled = 0 if setting.recall is None else recall.device_bytes(spec, setting.recall, setting.context, item)
     return stored + scratch + H * full + queries * len(capacities) + recalled
 

@@ -132,10 +132,6 @@ class Recorder(TorchDispatchMode):
         elif name == "select_rows":
             steps = SELECT_STEPS * ceil(given["S"] / given["BLOCK_S"])
             passes = ceil(given["S"] / given["BLOCK_E"])
-        elif name == "reuse_rows":
-            passes = sum(ceil(given[n] / given["BLOCK"]) for n in "SM")
-        elif name == "move_rows":
-            nbytes = 2 * extent(given["source"]) * (1 + given["D"] * given["x"].element_size() / 4)
         elif name == "ragged_decode":
             row = sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
             nbytes = grid[0] * self.rows * row

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows
 
-from .reused import ReusedLayer
 from .rows import BoundedLayer, Column, Layout
 
 BITS = 8
@@ -109,7 +108,3 @@ class Float8Layer(BoundedLayer):
     def _reorder_rest(self, beam_idx: Tensor) -> None:
         super()._reorder_rest(beam_idx)
         self.key_scale, self.value_scale = (x.index_select(0, beam_idx) for x in (self.key_scale, self.value_scale))
-
-
-class ReusedFloat8Layer(Float8Layer, ReusedLayer):
-    """Rows in 8 bits that lie in any order."""

@@ -6,13 +6,12 @@ from ...sizes import parse_bytes
 from ..context import Context
 from .blocks import BlockStore
 from .compiled import CompiledLayer
-from .float8 import Float8Layer, ReusedFloat8Layer
+from .float8 import Float8Layer
 from .groups import SPARE
 from .host import HostMemory, RowForm
 from .quantised import FLOAT8, QuantisedLayer, Scratch, check_head_size
 from .ragged import RaggedLayer
 from .ragged_quantised import RaggedQuantisedLayer
-from .reused import ReusedLayer, reuses_rows
 from .rows import BoundedLayer
 
 
@@ -57,14 +56,11 @@ def _store(
 ) -> BoundedLayer:
     """Rows of one layer without a window."""
     policy, bits = ctx.policy, ctx.settings.kv_bits
-    reused = reuses_rows(policy, bits) and ctx.backend != "reference"
     if bits == FLOAT8:
-        return (ReusedFloat8Layer if reused else Float8Layer)(capacity, None, statistics, recent)
+        return Float8Layer(capacity, None, statistics, recent)
     if bits is not None:
         stored = RaggedQuantisedLayer if policy.ragged else CompiledLayer if ctx.native else QuantisedLayer
         return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
-    if reused:
-        return ReusedLayer(capacity, None, statistics, recent)
     make = RaggedLayer if policy.ragged else BoundedLayer
     merges = policy.merge is not None and policy.merge.remembers
     return make(capacity, None, statistics, recent, merges=merges, centroids=policy.aside)

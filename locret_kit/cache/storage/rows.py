@@ -43,8 +43,6 @@ class EqualLengthHeads:
     """``[b, h, S]``"""
     bias: Tensor | None = None
     """``[b, h, S]`` float32, added to the logits of each row; None for nothing."""
-    ranks: Tensor | None = None
-    """``[b, h, S]``: each row's rank by age, where rows do not lie in that order; the newest ones are the last."""
 
 
 class BoundedLayer(CacheLayerMixin):
