@@ -1,10 +1,11 @@
-"""Choice between an operation's reference and its Triton kernel, by name or by the device's rule."""
+"""Choice between an operation's reference, its Triton kernel and its C++ for CPUs, by name or by the device's rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import isfunction
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("reference", "triton")
+BACKENDS = ("reference", "triton", "cpu")
 
 
 class BackendUnavailable(RuntimeError):
@@ -31,7 +32,7 @@ def functions() -> dict[str, str]:
 
 @cache
 def function(name: str, backend: str) -> Callable[..., Any]:
-    """Function ``name`` of ``backend``.
+    """Function ``name`` of ``backend``; where an operation has no form for CPUs, its reference.
 
     Raises:
         ValueError: an unknown function or backend.
@@ -41,6 +42,8 @@ def function(name: str, backend: str) -> Callable[..., Any]:
         raise ValueError(f"function={name!r} must be one of: {', '.join(functions())}")
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} must be one of: {', '.join(BACKENDS)}")
+    if backend == "cpu" and not has_form(name, backend):
+        backend = "reference"
     try:
         module = import_module(f".{functions()[name]}.{backend}", __package__)
     except ModuleNotFoundError as error:
@@ -50,11 +53,20 @@ def function(name: str, backend: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def runnable(device: torch.device) -> tuple[str, ...]:
-    """Backends that run on a device; on ``meta`` kernels are launched nowhere, so all of them."""
+@cache
+def has_form(name: str, backend: str) -> bool:
+    """Whether the folder of function ``name`` has a file for ``backend`` that holds it."""
+    place = f"{__package__}.{functions()[name]}.{backend}"
+    return find_spec(place) is not None and (backend != "cpu" or hasattr(import_module(place), name))
+
+
+def runnable(name: str, device: torch.device) -> tuple[str, ...]:
+    """Backends whose form of function ``name`` runs on a device; on ``meta`` kernels are launched nowhere, so Triton's does."""
     from . import common
 
-    return BACKENDS if device.type != "cpu" or common.INTERPRETED else ("reference",)
+    on_cpu = device.type == "cpu"
+    runs = {"reference": True, "triton": not on_cpu or common.INTERPRETED, "cpu": on_cpu and has_form(name, "cpu")}
+    return tuple(backend for backend, here in runs.items() if here)
 
 
 def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:
@@ -74,4 +86,6 @@ def choose(backend: str | None, device: torch.device, head_size: int, dtype: tor
         common.head_blocks(head_size, dtype)
         if device.type not in ("cuda", "meta") and not common.INTERPRETED:
             raise ValueError(f"backend='triton' takes CUDA devices, not {device}")
+    if backend == "cpu" and device.type != "cpu":
+        raise ValueError(f"backend='cpu' takes CPUs, not {device}")
     return backend

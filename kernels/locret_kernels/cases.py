@@ -63,7 +63,8 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     def case(form: str, sizes: str, *args: object, flops: float | None = None, nbytes: float | None = None,
              state: tuple[torch.Tensor, ...] = (), peer: Callable[[], object] | None = None, **rest: object) -> Case:  # fmt: skip
         """The case of one function, the first word of ``form``; ``peer`` is what PyTorch has for the same."""
-        kernels = {key: backend.function(form.split()[0].rstrip(","), key) for key in backend.runnable(device)}
+        name = form.split()[0].rstrip(",")
+        kernels = {key: backend.function(name, key) for key in backend.runnable(name, device)}
         runs: dict[str, Callable[[], object]] = {
             key: lambda call=call: call(*args, **rest) for key, call in kernels.items()
         }

@@ -18,8 +18,6 @@ from ..checks import check_queries
 
 TILE = 64
 """Queries at a time."""
-MOST = 1 << 20
-"""Weights at a time of attention that counts them, about: what a core's caches hold."""
 STATISTICS = frozenset({"sum", "square", "above", "last"})
 MARGIN = 1e-5
 """An attention weight is above average from ``(1 + MARGIN) / n`` on: what is equal must not count by rounding."""
@@ -55,52 +53,15 @@ def column_stats(
         raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
     check_queries(q_BQTD, k_BHSD)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
-    counts = _Counts(k_BHSD, dtype, want)
+    counts = Counts(k_BHSD, dtype, want)
     for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
         G, t, _ = logit_GTN.shape
         lse_GT = lse_BQT[b, h * G : (h + 1) * G, start : start + t].to(dtype)
-        counts.add(b, slice(h, h + 1), _causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0)[None])
+        counts.add(b, slice(h, h + 1), causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0)[None])
     return counts.stats()
 
 
-def attend_and_count(
-    q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, *, want: frozenset[str], by_head: bool = False
-) -> tuple[Tensor, list[ColumnStats]]:
-    """Attention ``[B, Q, T, D]`` and the statistics of its weights, which are computed once for both; causal as ``column_stats``.
-
-    Returns:
-        Attention; statistics of the mean over each group and, ``by_head``, of each query head of the groups alone.
-    """
-    check_queries(q_BQTD, k_BHSD)
-    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
-    G = q_BQTD.shape[1] // k_BHSD.shape[1]
-    of_group, of_heads = _Counts(k_BHSD, dtype, want), [_Counts(k_BHSD, dtype, want) for _ in range(G * by_head)]
-    B, Q, T, D = q_BQTD.shape
-    H, S = k_BHSD.shape[1:3]
-    out_BHGTD = q_BQTD.new_empty(B, H, G, T, v_BHSD.shape[-1])
-    tile = max(16, min(T, MOST // (Q * S)))
-    # Logits and weights of a tile stand where those of the last one stood; not where gradients need them.
-    reused = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q_BQTD, k_BHSD, v_BHSD)))
-    room = torch.empty(2, Q * tile * S, dtype=dtype, device=q_BQTD.device) if reused else None
-    for b in range(B):
-        q_HGTD = q_BQTD[b].view(H, G, T, D).to(dtype) * scaling
-        k_HDS, v_HSD = k_BHSD[b].to(dtype).transpose(1, 2), v_BHSD[b].to(dtype)
-        for start in range(0, T, tile):
-            stop = min(start + tile, T)
-            n, t = S - T + stop, stop - start
-            logits, weights = (None, None) if room is None else (x[: Q * t * n].view(H, G * t, n) for x in room)
-            logits = torch.bmm(q_HGTD[:, :, start:stop].reshape(H, -1, D), k_HDS[:, :, :n], out=logits)
-            _causal(logits.view(Q, t, n), float("-inf"))
-            weights = torch.softmax(logits, -1, out=weights)
-            out_BHGTD[b, :, :, start:stop] = torch.bmm(weights, v_HSD[:, :n]).view(H, G, t, -1)
-            p_HGTN = weights.view(H, G, t, n)
-            of_group.add(b, slice(0, H), p_HGTN)
-            for g, counts in enumerate(of_heads):
-                counts.add(b, slice(0, H), p_HGTN[:, g : g + 1])
-    return out_BHGTD.flatten(1, 2), [counts.stats() for counts in (of_group, *of_heads)]
-
-
-class _Counts:
+class Counts:
     """Statistics that grow by tiles of attention weights."""
 
     def __init__(self, k_BHSD: Tensor, dtype: torch.dtype, want: frozenset[str]) -> None:
@@ -139,7 +100,7 @@ def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     dtype = torch.promote_types(q_BQWD.dtype, torch.float32)
     out = torch.zeros(B, H, S, dtype=dtype, device=q_BQWD.device)
     for b, h, _, logit_GTN in _tiles(q_BQWD, k_BHSD, scaling, dtype):
-        p_GTN = _causal(logit_GTN, float("-inf")).softmax(-1)
+        p_GTN = causal(logit_GTN, float("-inf")).softmax(-1)
         out[b, h, : p_GTN.shape[-1]] += p_GTN.sum((0, 1)) / p_GTN.shape[0]
     return out.float()
 
@@ -153,7 +114,7 @@ def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     out = torch.empty(B, Q, T, dtype=dtype, device=q_BQTD.device)
     for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
-        out[b, h * G : (h + 1) * G, start : start + logit_GTN.shape[1]] = _causal(logit_GTN, float("-inf")).logsumexp(
+        out[b, h * G : (h + 1) * G, start : start + logit_GTN.shape[1]] = causal(logit_GTN, float("-inf")).logsumexp(
             -1
         )
     return out
@@ -176,7 +137,7 @@ def _tiles(
                 yield b, h, start, (rows @ k_DS[:, :n]).view(-1, stop - start, n)
 
 
-def _causal(x_GTN: Tensor, hidden: float) -> Tensor:
+def causal(x_GTN: Tensor, hidden: float) -> Tensor:
     """Write ``hidden`` where a query's slot comes after it: the last query sees all ``n`` slots."""
     t, n = x_GTN.shape[1:]
     if t > 1:

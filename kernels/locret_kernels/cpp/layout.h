@@ -1,4 +1,4 @@
-// What the caller hands over: fields as in `__init__.py`, one by one.
+// What the caller hands over: fields as in the `cpu.py` of each operation, one by one.
 
 #pragma once
 

@@ -1,0 +1,94 @@
+"""Attention of a chunk and what its weights add up to, in one call (``cpu.cpp``): as ``reference.py`` to the rounding of float32.
+
+Each weight is computed once, for the output and for what is summed over it, and rows are rotated as they are read. Keys and values
+of bfloat16 are read as they are; weights and sums are of float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import cpp
+from ..checks import check_queries
+from ..column_stats.reference import MARGIN, ColumnStats
+from .reference import ChunkRotation
+
+ATTENTION = np.dtype(
+    [(name, np.int64) for name in (
+        "q", "k", "v", "out", "q_text", "q_head", "q_row", "k_text", "k_head", "k_row", "v_text", "v_head", "v_row", "texts",
+        "queries", "heads", "tokens", "rows", "channels", "type", "cos", "sin", "q_cos", "q_sin", "rotated", "stats",
+        "statistics", "by_head",
+    )]
+    + [("scaling", np.float64), ("margin", np.float64)]
+)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of rows and hidden states; float64 stays with the definitions."""
+LANES = 16
+"""Channels of a head are a multiple of it: numbers of the widest vector."""
+MAX_ROWS = 1 << 14
+"""Above it the weights of a few queries are more than a core's caches hold, and PyTorch's attention is the better one."""
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The compiled call.
+
+    Raises:
+        cpp.Unavailable: another system, no compiler, or one that fails.
+    """
+    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"))
+    loaded.locret_attend.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    loaded.locret_attend.restype = None
+    return loaded
+
+
+def takes(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
+    """Whether ``attend_and_count`` takes these."""
+    three, D = (q_BQTD, k_BHSD, v_BHSD), q_BQTD.shape[-1]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in three):
+        return False
+    alike = all(type(x) is Tensor and x.dtype == q_BQTD.dtype and x.shape[-1] == D and x.stride(-1) == 1 for x in three)
+    fits = D % LANES == 0 and D <= cpp.MAX_CHANNELS and k_BHSD.shape[2] <= MAX_ROWS
+    return alike and fits and q_BQTD.device.type == "cpu" and q_BQTD.dtype in DTYPES
+
+
+def attend_and_count(
+    q_BQTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    scaling: float,
+    *,
+    want: frozenset[str] = frozenset(),
+    by_head: bool = False,
+    rotation: ChunkRotation | None = None,
+) -> tuple[Tensor, list[ColumnStats]]:
+    """As ``column_stats.reference.attend_and_count``, of queries and keys before RoPE where there is a ``rotation``.
+
+    Args:
+        want: some of ``STATISTICS`` of this package.
+    """
+    check_queries(q_BQTD, k_BHSD)
+    (B, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
+    out_BTQD = torch.empty(B, T, Q, D)
+    sets, kinds = (1 + by_head * (Q // H)) * bool(want), sorted(want)
+    stats = torch.empty(sets, len(kinds), B, H, S)
+    at = np.zeros((), ATTENTION)
+    for name, x in (("q", q_BQTD), ("k", k_BHSD), ("v", v_BHSD)):
+        at[name] = x.data_ptr()
+        at[f"{name}_text"], at[f"{name}_head"], at[f"{name}_row"] = x.stride()[:3]
+    at["out"], at["stats"] = out_BTQD.data_ptr(), stats.data_ptr()
+    at["texts"], at["queries"], at["heads"], at["tokens"], at["rows"], at["channels"] = B, Q, H, T, S, D
+    at["type"], at["scaling"], at["margin"] = cpp.TYPES[q_BQTD.dtype], scaling, MARGIN
+    at["statistics"], at["by_head"] = sum(cpp.STATISTICS[name] for name in kinds), by_head
+    held = () if rotation is None else [x.float().contiguous() for x in rotation]
+    for name, x in zip(("cos", "sin", "q_cos", "q_sin"), held, strict=False):
+        at[name], at["rotated"] = x.data_ptr(), x.shape[-1]
+    load().locret_attend(at.ctypes.data, torch.get_num_threads())
+    counted = [ColumnStats(**dict(zip(kinds, one, strict=True))) for one in stats]
+    return out_BTQD.to(q_BQTD.dtype).transpose(1, 2), counted

@@ -1,0 +1,110 @@
+"""C++ for CPUs, compiled where it first runs: the ``cpu.cpp`` of an operation's folder, with the headers of this one.
+
+It needs a C++ compiler that knows OpenMP; ``Unavailable`` says where there is none. What is compiled is kept on disk, for this
+processor and this source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+__all__: list[str] = []  # no operation
+
+HEADERS = Path(__file__).parent
+TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
+"""Types of weights and rows. Sums are of float32, those of float64 of float64."""
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+)
+COMPILE_SECONDS = 120
+MAX_CHANNELS = 1024
+"""Channels of the largest head."""
+STATISTICS = {"above": 1, "square": 2, "sum": 4}
+"""Bits of the statistics that rows carry."""
+
+
+class Unavailable(RuntimeError):
+    """Error of a source that cannot be compiled or loaded here; says why in one line."""
+
+
+def folder() -> Path:
+    """Folder of compiled sources: ``$XDG_CACHE_HOME/locret_kit``, by default in ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base) / "locret_kit" if base else Path.home() / ".cache" / "locret_kit"
+    except RuntimeError:  # no home
+        return Path(tempfile.gettempdir()) / f"locret_kit-{os.getuid()}"
+
+
+def load(source: Path, *options: str) -> ctypes.CDLL:
+    """A source as a library; the first call on a machine compiles it.
+
+    Raises:
+        Unavailable: another system, no compiler, or one that fails.
+    """
+    if sys.platform != "linux":
+        raise Unavailable(f"it is built on Linux, not on {sys.platform}")
+    name = os.environ.get("CXX", "g++")
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
+    texts = (path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h"))))
+    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), _version(compiler))).encode())
+    library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
+    try:
+        if not library.exists():
+            _compile(compiler, source, options, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _machine() -> str:
+    """What tells processors apart for which code may differ."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text("utf-8", errors="replace").splitlines() if known.exists() else []
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}) or [platform.machine()]
+    )
+
+
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def _compile(compiler: str, source: Path, options: tuple[str, ...], library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # PyTorch's own OpenMP, so that its threads and these are the same.
+    own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        parts = str(Path(work) / "it.o"), str(Path(work) / "it.so")
+        _run([compiler, *FLAGS, *options, f"-I{HEADERS}", "-c", str(source), "-o", parts[0]])
+        _run([compiler, "-shared", parts[0], "-o", parts[1], *([str(own[0])] if own else ["-fopenmp"])])
+        os.replace(parts[1], library)  # complete or not at all, whoever else compiles it now
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{command[0]} took more than {COMPILE_SECONDS} s") from error
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
+        raise Unavailable(f"{Path(command[0]).name} failed: {said}")

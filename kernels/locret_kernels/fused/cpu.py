@@ -1,0 +1,55 @@
+"""Normalisation with the residual, and the gated activation, each in one call (``cpu.cpp``); ``reference.py`` defines them. Of float32
+and bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import cpp
+from .reference import check_gate, check_norm
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The compiled calls.
+
+    Raises:
+        cpp.Unavailable: another system, no compiler, or one that fails.
+    """
+    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"))
+    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.locret_rms_norm.argtypes = [p, p, p, ctypes.c_double, n, n, p, p, i, i]
+    loaded.locret_swiglu.argtypes = [p, p, n, n, n, n, p, i, i]
+    loaded.locret_rms_norm.restype = loaded.locret_swiglu.restype = None
+    return loaded
+
+
+def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As ``reference.rms_norm``."""
+    check_norm(x, weight_C, residual)
+    x, weight_C, C = x.contiguous(), weight_C.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    total, before = (x, None) if residual is None else (torch.empty_like(x), residual.contiguous())
+    load().locret_rms_norm(
+        x.data_ptr(), None if before is None else before.data_ptr(), weight_C.data_ptr(), eps, x.numel() // C, C,
+        total.data_ptr(), out.data_ptr(), cpp.TYPES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return out, total
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """As ``reference.swiglu``."""
+    check_gate(gate, up)
+    C = gate.shape[-1]
+    gate_NC, up_NC = (x.reshape(-1, C) if x.stride(-1) == 1 else x.contiguous().view(-1, C) for x in (gate, up))
+    out = gate.new_empty(gate.shape)
+    load().locret_swiglu(
+        gate_NC.data_ptr(), up_NC.data_ptr(), len(gate_NC), C, gate_NC.stride(0), up_NC.stride(0), out.data_ptr(),
+        cpp.TYPES[gate.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return out
