@@ -15,11 +15,12 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from typing_extensions import Unpack
 
 from .backbones.families import BackboneSpec, spec_of
-from .backbones.widened import product
+from .backbones.handler import Linear
 from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
 from .files import CONFIG, HASH, read_json
 from .hub import Access
@@ -100,9 +101,9 @@ class RetainingHead(nn.Module):
         self.fc2 = nn.Linear(config.d_hidden, config.n_kv_heads, bias=False)
         self.act = ACT2FN[config.activation]
 
-    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
         x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
-        hidden = self.act(product(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
+        hidden = self.act(linear(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
         return self.fc2(hidden).transpose(1, 2).float()
 
 
@@ -113,7 +114,7 @@ class LinearHead(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear((config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_kv_heads)
 
-    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
         x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
         return self.fc1(x_BTE.to(self.fc1.weight.dtype)).transpose(1, 2).float()
 
@@ -137,7 +138,7 @@ class SinkHead(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H, self.SINKS, r))
         self.bias = nn.Parameter(torch.zeros(Q))
 
-    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
         Q, H, r = self.shape
         x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD).to(self.query.weight.dtype)
         a_BTHGr = self.query_norm(self.query(x_BTE).unflatten(-1, (H, Q // H, r))).float()

@@ -138,8 +138,8 @@ class RunSettings(StoreSettings):
     """Decoded tokens between evictions. Default: only when the buffers are full."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of policies that draw, and of sampling."""
-    backend: Literal["reference", "triton"] | None = None
-    """Kernels. Default: triton on CUDA in half precision, the reference otherwise, with compiled calls on a CPU."""
+    backend: Literal["reference", "triton", "cpu"] | None = None
+    """Who computes. Default: triton on CUDA in half precision, cpu (C++) on a CPU where a compiler is, reference otherwise."""
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> RunSettings:

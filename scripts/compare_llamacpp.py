@@ -31,7 +31,7 @@ import torch
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.files import write_text
-from locret_kit.runtime.native import native_decoder
+from locret_kit.runtime.cpu_decoder import cpu_decoder
 from locret_kit.runtime.provenance import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.text import load_text
@@ -83,7 +83,7 @@ class Ours:
             began = time.perf_counter()
             said = sum(1 for _ in tokens)
             wrote = time.perf_counter() - began
-        native = native_decoder(self.model)
+        native = cpu_decoder(self.model)
         weights = (
             bytes_of(self.model, self.heads) if isinstance(native, str) else native.weight_bytes(cache.context.heads)
         )

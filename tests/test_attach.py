@@ -81,7 +81,7 @@ def test_an_exception_inside_the_block_restores_too():
     model, ids = tiny_model("llama"), tokens(20)
     logits, before = model(input_ids=ids).logits, fingerprint(model)
 
-    class Broken:
+    class Broken(Handler):
         wants_unrotated = True
 
         def attend(self, *args):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, common, poisoned
 
+from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.column_stats import STATISTICS
-from locret_kernels.column_stats.reference import attend_and_count
 from locret_kernels.ragged_decode import Rotation, Spans
 from locret_kit.cis import cis_target
 

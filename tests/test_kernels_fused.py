@@ -9,11 +9,13 @@ import pytest
 import torch
 from interpreted import KERNELS, REFERENCES, TOLERANCE, common
 from tiny_models import tiny_model
+from torch.nn import functional as F
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import fused as fused_backbones
 from locret_kit.backbones.fused import ROTATION, fuse
-from locret_kit.backbones.intercept import kernels_act
+from locret_kit.backbones.handler import LayerOperations
+from locret_kit.backbones.intercept import operations
 from locret_kit.backbones.undo import Undo
 from locret_kit.heads import _side_by_side
 
@@ -105,8 +107,9 @@ def test_a_fused_model_is_the_model(family, monkeypatch):
         real(kernel, *args, **rest)
 
     undo, other = Undo(), Undo()
-    fuse(undo, model, lambda *xs: "triton")
-    fuse(other, tiny_model(family), lambda *xs: "triton")
+    kernels = LayerOperations(KERNELS["rms_norm"], KERNELS["swiglu"], F.linear)
+    fuse(undo, model, lambda *xs: kernels)
+    fuse(other, tiny_model(family), lambda *xs: kernels)
     with torch.inference_mode(), common.recorded(launch):
         fused = model(ids).logits
     undo.run()
@@ -130,7 +133,7 @@ def test_a_cpu_knows_nothing_of_it(family):
             attachment.detach()
         assert state(model) == names and getattr(module, ROTATION) is rotate
     torch.testing.assert_close(first, model(ids).logits, rtol=1e-4, atol=1e-4)
-    assert not kernels_act(torch.zeros(1, device="meta")), "no forward runs"
+    assert operations(torch.zeros(1, device="meta")) is None, "no forward runs"
 
 
 # ---- heads that read a fused projection ----------------------------------------------------------------------------------

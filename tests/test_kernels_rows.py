@@ -45,7 +45,7 @@ def test_compact_rows(functions, S, K, D):
 def test_unknown_names():
     with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
         backend.function("column_max", "cuda")
-    with pytest.raises(ValueError, match="function='softmax' must be one of: attend, column_max, column_stats"):
+    with pytest.raises(ValueError, match="function='softmax' must be one of: attend, attend_and_count, column_max"):
         backend.function("softmax", "reference")
 
 

@@ -1,6 +1,5 @@
 """A backbone's elementwise work in fewer launches: norms with the residual before them, gated activations, and no rotation by
-zero. Only where the kernels of ``locret_kernels`` act, or its compiled calls on a CPU; elsewhere, and once it is undone, every
-module is as it was.
+zero. Only where the handler of a forward has operations for it; elsewhere, and once it is undone, every module is as it was.
 """
 
 from __future__ import annotations
@@ -13,22 +12,21 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from locret_kernels.backend import function
-from locret_kernels.native import prefill
+from locret_kernels.fused import rms_norm, swiglu
 
 from .families import decoder_of, has_adapter, text_config
+from .handler import Choice, LayerOperations
 from .undo import Undo, replace_forward
 
-Acts = Callable[..., str | None]
-"""Name of what acts on all the tensors it is given, in the forward that runs now: "triton", "native" (compiled calls on a CPU),
-or None."""
+REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)
 
 
-def fuse(undo: Undo, model: PreTrainedModel, acts: Acts) -> None:
-    """Let kernels do a model's elementwise work where they act, until ``undo``. Modules that are not of the known kinds are left
-    as they are, and so are those that accelerate moves between devices."""
+def fuse(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
+    """Let a model's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of the
+    known kinds are left as they are, and so are those that accelerate moves between devices."""
     config = text_config(model)
     if not has_adapter(config):
         return
@@ -38,11 +36,11 @@ def fuse(undo: Undo, model: PreTrainedModel, acts: Acts) -> None:
     for layer in decoder.layers:
         after = layer.post_attention_layernorm
         if is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
-            replace_forward(undo, layer, partial(_layer, layer, after, acts))
+            replace_forward(undo, layer, partial(_layer, layer, after, choice))
         if getattr(config, "hidden_act", None) == "silu" and _is_gated(layer.mlp):
-            replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, acts))
+            replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, choice))
     for norm in filter(is_rms_norm, decoder.modules()):
-        replace_forward(undo, norm, partial(_norm, norm, acts))
+        replace_forward(undo, norm, partial(_norm, norm, choice))
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -57,38 +55,34 @@ def _is_gated(mlp: nn.Module) -> bool:
     return all(hasattr(mlp, name) for name in (*inward, "down_proj")) and not hasattr(mlp, "_hf_hook")
 
 
-def _function(name: str, backend: str) -> Callable[..., Any]:
-    """``rms_norm`` or ``swiglu``."""
-    return getattr(prefill, name) if backend == "native" else function(name, backend)
-
-
-def _norm(norm: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
-    backend = acts(x, norm.weight)
-    if backend is None or norm.weight.dtype != x.dtype:
+def _norm(norm: Any, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+    operations = choice(x, norm.weight)
+    if operations is None or norm.weight.dtype != x.dtype:
         return forward(x)
-    normed: Tensor = _function("rms_norm", backend)(x, norm.weight, norm.variance_epsilon)[0]
-    return normed
+    return operations.rms_norm(x, norm.weight, norm.variance_epsilon)[0]
 
 
-def _layer(layer: Any, after: Any, acts: Acts, forward: Callable[..., Any], hidden_states: Tensor, **rest: Any) -> Any:
+def _layer(
+    layer: Any, after: Any, choice: Choice, forward: Callable[..., Any], hidden_states: Tensor, **rest: Any
+) -> Any:
     """A decoder layer, whose first residual is added where its sum is normalised."""
-    if acts(hidden_states, after.weight) is None or layer.training or after.weight.dtype != hidden_states.dtype:
+    if choice(hidden_states, after.weight) is None or layer.training or after.weight.dtype != hidden_states.dtype:
         return forward(hidden_states, **rest)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
-    backend = acts(attended) or "reference"  # a gradient may begin in the attention, as of a pool that is trained
-    normed, total = _function("rms_norm", backend)(attended, after.weight, after.variance_epsilon, hidden_states)
+    operations = choice(attended) or REFERENCE  # a gradient may begin in the attention, as of a pool that is trained
+    normed, total = operations.rms_norm(attended, after.weight, after.variance_epsilon, hidden_states)
     return total + layer.mlp(normed)
 
 
-def _mlp(mlp: Any, acts: Acts, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _mlp(mlp: Any, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A gated MLP, its two inward products apart or in one matrix."""
-    if acts(x) is None:
+    if choice(x) is None:
         return forward(x)
     gate, up = (
         mlp.gate_up_proj(x).chunk(2, dim=-1) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj(x), mlp.up_proj(x))
     )
-    backend = acts(gate, up) or "reference"  # a gradient may begin in the products before
-    out: Tensor = mlp.down_proj(_function("swiglu", backend)(gate, up))
+    operations = choice(gate, up) or REFERENCE  # a gradient may begin in the products before
+    out: Tensor = mlp.down_proj(operations.swiglu(gate, up))
     return out
 
 

@@ -1,29 +1,18 @@
 """The one place where a backbone's attention is met.
 
-``attach(model)`` routes every attention call of ``model`` to a handler, while one is set, and lets everything else pass
-to the backbone's own attention. Meanwhile MLPs work in slices (``slices``), and elementwise work is fused where kernels act
-(``fused``). A handler is any object with
-
-    attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling) -> out_BQTD
-
-and gets q, k and v **before RoPE** (the rotary module answers cos = 1, sin = 0 meanwhile) when it says
-``wants_unrotated = True``. One whose ``backend`` is ``triton`` lets kernels do the backbone's elementwise work, one that is
-``native`` compiled calls on a CPU. The bounded cache is one handler, the training observer the other. This module knows neither.
-
-A cache of several texts also has ``begin(model, arguments)``, which gives the arguments of the decoder's forward, and
-``finish(hidden, ids)``, which is called after it (see ``cache.lanes``).
-
-A handler that says ``needs_logits = True`` also has ``blocks(tokens)`` and ``read(hidden, ids)``: a forward is then cut into
-its blocks, and after each of them ``read`` gets the final hidden states.
+``attach(model)`` routes every attention call of ``model`` to a handler (see ``handler``), while one is set, and lets everything
+else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``.
+Meanwhile MLPs work in slices (``slices``), and elementwise work is the handler's where it has operations for it (``fused``).
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -32,10 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from locret_kernels.native import prefill
-
 from .families import decoder_of, require_adapter, text_config
 from .fused import fuse
+from .handler import Handler, LayerOperations
 from .parallel import AllHeads, group_of
 from .releases import cache_among
 from .slices import slice_mlps
@@ -43,14 +31,6 @@ from .undo import Undo, replace_forward
 from .widened import widen
 
 NAME = "locret"
-
-
-class Handler(Protocol):
-    """Receiver of a backbone's attention calls."""
-
-    wants_unrotated: bool
-
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor: ...
 
 
 class _Active(threading.local):
@@ -107,72 +87,23 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def _refuse_padding(mask: object) -> None:
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask={shape}: a bounded cache is causal, it takes ones [batch, tokens] or none")
-    if mask is not None and mask.shape[1] > 1 and not bool(mask.all()):
-        raise ValueError(
-            f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes unpadded batches: "
-            "run prompts of different length one by one"
-        )
-
-
-def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
-    """New tokens must continue where the cache ends. Calling `generate` twice with the same text or with ``use_cache=False``
-    violates this, and so does a packed text."""
-    if not tokens or (isinstance(position_ids, Tensor) and not position_ids.numel()):
-        raise ValueError(f"no new tokens: this cache has seen {seen}, and generate takes those again before new ones")
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
-        return
-    places_T = torch.arange(seen, seen + tokens, device=position_ids.device)
-    if position_ids.shape[1] != tokens or not bool((position_ids == places_T).all()):
-        first, last = position_ids[0, 0].item(), position_ids[0, -1].item()
-        raise ValueError(
-            f"position_ids={first} to {last} must be {seen} to {seen + tokens - 1}, where this cache goes on: it takes one text, "
-            "in order and once; another one needs reset() or a new cache"
-        )
-
-
-def kernels_act(x: Tensor) -> bool:
-    """Whether the forward that runs now in this thread leaves elementwise work on ``x`` to kernels: on a card, where its
-    handler has them."""
-    handler = _ACTIVE.handler
-    return handler is not None and x.device.type != "cpu" and getattr(handler, "backend", "reference") != "reference"
-
-
-def _compiled(x: Tensor) -> bool:
-    """Whether the handler of the forward that runs now in this thread lets compiled calls work on ``x``, on a CPU."""
-    return type(x) is Tensor and x.device.type == "cpu" and getattr(_ACTIVE.handler, "native", False)
-
-
-def _differentiated(*xs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-
-
-def acts(x: Tensor, *others: Tensor) -> str | None:
-    """Name of what does elementwise work on ``x`` in the forward that runs now in this thread: kernels on a card, compiled calls
-    on a CPU for a handler that is ``native``, or None for the backbone itself, as where ``x`` or what it is computed with is
-    differentiated."""
-    if _differentiated(x, *others):
+def operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
+    """Operations of the forward that runs now in this thread for ``x`` and what it is computed with; None where the backbone's
+    own are used, as where one of the tensors is differentiated."""
+    handler, several = _ACTIVE.handler, (x, *others)
+    if handler is None or (torch.is_grad_enabled() and any(x.requires_grad for x in several)):
         return None
-    if kernels_act(x):
-        return "triton"
-    return "native" if _compiled(x) and x.dtype in prefill.DTYPES else None
+    return handler.operations(x)
 
 
 def unrotated(undo: Undo, rotary: Any) -> None:
-    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE, until ``undo``. Its own forward is
-    not called then: of LongRoPE it makes the host wait for the largest position, in every forward."""
+    """Let a rotary module answer no cos and no sin while a handler wants q and k before RoPE, until ``undo``: ``fused`` passes q
+    and k through then. Its own forward, which of LongRoPE makes the host wait for the largest position, is not called."""
 
-    def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
+    def answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
-            return forward(x, position_ids, *kind, **named)
-        if not _differentiated(x) and (kernels_act(x) or _compiled(x)):
-            return None, None  # `fused` passes q and k through
-        inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
-        cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
-        return cos_BTR, torch.zeros_like(cos_BTR)
+            return forward(*args, **named)
+        return None, None
 
     replace_forward(undo, rotary, answer)
 
@@ -225,8 +156,8 @@ class Attachment:
             undo.add(partial(model.set_attn_implementation, config._attn_implementation))
             model.set_attn_implementation(NAME)
             replace_forward(undo, decoder, self._forward)
-            fuse(undo, model, acts)
-            widen(undo, model, _compiled)
+            fuse(undo, model, operations)
+            widen(undo, model, operations)
             slice_mlps(undo, model)
             if hasattr(decoder, "rotary_emb"):
                 unrotated(undo, decoder.rotary_emb)
@@ -238,39 +169,26 @@ class Attachment:
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The decoder's ``forward``, with a handler set in this thread while it runs, whatever it raises."""
-        past: Any = cache_among(args, kwargs)
-        explicit = self._explicit.handler
-        handler: Any = (past if hasattr(past, "attend") else None) if explicit is None else explicit
+        cache = cache_among(args, kwargs)
+        handler = self._explicit.handler or (cache if isinstance(cache, Handler) else None)
         if handler is None:
             return _handled(None, forward, *args, **kwargs)
-        ids = args[0] if args else kwargs.get("input_ids")
-        several = explicit is None and hasattr(past, "begin")  # texts of different lengths
-        if several:
-            kwargs = past.begin(self.model, {**kwargs, "input_ids": ids})
-            args, ids = (), kwargs["input_ids"]
-        else:
-            _refuse_padding(kwargs.get("attention_mask"))
-        if explicit is None and not several:
-            past.bind(self.model)
-            new = kwargs.get("inputs_embeds") if ids is None else ids
-            if new is not None:
-                _refuse_other_places(past.get_seq_length(), new.shape[1], kwargs.get("position_ids"))
+        if args:
+            kwargs = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs}
+        kwargs = handler.begin(self.model, kwargs)
         if handler.wants_unrotated:
             require_adapter(text_config(self.model))
         if self._ranks is not None:
             handler = AllHeads(handler, self._ranks)
         detached = "detached while this forward ran: attach a model once, and detach it when no thread uses it"
         try:
-            if getattr(handler, "needs_logits", False):
-                output = _read_blocks(handler, forward, ids, kwargs)
-            else:
-                output = _handled(handler, forward, *args, **kwargs)
+            run = _read_blocks if handler.needs_logits else _handled
+            output = run(handler, forward, **kwargs)
         except Exception as error:
             if not self._undo:  # the rest of it was the backbone's own, to which no rotation was given
                 raise RuntimeError(detached) from error
             raise
-        if several:
-            past.finish(output.last_hidden_state, ids)
+        handler.finish(output.last_hidden_state, kwargs.get("input_ids"))
         if not self._undo:
             raise RuntimeError(detached)
         return output
@@ -295,8 +213,9 @@ class Attachment:
         self.detach()
 
 
-def _read_blocks(handler: Any, forward: Callable[..., Any], ids: Tensor | None, kwargs: dict[str, Any]) -> Any:
+def _read_blocks(handler: Handler, forward: Callable[..., Any], **kwargs: Any) -> Any:
     """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
+    ids = kwargs.get("input_ids")
     if ids is None:
         raise ValueError("this policy scores tokens by their probability: give input_ids, not inputs_embeds")
     per_token = {name: kwargs[name] for name in ("position_ids", "cache_position") if kwargs.get(name) is not None}

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .handler import Handler, LayerOperations
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -35,19 +37,27 @@ def group_of(model: Any) -> ProcessGroup | None:
     return found
 
 
-class AllHeads:
-    """A handler (see ``intercept``) that meets the heads of all ranks; the rest of it is as it was."""
+class AllHeads(Handler):
+    """A handler that meets the heads of all ranks; the rest of it is as it was."""
 
-    def __init__(self, handler: Any, group: ProcessGroup) -> None:
+    def __init__(self, handler: Handler, group: ProcessGroup) -> None:
         self.of, self._group = handler, group
+        self.wants_unrotated, self.needs_logits = handler.wants_unrotated, handler.needs_logits
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.of, name)
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        return self.of.operations(x)
+
+    def blocks(self, tokens: int) -> list[int]:
+        return self.of.blocks(tokens)
+
+    def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
+        self.of.read(hidden_BTE, ids_BT)
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output of this rank's query heads."""
         group = self._group
-        out: Tensor = self.of.attend(layer, *gathered((q_BQTD, k_BHTD, v_BHTD), group), scaling)
+        q_all, k_all, v_all = gathered((q_BQTD, k_BHTD, v_BHTD), group)
+        out = self.of.attend(layer, q_all, k_all, v_all, scaling)
         return out.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
 
 

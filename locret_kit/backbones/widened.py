@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .families import decoder_of, has_adapter, text_config
+from .handler import Choice
 from .undo import Undo, replace_forward
 
 FEWEST = 64
@@ -29,20 +30,19 @@ def lacks_bfloat16() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and not any(known)
 
 
-def widen(undo: Undo, model: PreTrainedModel, native: Callable[[Tensor], bool]) -> None:
-    """Widen the weights of a decoder's products of bfloat16 where compiled calls act (``native``) and that pays, until
-    ``undo``."""
+def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
+    """Let the products of a decoder in bfloat16 be those that ``choice`` gives, until ``undo``, on a processor where its own are
+    slow."""
     if model.dtype == torch.bfloat16 and has_adapter(text_config(model)) and lacks_bfloat16():
         for linear in decoder_of(model).layers.modules():
             plain = type(linear) is nn.Linear and type(linear.weight.data) is Tensor  # no codes of another library
             if plain and not hasattr(linear, "_hf_hook"):
-                replace_forward(undo, linear, partial(_forward, linear, native))
+                replace_forward(undo, linear, partial(_forward, linear, choice))
 
 
-def _forward(
-    linear: nn.Linear, native: Callable[[Tensor], bool], forward: Callable[[Tensor], Tensor], x: Tensor
-) -> Tensor:
-    return product(x, linear.weight, linear.bias) if native(x) else forward(x)
+def _forward(linear: nn.Linear, choice: Choice, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    operations = choice(x, linear.weight)
+    return forward(x) if operations is None else operations.linear(x, linear.weight, linear.bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..backbones.families import spec_of, text_config
+from ..backbones.handler import Arguments, Handler, LayerOperations
 from ..backbones.intercept import active_handler
 from ..heads import RetainingHeads, loaded
 from ..policies.grammar import composed_of, parse_policy
 from ..policies.methods.sirllm import token_entropy
 from ..policies.policy import Policy
 from ..settings import FIRST, INT32_MAX, RunSettings, read_protect
+from .arguments import check_arguments
 from .context import CacheCounters, Context, Pins
 from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
@@ -36,8 +38,11 @@ from .storage.make import make_layers
 from .storage.quantised import Scratch, check_storage
 from .storage.rows import BoundedLayer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-class BoundedCache(Cache):
+
+class BoundedCache(Cache, Handler):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
     Args:
@@ -142,8 +147,8 @@ class BoundedCache(Cache):
 
     @property
     def backend(self) -> str:
-        """Of ``locret_kernels``, once bound."""
-        return self.context.backend
+        """Name of the backend, once bound."""
+        return self.context.backend.name
 
     @property
     def asked_backend(self) -> str | None:
@@ -151,17 +156,12 @@ class BoundedCache(Cache):
         return self._asked.backend
 
     @property
-    def native(self) -> bool:
-        """Whether compiled calls may work on its chunks, as ``Context`` has it."""
-        return self.context.native
-
-    @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
         return replace(self.settings.run, backend=self._asked.backend)
 
     @property
-    def wants_unrotated(self) -> bool:
+    def wants_unrotated(self) -> bool:  # type: ignore[override]
         """Whether q and k come before RoPE."""
         return self.context.ropes is not None
 
@@ -174,6 +174,14 @@ class BoundedCache(Cache):
             )
 
     # ---- the handler ---------------------------------------------------------------------------------------------
+
+    def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
+        self.bind(model)
+        check_arguments(arguments, self.get_seq_length())
+        return arguments
+
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        return self.context.backend.operations(x)
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
@@ -204,7 +212,7 @@ class BoundedCache(Cache):
         return out
 
     @property
-    def needs_logits(self) -> bool:
+    def needs_logits(self) -> bool:  # type: ignore[override]
         """Whether ``read`` must be called after every forward, and no forward may cross a boundary."""
         return self.policy.needs_logits
 

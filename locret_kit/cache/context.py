@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from locret_kernels.backend import choose
-from locret_kernels.native import prefill
-
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
 from ..backbones.rope import Rope
 from ..policies.policy import Policy
 from ..settings import Resolved
+from .backend import Backend, backend_for
 from .geometry.positions import Positions
 from .geometry.rotation import RotationTables
 from .geometry.schedule import Schedule
@@ -45,7 +43,7 @@ class CacheCounters:
     dense_pairs: Annotated[int, Ge(0)] = 0
     """Those that dense attention computes in the same blocks; 0 where prefill was not sparse."""
     decoding: str = "dynamic"
-    """How tokens were decoded: "graph", "native" (one compiled call per token), or "dynamic" and why."""
+    """How tokens were decoded: "graph", "cpu" (one compiled call per token), or "dynamic" and why."""
 
     @property
     def computed_share(self) -> float | None:
@@ -82,11 +80,8 @@ class Context:
     """Running statistics that rows carry; the count of a slot follows from its position."""
     group: int
     """Query heads per key/value head whose own statistics rows carry after those of the group; 0 without."""
-    backend: str
-    """Of ``locret_kernels``."""
-    native: bool
-    """Whether compiled calls do the work on a chunk of a prompt where they take it (``locret_kernels.native.prefill``): on a
-    CPU, in its types, where no backend is asked for."""
+    backend: Backend
+    """Who computes."""
     model: Any
     spec: BackboneSpec
     tables: RotationTables
@@ -118,7 +113,7 @@ class Context:
         adapted = has_adapter(config)
         # Where the architecture is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if adapted else "original")
-        backend = choose(settings.backend, model.device, spec.head_dim, model.dtype)
+        backend = backend_for(settings.backend, model.device, spec.head_dim, model.dtype)
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", 0))
         if placed.span is not None or policy.needs_adapter:
             require_adapter(config)
@@ -152,17 +147,13 @@ class Context:
             policy=policy.at(schedule.budget),
             schedule=schedule,
             heads=heads,
-            settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend}),
+            settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend.name}),
             positions=placed,
             ropes=ropes_of(model, span) if adapted else None,
             budgets=budgets,
             statistics=tuple(sorted(policy.statistics - {"count"})),
             group=spec.n_heads // spec.n_kv_heads if policy.by_query_head else 0,
             backend=backend,
-            native=settings.backend is None
-            and model.device.type == "cpu"
-            and model.dtype in prefill.DTYPES
-            and prefill.ready(),
             model=model,
             spec=spec,
             tables=RotationTables(),

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..backbones.handler import Arguments, Handler, LayerOperations
 from ..heads import RetainingHeads, loaded
 from ..policies.base import Entry
 from ..settings import RunSettings
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
 
     from ..policies.policy import Policy
 
-Arguments = dict[str, Any]
-"""Arguments of the decoder's forward."""
 Span = tuple[int, int, int]
 """Row of a forward, and the first and the last but one of a text's new tokens in it."""
 
 
-class Lanes(Cache):
+class Lanes(Cache, Handler):
     """Handler of forwards with several texts. ``spans`` says where the new tokens of each stand."""
 
     def __init__(self) -> None:
@@ -46,23 +45,12 @@ class Lanes(Cache):
         return False
 
     @property
-    def backend(self) -> str:
-        """Of ``locret_kernels``."""
-        return self.lanes[0].backend
-
-    @property
-    def native(self) -> bool:
-        """Whether compiled calls may work on chunks."""
-        return all(lane.native for lane in self.lanes)
-
-    @property
-    def wants_unrotated(self) -> bool:
+    def wants_unrotated(self) -> bool:  # type: ignore[override]
         """Whether q and k come before RoPE."""
         return self.lanes[0].wants_unrotated
 
-    def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
-        """Make ready for a forward with these arguments of the decoder; the arguments with which it runs."""
-        raise NotImplementedError
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        return self.lanes[0].operations(x)
 
     def _texts(self) -> Iterator[tuple[BoundedCache, int, slice]]:
         """Every text that has new tokens: its cache, its row, and where they stand."""
@@ -100,7 +88,16 @@ class Lanes(Cache):
         alike = all(lane.policy.score == score and lane.heads is heads for lane in self.lanes)
         if not (score.per_token and alike and ctx.spec.windows[layer] is None):
             return None
-        entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, heads[layer] if heads is not None else None, ctx.settings.seed)
+        entry = Entry(
+            layer,
+            0,
+            q_BQTD,
+            k_BHTD,
+            v_BHTD,
+            heads[layer] if heads is not None else None,
+            ctx.settings.seed,
+            linear=ctx.backend.linear,
+        )
         return score.score_new_tokens(entry)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:

@@ -7,11 +7,9 @@ import time
 import torch
 from torch import Tensor
 
-from locret_kernels.backend import function
 from locret_kernels.sparse_attend import Blocks
 
 from ..policies.base import Sparse
-from .attention import attend_rows
 from .context import Context
 
 
@@ -33,8 +31,8 @@ def attend_chosen(
     ctx.counters.dense_pairs += dense
     ctx.counters.select_s += time.perf_counter() - began
     if computed == dense:  # a short context, of which a pattern leaves nothing out
-        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, None, ctx.backend)
-    return function("sparse_attend", ctx.backend)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
+        return ctx.backend.attend(q_BQTD, k_BHSD, v_BHSD, scaling)[0]
+    return ctx.backend.attend_blocks(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
 
 
 def pairs_of(blocks: Blocks, tokens: int, rows: int) -> tuple[int, int]:

@@ -7,21 +7,20 @@ the row of the new token and the lengths of heads are numbers on the device (``F
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from locret_kernels.attend import ChunkRotation
 from locret_kernels.backend import function
-from locret_kernels.column_stats.reference import attend_and_count
-from locret_kernels.native import prefill
 
-from ..backbones.rope import rotate, rotate_lean
+from ..backbones.rope import rotate
 from ..policies.base import Entry, Merge, PrefillMask, Slots
 from . import recall
-from .attention import attend_heads, attend_rows, attend_rows_lse, varlen_operator
+from .attention import attend_heads
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
 from .sparse import attend_chosen
@@ -95,8 +94,8 @@ def read_block(
         score_BHT = _entry_scores(ctx, layer, rows, seen, q, k, v)
     rows.remember(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
-        turned, (cos, sin) = function("rotate_rows", ctx.backend), ctx.tables.between(rope, seen, q.shape[2], q)
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        cos, sin = ctx.tables.between(rope, seen, q.shape[2], q)
+        q, k = ctx.backend.rotate(q, cos, sin), ctx.backend.rotate(k, cos, sin)
     if fixed is not None:
         rows.put(fixed.row_1, k, v, score_BHT, fixed.position)
         rows.count(1)
@@ -115,7 +114,7 @@ def read_block(
         now = None if not span else torch.full((), rows.seen, device=q.device) if fixed is None else fixed.seen + 1
         turn = RowRotation(*ctx.tables.upto(rope, max(span, flat.longest), q), span, now)
     statistics = ctx.statistics if rows.window is None else ()
-    return decode_rows(q, flat, rows.scaling, ctx.backend, statistics, turn, ctx.group)
+    return decode_rows(q, flat, rows.scaling, ctx.backend.name, statistics, turn, ctx.group)
 
 
 def _entry_scores(
@@ -136,6 +135,7 @@ def _entry_scores(
             seed=ctx.settings.seed,
             rope=ctx.ropes[layer] if ctx.ropes is not None else None,
             state=rows.state,
+            linear=ctx.backend.linear,
         )
         score_BHT = ctx.policy.score.score_new_tokens(entry)
     if score_BHT is None:
@@ -147,11 +147,8 @@ def _entry_scores(
 def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: int) -> Tensor:
     """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length, or one for heads of
     different lengths where PyTorch has it."""
-    in_one = (
-        isinstance(rows, RaggedLayer) and ctx.backend != "reference" and not rows.statistics and not ctx.policy.sparse
-    )
-    if in_one and _mask(ctx, rows) is None and varlen_operator(q.device, q.dtype, q.shape[-1]) is not None:
-        assert isinstance(rows, RaggedLayer)
+    plain = not rows.statistics and not ctx.policy.sparse and _mask(ctx, rows) is None
+    if plain and isinstance(rows, RaggedLayer) and ctx.backend.attends_ragged(q):
         return _attend_ragged(ctx, layer, rows, q)
     out = []
     for part in rows.parts():
@@ -176,7 +173,7 @@ def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Te
         if not ctx.positions.by_rank:
             place_PT = ctx.positions.place(place_PT, rows.positions[starts_P[:, None] + place_PT], rows.seen)
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
-        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend)
+        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
         keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
         q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
     return attend_heads(q, keys, values, starts_P, lengths_P, rows.longest, rows.scaling)
@@ -185,14 +182,12 @@ def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Te
 def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
     """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, unless the policy's
     prefill mask hides some of them."""
-    T, seen, rope = q.shape[2], None, ctx.read_rope(layer, rows)
+    T, seen, rotation = q.shape[2], None, None
     if (mask := _mask(ctx, rows)) is not None:
         seen = mask.visible(part.keys.shape[2], rows.since_eviction)
     keys, values = _picked(part.keys, seen), _picked(part.values, seen)
-    n, G, turn, sparse = keys.shape[2], ctx.group, None, ctx.policy.sparse
-    whole = T > 1 and rows.window is None and sparse is None and part.bias is None
-    native = ctx.native and whole and prefill.attends(q, keys, values)
-    if rope is not None:
+    if (rope := ctx.read_rope(layer, rows)) is not None:
+        n = keys.shape[2]
         if ctx.positions.by_rank:
             cos, sin = ctx.tables.first(rope, n, q, rows.ragged)
             newest = cos[-T:], sin[-T:]
@@ -201,37 +196,18 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
             at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
             cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
             newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
-        # A decoded token reads all rows for one query: on a CPU most of its time is this rotation.
-        lean = T == 1 and q.device.type == "cpu"
-        turned: Callable[..., Tensor] = rotate_lean if lean else function("rotate_rows", ctx.backend)
-        if native and cos.dim() == 2:
-            turn = prefill.Turn(cos, sin, *newest)
-        else:
-            keys, q = turned(keys, cos, sin), turned(q, *newest)
-    if sparse is not None and T > 1 and rows.window is None:
-        return attend_chosen(ctx, layer, sparse, part.heads, q, keys, values, rows.scaling)
-    # Each row's statistic [b, h, S] sums over the group and the block's queries: first the whole group's, then that of each of
-    # its query heads by itself.
+        rotation = ChunkRotation(cos, sin, *newest)
+    if ctx.policy.sparse is not None and T > 1 and rows.window is None:
+        q, keys = ctx.backend.rotated(q, keys, rotation)
+        return attend_chosen(ctx, layer, ctx.policy.sparse, part.heads, q, keys, values, rows.scaling)
     want = frozenset(ctx.statistics if len(part.stats) else ())
-    if native:
-        out, counted = prefill.attend(q, keys, values, rows.scaling, want=want, by_head=G > 0, turn=turn)
-    # Statistics need the log-sum-exp of every query; without them plain attention is faster.
-    elif not want:
-        bias = None if part.bias is None else _picked(part.bias, seen)
-        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend, bias)
-    elif ctx.backend == "reference" and q.device.type == "cpu":
-        out, counted = attend_and_count(q, keys, values, rows.scaling, want=want, by_head=G > 0)
-    else:
-        out, lse = attend_rows_lse(q, keys, values, rows.scaling, ctx.backend)
-        began, column_stats = time.perf_counter(), function("column_stats", ctx.backend)
-        heads = [slice(None), *(slice(g, None, G) for g in range(G))]
-        counted = [column_stats(q[:, own], keys, rows.scaling, lse[:, own], want=want) for own in heads]
-        ctx.counters.score_s += time.perf_counter() - began
-    if not want:
-        return out
-    for made, stats in zip(counted, part.stats.unflatten(0, (1 + G, -1)), strict=True):
-        for stat, name in zip(stats, ctx.statistics, strict=True):
-            _add_picked(stat, getattr(made, name), seen)
+    out, counted = ctx.backend.attend(
+        q, keys, values, rows.scaling, window=rows.window, want=want, by_head=ctx.group > 0, rotation=rotation
+    )
+    if want:  # each row's statistic [b, h, S] sums over the group and the block's queries
+        for made, stats in zip(counted, part.stats.unflatten(0, (1 + ctx.group, -1)), strict=True):
+            for stat, name in zip(stats, ctx.statistics, strict=True):
+                _add_picked(stat, getattr(made, name), seen)
     return out
 
 

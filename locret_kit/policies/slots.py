@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..backbones.handler import Linear
 
 if TYPE_CHECKING:
     from ..backbones.rope import Rope
@@ -37,6 +40,8 @@ class Entry:
     """The layer's ``Rope``; None where the architecture has no adapter."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
+    linear: Linear = F.linear
+    """Who computes the products of a retaining head."""
 
 
 def _nothing() -> Tensor:

@@ -19,7 +19,7 @@ from ..backbones.intercept import attached
 from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
-from .native import NativeDecoder, native_decoder
+from .cpu_decoder import CpuDecoder, cpu_decoder
 from .session import Chooser, Sampling, stop_ids
 from .turns import Turns
 
@@ -148,7 +148,7 @@ class Batch:
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
         self._forwards = 0
-        self._native = native_decoder(model)
+        self._native = cpu_decoder(model)
 
     def add(self, request: Request) -> Text:
         """A text that is answered from one of the next steps on.
@@ -240,7 +240,7 @@ class Batch:
 
     def _decode(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
         """Logits ``[texts, V]`` after a token of each text."""
-        assert isinstance(self._native, NativeDecoder)
+        assert isinstance(self._native, CpuDecoder)
         return self._native(caches, [token for (token,) in pieces])
 
     def _admit(self) -> list[Text]:

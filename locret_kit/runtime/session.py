@@ -23,7 +23,7 @@ from ..backbones.intercept import attached
 from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
-from .native import native_decoder
+from .cpu_decoder import cpu_decoder
 from .report import Report
 from .static import StaticDecoder, reason_against
 
@@ -146,7 +146,7 @@ def decode(
     """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``.
 
     ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; not the default before it has run on
-    a GPU. On a CPU one compiled call makes a token, where it can (see ``native``) and ``backend`` is not given.
+    a GPU. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``cpu_decoder``).
     ``cache.counters.decoding`` says what was done.
 
     Raises:
@@ -203,14 +203,14 @@ def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) ->
 
 def _on_cpu(model: PreTrainedModel, cache: BoundedCache, dynamic: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
     """One call a token, and the plain forward wherever that cannot be."""
-    native = native_decoder(model)
-    reason = native if isinstance(native, str) else native.reason_against(cache)
-    cache.counters.decoding = "native" if reason is None else f"dynamic: {reason}"
-    if isinstance(native, str) or reason is not None:
+    decoder = cpu_decoder(model)
+    reason = decoder if isinstance(decoder, str) else decoder.reason_against(cache)
+    cache.counters.decoding = "cpu" if reason is None else f"dynamic: {reason}"
+    if isinstance(decoder, str) or reason is not None:
         return dynamic
 
     def step(token: int) -> Tensor:
-        return native([cache], [token])[0] if native.takes(cache) else dynamic(token)
+        return decoder([cache], [token])[0] if decoder.takes(cache) else dynamic(token)
 
     return step
 

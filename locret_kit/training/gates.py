@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..backbones.handler import Handler
 from ..backbones.rope import Rope, rotate
 from ..cache.attention import attend_rows, attend_text
 from ..heads import RetainingHeads
@@ -98,7 +99,7 @@ def drawn_eviction(
     return Eviction((0, *starts, last, tokens), max(1, budget - recent), recent, temperature)
 
 
-class Gated:
+class Gated(Handler):
     """Attention in which a chunk sees the slots before it through gates, and itself whole.
 
     For each chunk a head's gates sum to ``keep`` over the history without its ``newest`` slots, and multiply what the slots

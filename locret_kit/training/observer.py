@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backbones.handler import Handler
 from ..backbones.rope import Rope, rotate
 from ..cache.attention import attend_text
 from ..cis import cis_loss, cis_target, top_recall
@@ -34,7 +35,7 @@ class LayerFigures:
         return {name: torch.stack(getattr(self, name)).mean() for name in ("regression", "smooth", "recall")}
 
 
-class Observer:
+class Observer(Handler):
     """Sees every attention call of a plain forward; calls ``backward(loss)`` once per layer.
 
     Layers with a window keep no head loss: their cache is their window.
@@ -131,7 +132,7 @@ class Observer:
         )
 
 
-class Together:
+class Together(Handler):
     """Samples in one forward, those of different length padded on the right, and for each of them one observer or several.
 
     Attention is causal, so no token sees the padding after it, and an observer is handed its sample's own tokens alone. The

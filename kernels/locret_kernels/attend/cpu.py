@@ -1,7 +1,7 @@
-"""Attention of a chunk and what its weights add up to, in one call (``cpu.cpp``): as ``reference.py`` to the rounding of float32.
+"""Attention of a chunk and what its weights add up to, in one call (``cpu.cpp``): as ``reference.py`` but for rounding.
 
-Each weight is computed once, for the output and for what is summed over it, and rows are rotated as they are read. Keys and values
-of bfloat16 are read as they are; weights and sums are of float32.
+Each weight is computed once, for the output and for what is summed over it, and rows are rotated as they are read. Keys and
+values of bfloat16 are read as they are; weights and sums are of float32.
 """
 
 from __future__ import annotations

@@ -114,9 +114,7 @@ def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     out = torch.empty(B, Q, T, dtype=dtype, device=q_BQTD.device)
     for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
-        out[b, h * G : (h + 1) * G, start : start + logit_GTN.shape[1]] = causal(logit_GTN, float("-inf")).logsumexp(
-            -1
-        )
+        out[b, h * G : (h + 1) * G, start : start + logit_GTN.shape[1]] = causal(logit_GTN, float("-inf")).logsumexp(-1)
     return out
 
 

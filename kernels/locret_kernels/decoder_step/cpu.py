@@ -47,6 +47,7 @@ ROWS = np.dtype(
     )]
 )  # fmt: skip
 
+
 @cache
 def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
     """The compiled step for weights of a type and heads of so many channels.

@@ -1,5 +1,4 @@
-"""Normalisation with the residual, and the gated activation, each in one call (``cpu.cpp``); ``reference.py`` defines them. Of float32
-and bfloat16."""
+"""Normalisation with the residual, and the gated activation, each in one call (``cpu.cpp``), of float32 and bfloat16."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows in few bits that compiled calls read and quantise while a prompt is read on a CPU (``quantise.cpp``): of one text, with as
-many rows for every head."""
+"""Rows in few bits that compiled calls (``locret_kernels.quantise``) read and quantise while a prompt is read on a CPU: of one
+text, with as many rows for every head."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locret_kernels import native
+from locret_kernels import cpp
 from locret_kernels.hadamard import hadamard
+from locret_kernels.quantise import cpu as quantiser
 
 from .groups import pairs_of
 from .quantised import QuantisedLayer
@@ -17,11 +18,11 @@ from .quantised import QuantisedLayer
 def fits(rows: QuantisedLayer) -> bool:
     """Whether the calls take a layer: heads of equal length, of one text, and keys as wide as values."""
     alike = rows.B == 1 and rows.key_size == rows.value_size and not rows.ragged
-    return alike and rows.group.dtype == torch.int16 and rows.device.type == "cpu" and rows.dtype in native.TYPES
+    return alike and rows.group.dtype == torch.int16 and rows.device.type == "cpu" and rows.dtype in cpp.TYPES
 
 
 def describe(at: np.ndarray, rows: QuantisedLayer, keys_HRD: Tensor, values_HRD: Tensor) -> None:
-    """Write sizes and addresses of a layer into an element of ``native.GROUP``.
+    """Write sizes and addresses of a layer into an element of ``quantiser.GROUP``.
 
     Args:
         keys_HRD: those of the tail, and so are the values; contiguous.
@@ -30,12 +31,12 @@ def describe(at: np.ndarray, rows: QuantisedLayer, keys_HRD: Tensor, values_HRD:
         rows.key_codes, rows.value_codes, rows.group, rows.key_step, rows.key_zero, rows.value_step, rows.value_zero, keys_HRD,
         values_HRD, hadamard(rows.value_size, rows.device),
     )  # fmt: skip
-    for name, x in zip(native.GROUP.names or (), tensors, strict=False):
+    for name, x in zip(quantiser.GROUP.names or (), tensors, strict=False):
         at[name] = x.data_ptr()
     at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, rows.key_size
     at["bits"], at["groups"], at["value_group"] = rows.bits, rows.key_step.shape[2], rows.value_group
     at["tail"], at["tail_room"] = rows.tail, keys_HRD.shape[1]
-    at["full"], at["pairs"], at["type"] = rows.group_rows, pairs_of(rows.capacity), native.TYPES[rows.dtype]
+    at["full"], at["pairs"], at["type"] = rows.group_rows, pairs_of(rows.capacity), cpp.TYPES[rows.dtype]
 
 
 class CompiledLayer(QuantisedLayer):
@@ -47,7 +48,7 @@ class CompiledLayer(QuantisedLayer):
             super()._open(values=values)
             return
         self.scratch.lend(self)
-        native.load_quantiser().locret_open(self._described().ctypes.data, values, torch.get_num_threads())
+        quantiser.load().locret_open(self._described().ctypes.data, values, torch.get_num_threads())
         self.scratch.complete = values
 
     def _quantise(self, ready: int) -> None:
@@ -56,11 +57,11 @@ class CompiledLayer(QuantisedLayer):
             return
         at = self._described()
         at["ready"] = ready
-        native.load_quantiser().locret_quantise(at.ctypes.data, 1, torch.get_num_threads())
+        quantiser.load().locret_quantise(at.ctypes.data, 1, torch.get_num_threads())
 
     def _described(self) -> np.ndarray:
         """The layer with the scratch beside it, as the calls read it."""
-        at = np.zeros(1, native.GROUP)
+        at = np.zeros(1, quantiser.GROUP)
         describe(at[0], self, self.tail_keys[0], self.tail_values[0])
         at["keys"], at["values"] = self.scratch.keys.data_ptr(), self.scratch.values.data_ptr()
         at["room"] = self.scratch.keys.shape[2]

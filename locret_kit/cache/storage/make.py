@@ -32,7 +32,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
                 views = policy.recall.count(ctx.spec.n_heads // ctx.spec.n_kv_heads)
                 size, representatives = policy.recall.size, policy.recall.representatives
                 rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
-        rows.backend = ctx.backend
+        rows.backend = ctx.backend.name
         layers.append(rows)
     return layers
 
@@ -59,7 +59,9 @@ def _store(
     if bits == FLOAT8:
         return Float8Layer(capacity, None, statistics, recent)
     if bits is not None:
-        stored = RaggedQuantisedLayer if policy.ragged else CompiledLayer if ctx.native else QuantisedLayer
+        stored = (
+            RaggedQuantisedLayer if policy.ragged else CompiledLayer if ctx.backend.name == "cpu" else QuantisedLayer
+        )
         return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
     make = RaggedLayer if policy.ragged else BoundedLayer
     merges = policy.merge is not None and policy.merge.remembers

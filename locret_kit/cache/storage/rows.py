@@ -224,7 +224,7 @@ class BoundedLayer(CacheLayerMixin):
     def reads_flat(self) -> bool:
         """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, which add
         nothing to logits. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
-        return self.backend != "reference" and not self.centroids
+        return self.backend == "triton" and not self.centroids
 
     def flat(self) -> VarlenRows:
         """The rows as they lie, of all heads together."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from locret_kernels.backend import choose, function
 
+from ...backbones.handler import Handler
 from ...backbones.intercept import attach
 from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
@@ -69,7 +70,7 @@ def most_attention(q_BQTD: Tensor, k_BHND: Tensor, sinks: int, scaling: float) -
     return column_max(q_BQTD, k_BHND, sees_T, scaling, log_prob=True)[..., sinks : N - T].exp()
 
 
-class Repetition:
+class Repetition(Handler):
     """Handler of one request: full attention through the cache, whose slots ``start`` to ``stop`` are scored meanwhile."""
 
     def __init__(self, cache: BoundedCache, start: int, stop: int) -> None:

@@ -40,7 +40,7 @@ class Cis(Score):
     def score_new_tokens(self, entry: Entry) -> Tensor:
         if entry.head is None:
             raise ValueError("score=cis needs retaining heads")
-        score_BHT = entry.head(entry.q, entry.k, entry.v)
+        score_BHT = entry.head(entry.q, entry.k, entry.v, entry.linear)
         if not self.decay:
             return score_BHT
         return score_BHT + self.decay * (entry.position + torch.arange(score_BHT.shape[-1], device=score_BHT.device))

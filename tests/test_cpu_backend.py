@@ -8,14 +8,18 @@ import torch
 from policy_runs import held
 from tiny_models import tiny_model
 
+from locret_kernels.attend import ChunkRotation
+from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.fused import cpu as fused_cpu
 from locret_kernels.fused.reference import rms_norm, swiglu
-from locret_kernels.native import load_prefill, load_quantiser, prefill
+from locret_kernels.quantise import cpu as quantise_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import widened
 from locret_kit.backbones.rope import Rope
 from locret_kit.backbones.undo import Undo
+from locret_kit.cache.backend import CpuBackend, runs_on_cpu
 from locret_kit.cache.storage.compiled import CompiledLayer
 from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
 from locret_kit.runtime import session
@@ -50,12 +54,12 @@ def test_attention_and_its_statistics(shape, turned):
     turn, q_turned, k_turned = None, q.double(), k.double()
     if turned:
         tables = Rope(0.1 ** torch.arange(D // 4)).tables(torch.arange(S), torch.float32)  # a half is rotated
-        turn = prefill.Turn(*tables, *(x[-T:] for x in tables))
+        turn = ChunkRotation(*tables, *(x[-T:] for x in tables))
         cos, sin = (x.double() for x in tables)
         q_turned, k_turned = rotate_rows(q_turned, cos[-T:], sin[-T:]), rotate_rows(k_turned, cos, sin)
     p = weights(q_turned, k_turned, 0.2)
-    assert prefill.attends(q, k, v)
-    out, counted = prefill.attend(q, k, v, 0.2, want=WANT, by_head=True, turn=turn)
+    assert attend_cpu.takes(q, k, v)
+    out, counted = attend_cpu.attend_and_count(q, k, v, 0.2, want=WANT, by_head=True, rotation=turn)
     torch.testing.assert_close(out.double(), (p @ v.double()[:, :, None]).flatten(1, 2), rtol=1e-5, atol=1e-5)
     seen = torch.arange(S - T + 1, S + 1)[:, None]
     for a, mine in zip([p.mean(2), *p.unbind(2)], counted, strict=True):
@@ -64,20 +68,20 @@ def test_attention_and_its_statistics(shape, turned):
         bound = (1 + MARGIN) / seen
         near = ((a - bound).abs() < 1e-5 * bound).sum(2)
         assert ((mine.above - (a > bound).sum(2)).abs() <= near).all()
-    alone, (sums,) = prefill.attend(q, k, v, 0.2, want=frozenset({"sum"}), turn=turn)
+    alone, (sums,) = attend_cpu.attend_and_count(q, k, v, 0.2, want=frozenset({"sum"}), rotation=turn)
     assert torch.equal(alone, out) and torch.equal(sums.sum, counted[0].sum) and sums.square is None
 
 
 def test_equal_weights_are_not_above_average():
     q, k, v = torch.zeros(1, 2, 40, 16), torch.zeros(1, 1, 90, 16), torch.ones(1, 1, 90, 16)
-    out, (stats,) = prefill.attend(q, k, v, 1.0, want=WANT)
+    out, (stats,) = attend_cpu.attend_and_count(q, k, v, 1.0, want=WANT)
     torch.testing.assert_close(out, torch.ones_like(out))
     assert not stats.above.any()
 
 
 def test_bfloat16_is_read_as_it_is():
     q, k, v = (x.bfloat16() for x in drawn(*SHAPES[0]))
-    out, _ = prefill.attend(q, k, v, 0.2)
+    out, _ = attend_cpu.attend_and_count(q, k, v, 0.2)
     assert out.dtype == torch.bfloat16
     exact = (weights(q, k, 0.2) @ v.double()[:, :, None]).flatten(1, 2)
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=2**-9)
@@ -85,26 +89,26 @@ def test_bfloat16_is_read_as_it_is():
 
 def test_a_query_is_the_same_in_any_piece_and_by_any_threads():
     q, k, v = drawn(*SHAPES[0])
-    out, (stats,) = prefill.attend(q, k, v, 0.2, want=WANT)
+    out, (stats,) = attend_cpu.attend_and_count(q, k, v, 0.2, want=WANT)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        other, (same,) = prefill.attend(q, k, v, 0.2, want=WANT)
+        other, (same,) = attend_cpu.attend_and_count(q, k, v, 0.2, want=WANT)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(other, out) and all(torch.equal(getattr(same, name), getattr(stats, name)) for name in WANT)
-    assert torch.equal(prefill.attend(q[:, :, -7:], k, v, 0.2)[0], out[:, :, -7:])
+    assert torch.equal(attend_cpu.attend_and_count(q[:, :, -7:], k, v, 0.2)[0], out[:, :, -7:])
 
 
 def test_what_it_does_not_take():
     q, k, v = drawn(*SHAPES[0])
-    assert not prefill.attends(q.double(), k.double(), v.double()) and not prefill.attends(q, k, v[..., :32])
-    assert not prefill.attends(q[..., :24], k[..., :24], v[..., :24]) and not prefill.attends(
+    assert not attend_cpu.takes(q.double(), k.double(), v.double()) and not attend_cpu.takes(q, k, v[..., :32])
+    assert not attend_cpu.takes(q[..., :24], k[..., :24], v[..., :24]) and not attend_cpu.takes(
         q.half(), k.half(), v.half()
     )
-    assert not prefill.attends(q.clone().requires_grad_(), k, v)
-    rows = random(1, 1, 1, 16).expand(1, 1, prefill.MOST_ROWS + 1, 16)
-    assert not prefill.attends(rows[:, :, :2], rows, rows)
+    assert not attend_cpu.takes(q.clone().requires_grad_(), k, v)
+    rows = random(1, 1, 1, 16).expand(1, 1, attend_cpu.MAX_ROWS + 1, 16)
+    assert not attend_cpu.takes(rows[:, :, :2], rows, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,7 +118,7 @@ def test_norms(shape, residual, dtype):
     x, weight, other = (random(*size, seed=seed).to(dtype) for seed, size in enumerate((shape, shape[-1:], shape)))
     other = other if residual else None
     exact, summed = rms_norm(x, weight, 1e-5, other)
-    mine, total = prefill.rms_norm(x, weight, 1e-5, other)
+    mine, total = fused_cpu.rms_norm(x, weight, 1e-5, other)
     rounding = 1e-5 if dtype == torch.float32 else 2**-8  # a sum in another order, rounded to the next number
     torch.testing.assert_close(mine, exact, rtol=rounding, atol=1e-6)
     assert torch.equal(total, summed)
@@ -125,7 +129,7 @@ def test_gates_apart_or_side_by_side(dtype):
     both = 5 * random(2, 7, 100).to(dtype)
     for gate, up in (both.chunk(2, -1), [x.contiguous() for x in both.chunk(2, -1)]):
         rounding = 1e-5 if dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(prefill.swiglu(gate, up), swiglu(gate, up), rtol=rounding, atol=1e-6)
+        torch.testing.assert_close(fused_cpu.swiglu(gate, up), swiglu(gate, up), rtol=rounding, atol=1e-6)
 
 
 # ---- rows in few bits -------------------------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ def test_a_prompt_read_so(policy, bits, dtype):
               for positions in ("compact", "original") for plain in ({}, {"backend": "reference"})]  # fmt: skip
     with attach(model), torch.inference_mode():
         logits = [session.prefill(model, ids, cache) for cache in caches]
-    assert [cache.native for cache in caches] == [True, False, True, False]
+    assert [cache.backend for cache in caches] == ["cpu", "reference"] * 2
     for n in (0, 2):
         assert held(caches[n]) == held(caches[n + 1])
         far = float((logits[n] - logits[n + 1]).norm() / logits[n + 1].norm())
@@ -207,7 +211,7 @@ def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, d
 
 def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    calls = (load_prefill, load_quantiser, prefill.ready)
+    calls = (attend_cpu.load, fused_cpu.load, quantise_cpu.load, runs_on_cpu)
     for call in calls:
         call.cache_clear()
     model, ids = tiny_model("llama", head_dim=16), list(range(2, 90))
@@ -220,7 +224,7 @@ def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     finally:
         for call in calls:
             call.cache_clear()
-    assert torch.equal(mine, plain) and not caches[0].native
+    assert torch.equal(mine, plain) and caches[0].backend == "reference"
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
 
 
@@ -233,7 +237,7 @@ def test_products_of_bfloat16_are_rounded_once(monkeypatch):
     linear.bias.normal_(generator=torch.Generator().manual_seed(0))
     own = linear(x)
     undo = Undo()
-    widened.widen(undo, model, lambda x: True)
+    widened.widen(undo, model, lambda x, *others: CpuBackend().operations(x))
     mine, few = linear(x), linear(x[:, :9])
     undo.run()
     exact = x.double() @ linear.weight.double().T + linear.bias.double()

@@ -8,10 +8,10 @@ import torch
 from policy_runs import LENGTH, backbone, held, make, tokens
 from tiny_models import tiny_model
 
-from locret_kernels.native import load
+from locret_kernels.decoder_step.cpu import load
 from locret_kit import BoundedCache, attach
 from locret_kit.runtime.batch import Batch, Request
-from locret_kit.runtime.native import NativeDecoder, _say_once, native_decoder
+from locret_kit.runtime.cpu_decoder import CpuDecoder, _say_once, cpu_decoder
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 STEPS = 40
@@ -24,15 +24,15 @@ def forward(model, cache, token: int):
     return model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
 
 
-def decoded(model, cache, ids, native: NativeDecoder | None, steps: int = STEPS):
+def decoded(model, cache, ids, decoder: CpuDecoder | None, steps: int = STEPS):
     """Logits behind the prompt and behind each token, and how many tokens the call took."""
     out, taken = [prefill(model, ids, cache)], 0
     new = [token for token in range(2, 97) if token not in ids]
     for n in range(steps):
         token = new[37 * n % len(new)]
-        if native is not None and native.takes(cache):
+        if decoder is not None and decoder.takes(cache):
             taken += 1
-            out.append(native([cache], [token])[0])
+            out.append(decoder([cache], [token])[0])
         else:
             out.append(forward(model, cache, token))
     return torch.stack(out), taken
@@ -56,10 +56,10 @@ def alike(mine: BoundedCache, theirs: BoundedCache, tolerance: float) -> None:
 
 def same(model, caches, ids, tolerance: float = 3e-6) -> int:
     with attach(model), torch.inference_mode():
-        native = NativeDecoder(model)
+        decoder = CpuDecoder(model)
         caches[0].bind(model)
-        assert native.reason_against(caches[0]) is None
-        mine, taken = decoded(model, caches[0], ids, native)
+        assert decoder.reason_against(caches[0]) is None
+        mine, taken = decoded(model, caches[0], ids, decoder)
         theirs, _ = decoded(model, caches[1], ids, None)
     assert torch.equal(mine.argmax(-1), theirs.argmax(-1)) and len(set(mine.argmax(-1).tolist())) > 3
     torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
@@ -111,35 +111,35 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
             with monkeypatch.context() as patch:
                 if not halved:
                     patch.setattr(torch, "equal", lambda *_: False)
-                native = NativeDecoder(model)
-            assert native._own[0][0][3] == native._head[3] == halved
+                decoder = CpuDecoder(model)
+            assert decoder._own[0][0][3] == decoder._head[3] == halved
             numbers = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
-            assert native.weight_bytes() == numbers * (2 if halved else 4)
+            assert decoder.weight_bytes() == numbers * (2 if halved else 4)
             cache = make("streaming")
             prefill(model, tokens(), cache)
-            said.append(torch.stack([native([cache], [token])[0] for token in tokens(5, seed=1)]))
+            said.append(torch.stack([decoder([cache], [token])[0] for token in tokens(5, seed=1)]))
     assert torch.equal(*said)
 
 
 def test_weights_that_change_are_noticed():
     model = tiny_model("llama").double()
-    first = native_decoder(model)
-    assert native_decoder(model) is first
+    first = cpu_decoder(model)
+    assert cpu_decoder(model) is first
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
-    assert native_decoder(model) is not first
+    assert cpu_decoder(model) is not first
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_the_plain_forward():
     """Its sums are of float32, so it rounds less often."""
     model, exact = tiny_model("llama").bfloat16(), tiny_model("llama").bfloat16().double()
     ids, out = tokens(), []
-    for one, native in ((model, True), (model, False), (exact, False)):
+    for one, decoder in ((model, True), (model, False), (exact, False)):
         cache = BoundedCache(24, "streaming", chunk=13, prompt_length=LENGTH)
         with attach(one), torch.inference_mode():
-            step, logits = NativeDecoder(one), [prefill(one, ids, cache)]
+            step, logits = CpuDecoder(one), [prefill(one, ids, cache)]
             for token in tokens(20, seed=1):
-                logits.append(step([cache], [token])[0] if native else forward(one, cache, token))
+                logits.append(step([cache], [token])[0] if decoder else forward(one, cache, token))
         out.append(torch.stack(logits[1:]))
     mine, plain, truth = out
     assert (mine - truth).square().mean() <= (plain - truth).square().mean()
@@ -151,17 +151,17 @@ def test_a_text_is_the_same_in_any_company():
     lengths = {"locret": 83, "h2o": 41, "ada-locret": 60, "snapkv(6,3)": 77, "knorm": 30}
     said = {}
     with attach(model), torch.inference_mode():
-        native = NativeDecoder(model)
+        decoder = CpuDecoder(model)
         caches = {name: make(name, length=length) for name, length in lengths.items()}
         for name, cache in caches.items():
             prefill(model, tokens(lengths[name]), cache)
         alone = {name: make(name, length=length) for name, length in lengths.items()}
         for name, cache in alone.items():
             prefill(model, tokens(lengths[name]), cache)
-            said[name] = torch.stack([native([cache], [token])[0] for token in tokens(20, seed=2)])
+            said[name] = torch.stack([decoder([cache], [token])[0] for token in tokens(20, seed=2)])
         torch.set_num_threads(3)
         try:
-            together = [native([*caches.values()], [token] * len(caches)) for token in tokens(20, seed=2)]
+            together = [decoder([*caches.values()], [token] * len(caches)) for token in tokens(20, seed=2)]
         finally:
             torch.set_num_threads(1)
     for n, (name, cache) in enumerate(caches.items()):
@@ -183,11 +183,11 @@ def test_what_it_does_not_take():
     ):
         cache = make(policy)
         cache.bind(backbone())
-        reason = NativeDecoder(backbone()).reason_against(cache)
+        reason = CpuDecoder(backbone()).reason_against(cache)
         assert (reason is None) if why is None else why in reason
     asked = make("locret", backend="reference")
     asked.bind(backbone())
-    assert "backend='reference'" in NativeDecoder(backbone()).reason_against(asked)
+    assert "backend='reference'" in CpuDecoder(backbone()).reason_against(asked)
     for change, why in (
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m.train(), "training"),
@@ -201,8 +201,8 @@ def test_what_it_does_not_take():
     ):
         model = tiny_model("llama")
         change(model)
-        assert why in native_decoder(model)
-    assert "norms" in native_decoder(tiny_model("gemma3")) or "SiLU" in native_decoder(tiny_model("gemma3"))
+        assert why in cpu_decoder(model)
+    assert "norms" in cpu_decoder(tiny_model("gemma3")) or "SiLU" in cpu_decoder(tiny_model("gemma3"))
 
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):
@@ -239,4 +239,4 @@ def test_a_session_and_a_batch_decode_so(policy):
     while batch.busy:
         batch.step()
     assert said[0] == said[1] == text.tokens
-    assert caches[0].counters.decoding == "native" and caches[1].counters.decoding.startswith("dynamic: backend")
+    assert caches[0].counters.decoding == "cpu" and caches[1].counters.decoding.startswith("dynamic: backend")

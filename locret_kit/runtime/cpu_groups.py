@@ -1,5 +1,4 @@
-"""Rows in few bits as the compiled calls on a CPU read them (see ``locret_kernels.native``), and the quantising of full groups,
-in all layers by one call."""
+"""Rows in few bits as ``locret_kernels.decoder_step`` reads them, and the quantising of full groups in all layers at once."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locret_kernels import native
+from locret_kernels.decoder_step.cpu import PACKED
+from locret_kernels.quantise import cpu as quantiser
 from locret_kernels.ragged_decode import PackedRows
 
 from ..cache.storage.compiled import describe
@@ -18,14 +18,14 @@ from ..cache.storage.quantised import QuantisedLayer
 
 
 def point_at(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer) -> None:
-    """Write the addresses of rows in few bits into an element of ``native.PACKED``."""
-    native.load_quantiser()  # compiled before a group is full
+    """Write the addresses of rows in few bits into an element of ``PACKED``."""
+    quantiser.load()  # compiled before a group is full
     tables, groups, _ = packed.key_step_TMD.shape
     found = (
         packed.key_codes_NX, packed.value_codes_NX, packed.group_N, packed.key_step_TMD, packed.key_zero_TMD,
         packed.value_step_NC, packed.value_zero_NC, packed.tail_keys_PRD, packed.tail_values_PRD,
     )  # fmt: skip
-    for name, x in zip(native.PACKED.names or (), found, strict=False):
+    for name, x in zip(PACKED.names or (), found, strict=False):
         at[name] = x.data_ptr()
     at["bits"], at["group_bytes"], at["groups"], at["sharing"] = (
         packed.bits,
@@ -50,11 +50,11 @@ class FullTail(NamedTuple):
 
 def quantise(full: Sequence[FullTail]) -> None:
     """Quantise the groups that are full, as ``finish_block`` does, up to the order of sums."""
-    found = np.zeros(len(full), native.GROUP)
+    found = np.zeros(len(full), quantiser.GROUP)
     for at, (rows, keys, values) in zip(found, full, strict=True):
         at["ready"] = (rows.tail - rows.residual) // rows.group_rows * rows.group_rows
         describe(at, rows, keys, values)
-    native.load_quantiser().locret_quantise(found.ctypes.data, len(found), torch.get_num_threads())
+    quantiser.load().locret_quantise(found.ctypes.data, len(found), torch.get_num_threads())
     for at, (rows, keys, values) in zip(found, full, strict=True):
         ready = int(at["ready"])
         rows.tail -= ready

@@ -1,4 +1,4 @@
-"""Decoding on a CPU by one compiled call per token, for one text or for many (see ``locret_kernels.native``).
+"""Decoding on a CPU by one compiled call per token, for one text or for many (see ``locret_kernels.decoder_step``).
 
 Attention, rows and matrix products are that call's; evictions, and scores that it does not know, are the cache's own, between
 two calls. So any text may be decoded the plain way at any token, and be here again at the next.
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels import native
-from locret_kernels.native.halves import Halves
+from locret_kernels import cpp
+from locret_kernels.decoder_step import cpu as decoder_step
+from locret_kernels.decoder_step.halves import Halves
 from locret_kernels.ragged_decode import PackedRows
 
 from ..backbones.dense import Dense, DenseLayer, NotDense, Product, dense
@@ -35,7 +36,7 @@ from ..cache.storage.rows import BoundedLayer
 from ..heads import RetainingHead, RetainingHeads
 from ..policies.base import Entry, Score
 from ..policies.methods.locret import Cis
-from .native_groups import FullTail, point_at, quantise
+from .cpu_groups import FullTail, point_at, quantise
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Held:
     signature: Signature
 
 
-class NativeDecoder:
+class CpuDecoder:
     """``decoder(caches, tokens)`` gives the logits ``[texts, V]`` (float32) after one token more of each text.
 
     Weights are read where they are. Those of float32 that bfloat16 holds without a change are copied to it: most checkpoints
@@ -100,7 +101,7 @@ class NativeDecoder:
         model: attached or not. weights: its own, where they are known.
 
     Raises:
-        NotDense, native.Unavailable: why it cannot be.
+        NotDense, cpp.Unavailable: why it cannot be.
     """
 
     def __init__(self, model: Any, weights: Dense | None = None) -> None:
@@ -110,7 +111,7 @@ class NativeDecoder:
             raise NotDense(f"the backbone is on {device.type}")
         first = weights.layers[0]
         self.channels = len(first.query.weight) // text_config(model).num_attention_heads
-        self.library = native.load(self.dtype, self.channels)
+        self.library = decoder_step.load(self.dtype, self.channels)
         self.sums = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.weights = weights
         Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
@@ -129,8 +130,8 @@ class NativeDecoder:
     def reason_against(self, cache: BoundedCache) -> str | None:
         """Why this cache is decoded by the plain forward; None where it is not, as far as settings tell."""
         policy, ctx = cache.policy, cache.context
-        if cache.asked_backend is not None:
-            return f"backend={cache.asked_backend!r} was asked for"
+        if ctx.backend.name != "cpu":
+            return f"backend={ctx.backend.name!r}"
         if ctx.ropes is None:
             return "this architecture has no adapter, so the backbone rotates"
         if policy.needs_logits:
@@ -205,9 +206,10 @@ class NativeDecoder:
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
         due = ctx.schedule.after_prompt(seen, room)
         left = min(room, ctx.schedule.until_boundary(seen)) if due is None else due
+        starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         lane = Lane(
-            np.zeros(L, native.ROWS), np.zeros(L, native.PACKED), np.zeros((L, H), np.int64), np.zeros((L, H), np.int64),
-            left, seen + left, seen, cache.counters.evicted_rows, [], [], {},
+            np.zeros(L, decoder_step.ROWS), np.zeros(L, decoder_step.PACKED), starts_LH, lengths_LH, left, seen + left, seen,
+            cache.counters.evicted_rows, [], [], {},
         )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
@@ -222,7 +224,7 @@ class NativeDecoder:
                     flat.stats_XN.shape[1],
                     bool(ctx.group),
                 )
-                at["statistics"] = sum(native.STATISTICS[name] for name in ctx.statistics)
+                at["statistics"] = sum(cpp.STATISTICS[name] for name in ctx.statistics)
             if (rope := ctx.read_rope(layer, rows)) is not None:
                 tables = self._table(rope, max(rows.capacity * (H if rows.ragged else 1), ctx.positions.span or 0))
                 at["cos"], at["sin"], at["rotated"] = tables.cos.data_ptr(), tables.sin.data_ptr(), tables.cos.shape[1]
@@ -300,7 +302,7 @@ class NativeDecoder:
         return known
 
     def _layers(self, heads: RetainingHeads | None) -> Held:
-        found = np.zeros(len(self.weights.layers), native.LAYER)
+        found = np.zeros(len(self.weights.layers), decoder_step.LAYER)
         halves = Halves(() if heads is None else (x for x in heads.parameters() if x.dim() == 2))
         for i, layer in enumerate(self.weights.layers):
             names = ("fc1", "fc2")
@@ -320,7 +322,7 @@ class NativeDecoder:
             len(w.layers), w.words.shape[1], *self.shape, self.channels, len(w.head.weight), w.words.data_ptr(),
             w.norm.weight.data_ptr(), w.norm.eps, *self._head, held.layers.ctypes.data,
         )  # fmt: skip
-        return np.array([numbers], dtype=native.DECODER)
+        return np.array([numbers], dtype=decoder_step.DECODER)
 
     def _read(self, cache: BoundedCache, lane: Lane, line_LE: Tensor, *, scored: bool) -> None:
         """What a policy makes of the new token's q, k and v before RoPE."""
@@ -344,7 +346,7 @@ def _scores(cache: BoundedCache) -> bool:
 
 
 def _products(layer: DenseLayer) -> tuple[Product, ...]:
-    """In the order of ``native.LAYER``."""
+    """In the order of ``decoder_step.LAYER``."""
     return layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down
 
 
@@ -367,10 +369,10 @@ def _say_once(reason: str) -> None:
     logger.warning("tokens are decoded by the plain forward, which is slower here: %s", reason)
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[Signature, NativeDecoder]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, tuple[Signature, CpuDecoder]] = WeakKeyDictionary()
 
 
-def native_decoder(model: Any) -> NativeDecoder | str:
+def cpu_decoder(model: Any) -> CpuDecoder | str:
     """The decoder for a model on a CPU, or why there is none; a missing compiler is logged, once. It is made anew where the
     model's weights have changed."""
     if model.device.type != "cpu":
@@ -380,10 +382,10 @@ def native_decoder(model: Any) -> NativeDecoder | str:
         signature = signature_of(model.parameters())
         known = _KNOWN.get(model)
         if known is None or known[0] != signature:
-            known = _KNOWN[model] = signature, NativeDecoder(model, weights)
+            known = _KNOWN[model] = signature, CpuDecoder(model, weights)
         return known[1]
     except NotDense as error:
         return str(error)
-    except native.Unavailable as error:
+    except cpp.Unavailable as error:
         _say_once(str(error))
         return str(error)

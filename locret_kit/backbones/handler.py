@@ -1,0 +1,74 @@
+"""Handlers: receivers of the attention calls of a backbone's forward, set by ``intercept``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Arguments = dict[str, Any]
+"""Arguments of the decoder's forward, by name."""
+
+
+Linear = Callable[..., Tensor]
+"""As ``torch.nn.functional.linear``."""
+
+
+class LayerOperations(NamedTuple):
+    """Operations of a layer beside its attention, for a backbone whose own take more passes over memory."""
+
+    rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    """As ``locret_kernels.fused.rms_norm``."""
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    """As ``locret_kernels.fused.swiglu``."""
+    linear: Linear
+
+
+Choice = Callable[..., LayerOperations | None]
+"""Operations for all the tensors it is given, in the forward that runs now; None for the backbone's own."""
+
+
+class Handler(ABC):
+    """Receiver of a forward's attention calls, which is told where the forward begins and ends. The bounded cache is one, a
+    batch of them another, the training observer a third."""
+
+    wants_unrotated = False
+    """Whether q and k come before RoPE: the rotary module is not asked then."""
+    needs_logits = False
+    """Whether a forward is cut into ``blocks``, whose final hidden states are ``read`` one by one."""
+
+    @abstractmethod
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+        """Attention output ``[B, Q, T, D]`` of a layer's new tokens."""
+
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        """Operations for tensors like ``x``; None where the backbone's own are used."""
+        return None
+
+    def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
+        """Prepare for a forward with these arguments of the decoder.
+
+        Returns:
+            The arguments with which it runs.
+
+        Raises:
+            ValueError: arguments that do not go with this handler.
+        """
+        return arguments
+
+    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Take the final hidden states of a whole forward, and its tokens as they were given."""
+        return None
+
+    def blocks(self, tokens: int) -> list[int]:
+        """Lengths of the blocks in which a forward of ``tokens`` runs, where it ``needs_logits``."""
+        return [tokens]
+
+    def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
+        """Take a block's final hidden states and its tokens, where it ``needs_logits``."""
+        return None

@@ -1,0 +1,189 @@
+"""Backends: who computes for a cache. One is chosen when the cache meets its model, and every step asks that one."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from locret_kernels import cpp
+from locret_kernels.attend import ChunkRotation
+from locret_kernels.attend import cpu as attend_on_cpu
+from locret_kernels.backend import BackendUnavailable, choose, function
+from locret_kernels.column_stats import ColumnStats
+from locret_kernels.fused import cpu as fused_on_cpu
+from locret_kernels.quantise import cpu as quantise_on_cpu
+from locret_kernels.sparse_attend import Blocks
+
+from ..backbones.handler import LayerOperations, Linear
+from ..backbones.rope import rotate_lean
+from ..backbones.widened import product
+from .attention import attend_rows, attend_rows_lse, varlen_operator
+
+logger = logging.getLogger(__name__)
+
+Counted = tuple[Tensor, list[ColumnStats]]
+"""Attention ``[B, Q, T, D]``, and what its weights add up to: of the mean over each group, then of each of its query heads."""
+
+
+class Backend:
+    """PyTorch, and the definitions of ``locret_kernels``, on any device; the base of the others, which replace what they have a
+    faster form of."""
+
+    name = "reference"
+    """Of ``locret_kernels.backend``, by which policies and rows choose their operations."""
+    linear: ClassVar[Linear] = staticmethod(F.linear)
+    """Product of what the kit computes beside the backbone."""
+
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        """Operations of a layer beside attention, for tensors like ``x``; None where the backbone's own are used."""
+        return None
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rows ``[B, H, T, D]`` after RoPE, by tables ``[..., T, R]``."""
+        turned: Tensor = function("rotate_rows", self.name)(x, cos, sin)
+        return turned
+
+    def attend(
+        self,
+        q_BQTD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        scaling: float,
+        *,
+        window: int | None = None,
+        want: frozenset[str] = frozenset(),
+        by_head: bool = False,
+        rotation: ChunkRotation | None = None,
+    ) -> Counted:
+        """Attention of a chunk over rows, of which the newest ``T`` are its own, with the statistics that are wanted.
+
+        Args:
+            window: rows up to each query's own that it sees; no statistics are wanted then.
+            want: some of ``column_stats.STATISTICS``. by_head: also of each query head of a group alone.
+            rotation: of queries and keys that come before RoPE.
+        """
+        q_BQTD, k_BHSD = self.rotated(q_BQTD, k_BHSD, rotation)
+        if want:
+            return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want, by_head)
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, window, self.name), []
+
+    def attend_blocks(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
+        """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
+        out: Tensor = function("sparse_attend", self.name)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
+        return out
+
+    def attends_ragged(self, q_BQTD: Tensor) -> bool:
+        """Whether heads of different lengths are one call (``attention.attend_heads``)."""
+        return False
+
+    def rotated(self, q_BQTD: Tensor, k_BHSD: Tensor, rotation: ChunkRotation | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys of a chunk after RoPE."""
+        if rotation is None:
+            return q_BQTD, k_BHSD
+        # A decoded token reads all rows for one query: on a CPU most of its time is this rotation.
+        turned = rotate_lean if q_BQTD.shape[2] == 1 and q_BQTD.device.type == "cpu" else self.rotate
+        keys = turned(k_BHSD, rotation.cos_SR, rotation.sin_SR)
+        return turned(q_BQTD, rotation.q_cos_TR, rotation.q_sin_TR), keys
+
+    def _attend_and_count(
+        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
+    ) -> Counted:
+        counted: Counted = function("attend_and_count", self.name)(
+            q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head
+        )
+        return counted
+
+
+class TritonBackend(Backend):
+    """Kernels of ``locret_kernels`` on a card, and PyTorch's FlashAttention where it runs."""
+
+    name = "triton"
+
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        if x.device.type == "cpu":  # kernels are interpreted there
+            return None
+        return LayerOperations(function("rms_norm", self.name), function("swiglu", self.name), F.linear)
+
+    def attends_ragged(self, q_BQTD: Tensor) -> bool:
+        return varlen_operator(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1]) is not None
+
+    def _attend_and_count(
+        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
+    ) -> Counted:
+        out, lse_BQT = attend_rows_lse(q_BQTD, k_BHSD, v_BHSD, scaling, self.name)
+        # First the whole group's, then that of each of its query heads.
+        G, column_stats = q_BQTD.shape[1] // k_BHSD.shape[1], function("column_stats", self.name)
+        heads = [slice(None), *(slice(g, None, G) for g in range(G * by_head))]
+        return out, [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]
+
+
+class CpuBackend(Backend):
+    """C++ of ``locret_kernels`` on a CPU, where it takes what it is given; PyTorch elsewhere."""
+
+    name = "cpu"
+    linear: ClassVar[Linear] = staticmethod(product)
+
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        if type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in attend_on_cpu.DTYPES:
+            return None
+        return LayerOperations(fused_on_cpu.rms_norm, fused_on_cpu.swiglu, product)
+
+    def attend(
+        self,
+        q_BQTD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        scaling: float,
+        *,
+        window: int | None = None,
+        want: frozenset[str] = frozenset(),
+        by_head: bool = False,
+        rotation: ChunkRotation | None = None,
+    ) -> Counted:
+        one_table = rotation is None or rotation.cos_SR.dim() == 2
+        fits = q_BQTD.shape[2] > 1 and window is None and one_table and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD)
+        attend = attend_on_cpu.attend_and_count if fits else super().attend
+        rest: dict[str, Any] = {} if fits else {"window": window}
+        return attend(q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head, rotation=rotation, **rest)
+
+    def _attend_and_count(
+        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
+    ) -> Counted:
+        counted: Counted = function("attend_and_count", "reference")(
+            q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head
+        )
+        return counted
+
+
+@cache
+def runs_on_cpu() -> bool:
+    """Whether the C++ for a chunk of a prompt runs here; compiles it where it is not yet. Says why it does not, once."""
+    try:
+        for operation in (attend_on_cpu, fused_on_cpu, quantise_on_cpu):
+            operation.load()
+    except cpp.Unavailable as error:
+        logger.warning("prompts are read by PyTorch's operations alone, which is slower here: %s", error)
+        return False
+    return True
+
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Backend(), TritonBackend(), CpuBackend())}
+
+
+def backend_for(name: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> Backend:
+    """The backend that is named; without a name ``cpu`` on a CPU where it compiles, ``triton`` on CUDA in half precision, and
+    ``reference`` elsewhere.
+
+    Raises:
+        ValueError, BackendUnavailable: as ``locret_kernels.backend.choose``.
+    """
+    if name is None and device.type == "cpu" and dtype in cpp.TYPES and runs_on_cpu():
+        name = "cpu"
+    if name == "cpu" and not runs_on_cpu():
+        raise BackendUnavailable("backend='cpu' needs a C++ compiler that knows OpenMP: see the warning before")
+    return BACKENDS[choose(name, device, head_size, dtype)]
