@@ -145,7 +145,7 @@ def test_a_padded_batch_is_refused():
         with pytest.raises(ValueError, match="4 padded positions"):
             model(input_ids=ids, attention_mask=mask, **{CACHE: BoundedCache(8, "streaming")})
         with pytest.raises(ValueError, match="one by one"):
-            model.generate(ids, attention_mask=mask, past_key_values=BoundedCache(8, "streaming"), max_new_tokens=2)
+            model.generate(ids, attention_mask=mask, **{CACHE: BoundedCache(8, "streaming")}, max_new_tokens=2)
 
 
 def test_a_cache_of_another_model_is_refused():
