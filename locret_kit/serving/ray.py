@@ -40,8 +40,8 @@ TRIES = 3
 """Replicas that are asked before an answer has begun."""
 LEASH = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"
 """Asks Linux for a SIGTERM when the thread that started this process ends (PR_SET_PDEATHSIG)."""
-HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "host", "content-length", "server", "date"}
-"""Headers that are of one connection."""
+HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "content-length", "server", "date"}
+"""Headers that are of one connection. ``Host`` goes on to the server, which checks it."""
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:
