@@ -72,7 +72,7 @@ class Run:
     share: float = SHARE
     """Of the floating-point ceiling that prefill reached."""
     warm: set[str] = field(default_factory=set)
-    """Policies that have read a short prompt."""
+    """Policies whose kernels are compiled."""
     wrong: set[str] = field(default_factory=set)
     """Operations that do not equal their references, and ``logits`` where the model's own do not."""
     cache_bytes: int = 0
@@ -110,12 +110,18 @@ class Run:
         wait(self.device)
         return time.perf_counter() - began, logits
 
+    def compile(self, policy: str = "locret") -> None:
+        """Read a short prompt, once: kernels are compiled for the sizes of a prefill outside of what is timed."""
+        if policy not in self.warm:
+            tokens = short(self.setting)
+            self.read(self.cache(policy, context=tokens), tokens)
+            self.warm.add(policy)
+
     def whole(self, policy: str = "locret") -> float:
         """Seconds of the whole prompt, measured once; Locret's cache is kept."""
         if policy not in self.seconds:
-            self.after, tokens = None, short(self.setting)
-            if policy not in self.warm:  # kernels are compiled for the sizes of this prefill outside of its time
-                self.read(self.cache(policy, context=tokens), tokens)
+            self.after = None
+            self.compile(policy)
             cache = self.cache(policy)
             self.seconds[policy], logits = self.read(cache, self.setting.context)
             if policy == "locret":
@@ -267,13 +273,14 @@ def check(run: Run) -> Iterator[Figure]:
 
 
 def short(setting: Setting) -> int:
-    """Tokens of a short prefill that ends with a few chunks over a full cache."""
-    return setting.budget // setting.chunk * setting.chunk + 6 * setting.chunk
+    """Tokens of a short prefill that ends with a few chunks over a full cache, the last of them as long as the whole prompt's."""
+    return (setting.budget // setting.chunk + 6) * setting.chunk + setting.context % setting.chunk
 
 
 def shares(run: Run) -> Iterator[Figure]:
     """Device time of scoring, selecting and compacting over chunks that begin with a full cache, in a pass of its own."""
     tokens, names = short(run.setting), ("scoring", "selecting", "compacting")
+    run.compile()
     cache = run.cache(context=tokens)
     chunks: list[
         tuple[int, Mark, list[Elapsed | float]]
@@ -288,7 +295,6 @@ def shares(run: Run) -> Iterator[Figure]:
                 setattr(counters, name, 0.0)
 
         seconds = run.read(cache, tokens, note)[0]
-    run.warm.add("locret")
     if not run.seconds:
         run.share = run.floor(tokens) / seconds
     (first, begin, _), *full = [chunk for chunk in chunks if chunk[0] >= run.setting.budget + run.setting.chunk]

@@ -135,7 +135,7 @@ def subject(name: str, tokens: int, dtype: str) -> tuple[PretrainedConfig, Setti
             {name: recipe.get(f"infer.{name}") for name in ("budget", "chunk", "stabilizers", "local_len")}
         )
         setting = Setting(tokens, run, dtype, recipe["heads.d_hidden"])
-    if tokens < (least := e2e.short(setting)):
+    if tokens < (least := e2e.short(setting) // setting.chunk * setting.chunk):
         raise ValueError(f"tokens={tokens} must be at least {least} for {name}: {setting}")
     return config, setting
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that only a card can show, in under nine minutes: decoding through CUDA graphs, races in the kernels that move
-# rows, then figures. Rows are ready to commit: kernels/benchmarks/results/DEVICE.csv, and docs by scripts/results.py.
+# Everything that only a card can show, in under nine minutes: decoding through CUDA graphs, races for the shared memory of the
+# kernels that move rows (the sanitizer sees no other memory), then figures. Rows are ready to commit:
+# kernels/benchmarks/results/DEVICE.csv, and docs by scripts/results.py.
 #
 #     scripts/on_card.sh [--model NAME ...] [--part NAME ...]     # arguments are those of scripts/gpu.py
 #     DRY=1 scripts/on_card.sh                                    # say what would run, and leave

@@ -22,7 +22,7 @@ def main() -> None:
         protected, valid = scores > 2.5, torch.ones_like(scores, dtype=torch.bool)
         keys = torch.randn(1, 2, S, D, generator=generator, device="cuda").bfloat16()
         buffers, found = [keys, scores], {}
-        for name in backend.BACKENDS:
+        for name in ("reference", "triton"):
             call = {each: backend.function(each, name) for each in backend.functions()}
             most = torch.full((1, 2), K, device="cuda")
             stay = call["select_rows"](scores, protected, valid, most)
@@ -36,11 +36,13 @@ def main() -> None:
             tables = (
                 torch.randn(2, S, D // 2, generator=torch.Generator().manual_seed(0)).repeat(1, 1, 2).bfloat16().cuda()
             )
-            turned = call["rotate_rows"](keys, *tables, order[1]).float()
+            # The reference in float32: a kernel rounds once, at its end.
+            exact = (keys, *tables) if name == "triton" else (x.float() for x in (keys, *tables))
+            turned = call["rotate_rows"](*exact, order[1]).float()
             found[name] = [stay, index, *up, *order, *moves, *any_order], turned
         (mine, turned), (theirs, expected) = found["triton"], found["reference"]
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), f"rows of {S} slots"
-        torch.testing.assert_close(turned, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(turned, expected, rtol=2**-8, atol=1e-5)
         print(f"rows of {S} slots, {K} of them stay, heads of {D}: as their references", flush=True)
 
 

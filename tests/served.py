@@ -58,20 +58,21 @@ def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> Job:
 
 
 @contextmanager
-def serving(engine: Engine | None, limits: Limits = LIMITS, **given: object) -> Iterator[str]:
+def serving(
+    engine: Engine | None, limits: Limits = LIMITS, keys: tuple[str, ...] = KEYS, address: str = "127.0.0.1", **given: object
+) -> Iterator[str]:  # fmt: skip
     """The address of a server, which is still loading without an engine; an engine goes on when it ends."""
-    server = Server(engine, "tiny", KEYS, ("h2o",), limits, **given)
+    server = Server(engine, "tiny", keys, ("h2o",), limits, **given)
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((address, 0))
         runner = uvicorn.Server(
             uvicorn.Config(make_app(server), http=HeadersInTime, log_config=None, log_level="error")
         )
         thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
         thread.start()
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         while not runner.started:
             time.sleep(0.02)
-        yield address
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.engine = None
         runner.should_exit = True
         thread.join(10)

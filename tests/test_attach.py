@@ -13,6 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import FAMILIES, UnsupportedArchitecture, spec_of
+from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.session import prefill
 
 
@@ -142,9 +144,9 @@ def test_a_padded_batch_is_refused():
     with attach(model), warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match="4 padded positions"):
-            model(input_ids=ids, attention_mask=mask, past_key_values=BoundedCache(8, "streaming"))
+            model(input_ids=ids, attention_mask=mask, **{CACHE: BoundedCache(8, "streaming")})
         with pytest.raises(ValueError, match="one by one"):
-            model.generate(ids, attention_mask=mask, past_key_values=BoundedCache(8, "streaming"), max_new_tokens=2)
+            model.generate(ids, attention_mask=mask, **{CACHE: BoundedCache(8, "streaming")}, max_new_tokens=2)
 
 
 def test_a_cache_of_another_model_is_refused():
@@ -200,7 +202,10 @@ def test_one_text_in_order_and_once():
             model(input_ids=ids, position_ids=packed, past_key_values=BoundedCache(64, "streaming"))
         with pytest.raises(ValueError, match=r"attention_mask=\[1, 1, 20, 20\]: a bounded cache is causal"):
             model(input_ids=ids, attention_mask=causal, past_key_values=BoundedCache(64, "streaming"))
-        with pytest.raises(ValueError, match="cannot be cropped, as assisted generation and prompt lookup do"):
+        with pytest.raises(
+            ValueError,
+            match="cannot be cropped, as assisted|Assisted decoding requires",
+        ):
             model.generate(
                 ids, past_key_values=BoundedCache(64, "streaming"), prompt_lookup_num_tokens=2, max_new_tokens=3
             )

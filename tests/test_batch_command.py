@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -185,6 +187,31 @@ def test_ctrl_c_keeps_what_is_there(files, monkeypatch):
     assert list(files.read()) == ["plain", "asked", 3, 9]
 
 
+def test_prompts_from_a_pipe(files):
+    """As ``<(...)`` and ``/dev/stdin`` give them: more than a pipe holds, and once. Answers that are there are kept."""
+    text = "\n".join([" " * 200_000, *map(json.dumps, LINES)])
+
+    def write(into: int) -> None:
+        with open(into, "w") as pipe:
+            pipe.write(text)
+
+    def run() -> dict[object, dict]:
+        out, into = os.pipe()
+        writer = Thread(target=write, args=(into,), daemon=True)
+        writer.start()
+        words = ["-o", str(files.answers), "--ckpt", files.heads, *BASE, "--quiet", "--batch-size", "1"]
+        assert main(["--batch", f"/dev/fd/{out}", *words]) == 0
+        os.close(out)
+        writer.join(10)
+        return {name: line["answer"] for name, line in files.read().items()}
+
+    answers = run()
+    assert list(answers) == ["plain", "asked", 4, 9] and all(answers.values())
+    begun = "".join(files.answers.read_text().splitlines(keepends=True)[:2])
+    files.answers.write_text(begun)
+    assert run() == answers and files.answers.read_text().startswith(begun)
+
+
 def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("locret_kit.cli.infer_batch.choose", None)
 
@@ -196,6 +223,11 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     says("prompts.jsonl' cannot be read: No such file or directory")
     files.write()
     says("holds no prompts")
+    os.mkfifo(tmp_path / "nobody writes")
+    for source, words in (("nobody writes", "holds no prompts"), (".", "cannot be read: Is a directory")):
+        says(words, given=["--batch", str(tmp_path / source), "-o", str(files.answers)])
+    for source in ("/dev/zero", "/dev/null"):
+        says(f"batch='{source}' must be a file or a pipe", given=["--batch", source, "-o", str(files.answers)])
     files.write(LINES[0], LINES[0])
     says('id "plain" is there twice')
     files.write({"id": 2, "prompt": "a"}, {"prompt": "b"})

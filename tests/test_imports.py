@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"naming", "shapes", "sizes", "threads"},
+    {"naming", "processes", "shapes", "sizes", "threads"},
     {"files", "validation", "cis"},
     {"settings"},
     {"backbones", "samples", "hub"},
@@ -103,6 +103,12 @@ def test_imports_run_one_way():
         if room(module) != room(target) and floor[room(target)] >= floor[room(module)]
     ]
     assert not up, "\n".join(sorted(up))
+
+
+def test_python_is_started_in_one_place():
+    """``sys.executable -m`` and ``-c`` import from the current folder; ``processes`` does not."""
+    starts = {module for module, file in modules().items() if "sys.executable" in file.read_text(encoding="utf-8")}
+    assert starts == {"locret_kit.processes"}
 
 
 def test_the_kernels_import_nothing_of_the_kit():

@@ -71,7 +71,8 @@ def commands(files, tmp_path_factory) -> Iterator[tuple[Command, Command]]:
     """One with heads and a key, one without either."""
     with_heads = ("--ckpt", str(files / "heads"), "--api-key-file", str(files / "keys.txt"))
     folders = [tmp_path_factory.mktemp(name) for name in ("keyed", "open")]
-    made = Command(folders[0], *with_heads), Command(folders[1], "--model", str(files / "backbone"))
+    without = ("--model", str(files / "backbone"), "--allowed-hosts", "Chat.example.org,[fd00::1]")
+    made = Command(folders[0], *with_heads), Command(folders[1], *without)
     yield made
     for command in made:
         command.process.kill()
@@ -163,6 +164,20 @@ def test_open_webui(unlocked, files):
     assert turn["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_proxy_passes_its_public_name(unlocked, keyed):
+    """As nginx does with ``proxy_set_header Host $http_host``; without keys the server must know the name."""
+    for host in ("chat.example.org", "[fd00:0::1]:80"):
+        page = {"host": host, "origin": f"https://{host}"}
+        answer = httpx.post(
+            f"{unlocked}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=page, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+    other = {"host": "other.example.org"}
+    answer = httpx.get(f"{unlocked}/v1/models", headers=other)
+    assert answer.status_code == 403 and "--allowed-hosts" in answer.json()["error"]["message"]
+    assert httpx.get(f"{keyed}/v1/models", headers=other | {"authorization": f"Bearer {KEY}"}).status_code == 200
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, unlocked, number):
     command, url = (commands[0], keyed) if number is signal.SIGINT else (commands[1], unlocked)
@@ -203,6 +218,7 @@ def test_errors_are_one_line(files, tmp_path, capsys):
             ([*heads, "--protect", "first+system"], 1, "protect='first+system': the server's conversations"),
             ([*heads, "--api-key-file", str(tmp_path / "empty.txt")], 1, "holds no key"),
             ([*heads, "--api-key-file", str(tmp_path / "no.txt")], 1, "cannot be read"),
+            ([*heads, "--allowed-hosts", "a.org,http://b.org"], 1, "allowed_hosts='http://b.org' must be a name or an address"),
             ([*heads, "--policies", "h3o"], 1, "h2o"),
             ([*heads, "--sessions", "0"], 1, "sessions=0"),
             ([*heads, "--sesions", "2"], 2, "Did you mean 'sessions'?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ import torch
 import uvicorn
 from fastapi.testclient import TestClient
 from test_documents import parts, text_of
+from test_processes import plant
 from test_serving import KEYS, SETTINGS, bearer, expected, user
 
 from locret_kit import BoundedCache
@@ -340,6 +342,18 @@ def test_uploads_at_once_never_pass_the_limit(url, server):
             httpx.delete(f"{url}/v1/documents/{answer.json()['id']}", headers=bearer())
 
 
+def uploaded(url: str, name: str, data: bytes) -> dict:
+    """A document that has been read, or has failed; it is deleted."""
+    held = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(), timeout=60).json()
+    for _ in range(1200):
+        held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
+        if held["status"] != "reading":
+            break
+        time.sleep(0.05)
+    assert httpx.delete(f"{url}/v1/documents/{held['id']}", headers=bearer()).status_code == 200
+    return held
+
+
 def zipped(size: int) -> bytes:
     """A Word file whose text has so many bytes, in a thousandth of them."""
     out = BytesIO()
@@ -374,14 +388,8 @@ def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name
     assert len(data) < 2 << 20
     monkeypatch.setattr("locret_kit.serving.documents.convert", partial(convert, seconds=20, memory=memory << 20))
     monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
-    held = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(), timeout=60).json()
-    for _ in range(400):
-        held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
-        if held["status"] != "reading":
-            break
-        time.sleep(0.05)
+    held = uploaded(url, name, data)
     assert held["status"] == "failed" and words in held["error"], held
-    assert httpx.delete(f"{url}/v1/documents/{held['id']}", headers=bearer()).status_code == 200
     assert not server.documents
     quiet(engine)
     works(url)
@@ -428,6 +436,21 @@ def test_a_conversion_that_starts_slowly_gets_its_whole_input(tmp_path, monkeypa
     slow.chmod(0o700)
     monkeypatch.setattr("locret_kit.serving.convert.sys.executable", str(slow))
     assert convert(b"word " * 100_000, "a.txt", seconds=10) == "word " * 100_000
+
+
+def test_modules_in_the_servers_folder_are_not_run(url, tmp_path, monkeypatch):
+    ran = plant(tmp_path, "markitdown", "subprocess", "json", "resource", "locret_kit", "sitecustomize")
+    monkeypatch.chdir(tmp_path)
+    held = uploaded(url, "a.html", f"<p>{text_of(50)}</p>".encode())
+    assert held["status"] == "ready" and not ran.exists(), held
+
+
+def test_a_broken_library_is_named_in_the_log_alone(url, tmp_path, monkeypatch, caplog):
+    (tmp_path / "markitdown.py").write_text("raise ImportError(f'cannot import name x ({__file__})')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    held = uploaded(url, "a.html", b"<p>some words</p>")
+    assert held["error"] == "a.html: the server lacks a library that this format needs, which its log names"
+    assert f"cannot import name x ({tmp_path}" in caplog.text
 
 
 def test_logs_hold_neither_prompts_nor_keys(url, caplog):

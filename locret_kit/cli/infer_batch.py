@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -48,9 +53,15 @@ class Named(Request):
 
 def run(args: InferOptions) -> int:
     """Check, load, answer what has no answer yet. Raises ValueError or OSError with a one-line message."""
-    source, target = check_files(args)
+    target = check_files(args)
+    with open_prompts(str(args.batch)) as source:
+        return answer(args, source, target)
+
+
+def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
+    """The exit status of ``run``, for prompts that can be read twice: for their names, and when their turn comes."""
     names = [name for name, _ in lines_of(source)]
-    check_names(source, names)
+    check_names(str(args.batch), names)
     done = keep_answers(target)
     left = [name for name in names if key_of(name) not in done]
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
@@ -110,53 +121,73 @@ def run(args: InferOptions) -> int:
 # ---- the two files ---------------------------------------------------------------------------------------------------
 
 
-def check_files(args: InferOptions) -> tuple[Path, Path]:
-    """Prompts and answers. Raises ValueError for files that cannot be, and for options of one text."""
+def check_files(args: InferOptions) -> Path:
+    """Where answers go. Raises ValueError for files that cannot be, and for options of one text."""
     refuse(args, IDLE, "with --batch, whose lines say what is asked")
     refuse(args, ("gpu_memory",), "with --batch: a cache for each of --batch-size prompts is not planned yet")
-    source = Path(str(args.batch))
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     target = Path(args.out)
     check_target(target, "out")
-    if source.resolve() == target.resolve():
+    if Path(str(args.batch)).resolve() == target.resolve():
         raise ValueError(f"out={args.out!r} is the file of the prompts: name another")
-    return source, target
+    return target
 
 
-def lines_of(source: Path) -> Iterator[tuple[Name, object]]:
-    """Each prompt's id and its line's value, or the ValueError that says why there is none. Blank lines are left out.
+@contextmanager
+def open_prompts(batch: str) -> Iterator[IO[bytes]]:
+    """A file of prompts, or a temporary copy of what a pipe gives, which can be read but once.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: it cannot be read, or is neither.
     """
-    try:
-        with source.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    data = parse_json(line, f"line {number}")
-                    json.dumps(data, ensure_ascii=False).encode()
-                except UnicodeEncodeError:
-                    data = ValueError(f"line {number} holds half of a character (a surrogate)")
-                except ValueError as error:
-                    data = error
-                name = data.get("id") if isinstance(data, dict) else None
-                yield (name if isinstance(name, str) or type(name) is int else number), data
-    except OSError as error:
-        raise ValueError(f"batch={str(source)!r} cannot be read: {error.strerror}") from error
+
+    def at_once(path: str, flags: int) -> int:
+        """Opened without waiting for a writer: a pipe that has none is empty."""
+        return os.open(path, flags | os.O_NONBLOCK)
+
+    with ExitStack() as stack:
+        try:
+            source: IO[bytes] = stack.enter_context(open(batch, "rb", opener=at_once))
+            kind = os.fstat(source.fileno()).st_mode
+            if stat.S_ISFIFO(kind):
+                os.set_blocking(source.fileno(), True)
+                copy = stack.enter_context(TemporaryFile())
+                shutil.copyfileobj(source, copy)
+                source = copy
+            elif not stat.S_ISREG(kind):
+                raise ValueError(f"batch={batch!r} must be a file or a pipe")
+        except OSError as error:
+            raise ValueError(f"batch={batch!r} cannot be read: {error.strerror}") from error
+        yield source
 
 
-def check_names(source: Path, names: list[Name]) -> None:
+def lines_of(source: IO[bytes]) -> Iterator[tuple[Name, object]]:
+    """Each prompt's id and its line's value, or the ValueError that says why there is none. Blank lines are left out."""
+    source.seek(0)
+    for number, line in enumerate(source, 1):
+        if not line.strip():
+            continue
+        try:
+            data = parse_json(line, f"line {number}")
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            data = ValueError(f"line {number} holds half of a character (a surrogate)")
+        except ValueError as error:
+            data = error
+        name = data.get("id") if isinstance(data, dict) else None
+        yield (name if isinstance(name, str) or type(name) is int else number), data
+
+
+def check_names(batch: str, names: list[Name]) -> None:
     """Raise ValueError where there are no prompts, or two have one id."""
     if not names:
-        raise ValueError(f"batch={str(source)!r} holds no prompts")
+        raise ValueError(f"batch={batch!r} holds no prompts")
     seen: set[str] = set()
     for name in names:
         if key_of(name) in seen:
             raise ValueError(
-                f"batch={str(source)!r}: id {key_of(name)} is there twice (a prompt without one has its line's number)"
+                f"batch={batch!r}: id {key_of(name)} is there twice (a prompt without one has its line's number)"
             )
         seen.add(key_of(name))
 

@@ -38,6 +38,19 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
     return keys
 
 
+def hosts_of(args: ServeOptions) -> frozenset[str]:
+    """What the server is called. Raises ValueError for what is neither a name nor an address."""
+    from ..serving.hosts import ANY, name_of
+
+    names = set()
+    for option, given in (("host", args.host), *(("allowed_hosts", given) for given in args.allowed_hosts)):
+        name = given if given == ANY else name_of(given) or name_of(f"[{given}]")
+        if not name:
+            raise ValueError(f"{option}={given!r} must be a name or an address, such as example.org")
+        names.add(name)
+    return frozenset(names)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises OSError, naming both."""
     try:
@@ -60,13 +73,13 @@ def run(args: ServeOptions) -> int:
         raise ValueError(f"protect={args.run.protect!r}: the server's conversations protect 'first' alone")
     if args.share_session_dir and args.session_dir is None:
         raise ValueError("share_session_dir=true needs --session-dir, the folder to share")
-    keys = keys_of(args)
+    keys, hosts = keys_of(args), hosts_of(args)
     opening = Opening()
     failed: list[Exception] = []
 
     def opened() -> None:
         try:
-            print(f"ready: {load(args, keys, opening)}", file=sys.stderr, flush=True)
+            print(f"ready: {load(args, keys, hosts, opening)}", file=sys.stderr, flush=True)
         except Exception as error:
             failed.append(error)
             served.should_exit = True
@@ -93,7 +106,7 @@ def run(args: ServeOptions) -> int:
     return 0
 
 
-def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
+def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], opening: Opening) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
     from ..backbones.families import spec_of, text_config
     from ..planning.plan import Setting
@@ -116,7 +129,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], opening: Opening) -> str:
     if args.session_dir is not None:
         most = parse_bytes(args.session_disk, "session_disk")
         store = Store(args.session_dir, most, shares=args.share_session_dir)
-    server = Server(None, name, keys, tuple(args.policies), limits)
+    server = Server(None, name, keys, tuple(args.policies), limits, hosts)
     if store is not None:
         server.salt = store.salt
     opening.put(make_app(server), server.stop)

@@ -49,9 +49,9 @@ class Many:
     """Many prompts at once."""
 
     batch: str | None = None
-    """Prompts, a JSON object per line: `prompt` (continued as it is), `text` and `question`, or `messages` (`role` and
-    `content`); if wanted `id` (default: the line's number), `seed`, `max_new_tokens`, `temperature`, `top_k`, `top_p`,
-    `repetition_penalty`. Each answer is what this prompt alone would get."""
+    """A file or a pipe of prompts, a JSON object per line: `prompt` (continued as it is), `text` and `question`, or `messages`
+    (`role` and `content`); if wanted `id` (default: the line's number), `seed`, `max_new_tokens`, `temperature`, `top_k`,
+    `top_p`, `repetition_penalty`. Each answer is what this prompt alone would get."""
     out: str | None = None
     """The file of --batch for answers, a JSON object per prompt, in the order in which they end; -o is the same. A prompt whose
     id has an answer there is not run again, one with an error is. The exit status is 1 where a prompt has an error."""

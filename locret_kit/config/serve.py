@@ -25,6 +25,9 @@ class Service:
 
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback should have --api-key-file."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names by which requests may call a server without API keys, beside localhost and the address at which they arrive; * for
+    any. A proxy's public name is one. With --api-key-file any name will do."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000
     """Port; 0 takes a free one and prints it."""
     sessions: Annotated[int, Ge(1)] = 8

@@ -1,6 +1,6 @@
 """Uploads as text, converted in a process of its own: what a file does to a parser ends there, by limits on time and memory.
 
-``python -m locret_kit.serving.convert NAME`` reads a file from stdin and writes its text to stdout.
+As a program it reads a file from stdin and writes its text to stdout.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import IO
 
 from ..naming import first_line
+from ..processes import python
 
 SECONDS = 300
 """Processor time of a conversion, at most."""
@@ -21,6 +22,8 @@ BYTES = 4 << 30
 """Address space of a conversion, at most."""
 TEXT = 64 << 20
 """Bytes of the text, at most."""
+LACKS = 4
+"""Exit status where a library is missing, or cannot be imported."""
 
 
 class Unwanted(Exception):
@@ -38,9 +41,10 @@ def convert(
 
     Raises:
         ValueError: a format that is not known, a damaged file, one without text, or a limit that was reached.
+        ImportError: a library is missing or broken. Its words may hold paths of this machine.
         Unwanted: ``unwanted`` said so; the process has ended.
     """
-    command = [sys.executable, "-m", __name__, name.replace("\0", ""), *map(str, (seconds, memory, text))]
+    command = python(__name__, name.replace("\0", ""), *map(str, (seconds, memory, text)))
     pipe, end = subprocess.PIPE, time.monotonic() + 2 * seconds
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:
         # Not by `communicate`, which before Python 3.13 forgets after a timeout what it has not sent yet.
@@ -58,8 +62,9 @@ def convert(
                 if unwanted():
                     raise Unwanted
                 raise ValueError(f"{name}: its conversion took more than {2 * seconds} s")
-    if child.returncode == 1:
-        raise ValueError(errors.decode("utf-8", "replace").strip().splitlines()[-1])
+    if child.returncode in (1, LACKS):
+        kind = ValueError if child.returncode == 1 else ImportError
+        raise kind(errors.decode("utf-8", "replace").strip().splitlines()[-1])
     if child.returncode:
         raise ValueError(f"{name}: its conversion took more than {seconds} s or {memory >> 20} MiB")
     return said.decode("utf-8")
@@ -73,7 +78,7 @@ def _feed(stdin: IO[bytes] | None, data: bytes) -> None:
 
 
 def main() -> int:
-    """Convert stdin; 1 after an error said in one line."""
+    """Convert stdin; 1 or ``LACKS`` after an error said in one line."""
     name, (seconds, memory, most) = sys.argv[1], map(int, sys.argv[2:])
     try:
         import resource
@@ -90,7 +95,7 @@ def main() -> int:
         return 3
     except (ValueError, OSError, ImportError) as error:
         print(first_line(error), file=sys.stderr)
-        return 1
+        return LACKS if isinstance(error, ImportError) else 1
     said = text.encode("utf-8", "replace")
     if len(said) > most:
         print(f"{name}: its text has {len(said)} bytes, at most {most} are taken", file=sys.stderr)

@@ -133,6 +133,9 @@ async def read_document(server: Server, engine: Engine, held: Held, data: bytes 
                     server.readers, partial(convert, data, held.title, unwanted=lambda: held.deleted)
                 )
         held.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
+    except ImportError as error:  # its words name files of this machine
+        held.error = f"{held.title}: the server lacks a library that this format needs, which its log names"
+        LOG.warning("document %s failed: %s", held.id, first_line(error).encode("unicode_escape").decode())
     except Exception as error:
         held.error = first_line(error).replace(str(data), held.title) if isinstance(data, Path) else first_line(error)
         LOG.info("document %s failed: %s", held.id, type(error).__name__)

@@ -10,7 +10,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from ..naming import first_line
 from .jobs import Busy, Stopping
 
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+    503: "service_unavailable_error",
+}  # fmt: skip
 
 
 def problem(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -9,12 +9,13 @@ from fastapi import HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import problem
+from .hosts import refusal
 from .state import Server
 
 
 class Guard:
-    """Refuse, before a body is held: a request without a key, and bodies beyond a size, with or without a Content-Length, or
-    slower than a time.
+    """Refuse, before a body is held: a request without a key, or, where none is asked for, by a foreign name or page
+    (``hosts``); and bodies beyond a size, with or without a Content-Length, or slower than a time.
     """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
@@ -48,6 +49,8 @@ class Guard:
             await send(message)
 
         try:
+            if not self.server.keys and scope["path"] != "/health" and (why := refusal(scope, self.server.hosts)):
+                raise Refused(403, why)
             if scope["path"].startswith(("/v1/", "/metrics")):
                 self.server.owner(Request(scope))
             length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
@@ -62,4 +65,4 @@ class Guard:
 
 
 class Refused(HTTPException):
-    """A body that is not read to its end."""
+    """A request whose body is not read to its end."""

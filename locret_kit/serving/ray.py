@@ -12,7 +12,6 @@ import logging
 import math
 import shlex
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +26,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from ..processes import python
 from .sticky import name_of
 
 LOG = logging.getLogger("ray.serve")
@@ -38,14 +38,10 @@ FULL = 0.75
 """Share of slots in use at which another replica starts."""
 TRIES = 3
 """Replicas that are asked before an answer has begun."""
-START = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-os.execv(sys.executable, [sys.executable, "-m", "locret_kit.cli.serve", *sys.argv[1:]])
-"""
-"""Becomes the server, once it has asked Linux for a SIGTERM when the thread that started it ends (PR_SET_PDEATHSIG)."""
-HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "host", "content-length", "server", "date"}
-"""Headers that are of one connection."""
+LEASH = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"
+"""Asks Linux for a SIGTERM when the thread that started this process ends (PR_SET_PDEATHSIG)."""
+HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "content-length", "server", "date"}
+"""Headers that are of one connection. ``Host`` goes on to the server, which checks it."""
 
 
 def value_of(words: Sequence[str], option: str) -> str | None:
@@ -87,7 +83,7 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def _run(self, words: list[str]) -> None:
-        command = [sys.executable, "-c", START, *words, "--host", "127.0.0.1", "--port", "0"]
+        command = python("locret_kit.cli.serve", *words, "--host", "127.0.0.1", "--port", "0", before=LEASH)
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

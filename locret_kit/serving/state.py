@@ -81,6 +81,8 @@ class Server:
     policies: tuple[str, ...] = ()
     """Policies that a request may ask for."""
     limits: Limits = field(default_factory=Limits)
+    hosts: frozenset[str] = frozenset()
+    """What it is called beside loopback's names and its address; matters without keys alone."""
     documents: dict[str, Held] = field(default_factory=dict)
     """By their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)

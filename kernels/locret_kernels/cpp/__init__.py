@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from .place import folder, is_ours
+
 __all__: list[str] = []  # no operation
 
 HEADERS = Path(__file__).parent
@@ -44,15 +46,6 @@ class Unavailable(RuntimeError):
     """Error of a source that cannot be compiled or loaded here; says why in one line."""
 
 
-def folder() -> Path:
-    """Folder of compiled sources: ``$XDG_CACHE_HOME/locret_kit``, by default in ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return Path(base) / "locret_kit" if base else Path.home() / ".cache" / "locret_kit"
-    except RuntimeError:  # no home
-        return Path(tempfile.gettempdir()) / f"locret_kit-{os.getuid()}"
-
-
 def load(source: Path, *options: str) -> ctypes.CDLL:
     """A source as a library; the first call on a machine compiles it.
 
@@ -67,9 +60,9 @@ def load(source: Path, *options: str) -> ctypes.CDLL:
         raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
     texts = (path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h"))))
     made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), _version(compiler))).encode())
-    library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
     try:
-        if not library.exists():
+        library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
+        if not is_ours(library):
             _compile(compiler, source, options, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -90,13 +83,13 @@ def _version(compiler: str) -> str:
 
 
 def _compile(compiler: str, source: Path, options: tuple[str, ...], library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
     # PyTorch's own OpenMP, so that its threads and these are the same.
     own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
         parts = str(Path(work) / "it.o"), str(Path(work) / "it.so")
         _run([compiler, *FLAGS, *options, f"-I{HEADERS}", "-c", str(source), "-o", parts[0]])
         _run([compiler, "-shared", parts[0], "-o", parts[1], *([str(own[0])] if own else ["-fopenmp"])])
+        os.chmod(parts[1], 0o700)  # whatever the umask
         os.replace(parts[1], library)  # complete or not at all, whoever else compiles it now
 
 

@@ -45,7 +45,9 @@ def _sparse_attend(
     total = tl.zeros([BLOCK_T], tl.float32)
     y0 = tl.zeros([BLOCK_T, D0], tl.float32)
     y1 = tl.zeros([BLOCK_T, D1 if D1 > 0 else 16], tl.float32)
-    own = queries + (S - T)  # [BT]: the row of each query
+    # Rows up to its own, and not the number of that row: `rows <= own` is compiled wrongly by Triton 3.6, whose analysis then
+    # takes one comparison for 16 queries.
+    seen = queries + (S - T + 1)  # [BT]: rows up to each query's own
     for s in range(0, chosen, BLOCK_S):
         at = s + tl.arange(0, BLOCK_S)  # [BS]: place in the list of rows
         unit = tl.load(index + at // UNIT, mask=at < chosen, other=0)  # [BS]
@@ -53,7 +55,7 @@ def _sparse_attend(
         there = (at < chosen) & (rows < S)
         k0, k1 = load_rows(k, rows, there, stride_ks, D0, D1)  # [BS, D0], [BS, D1]
         x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2E)  # [BT, BS]: logits to base 2
-        x = tl.where((rows[None, :] <= own[:, None]) & there[None, :], x, float("-inf"))
+        x = tl.where((rows[None, :] < seen[:, None]) & there[None, :], x, float("-inf"))
         new = tl.maximum(top, tl.max(x, 1))  # [BT]
         shift = tl.where(new == float("-inf"), 0.0, new)  # a query that has seen nothing yet: -inf - -inf is NaN
         weight = tl.exp2(x - shift[:, None])  # [BT, BS]

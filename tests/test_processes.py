@@ -1,0 +1,44 @@
+"""Python processes import nothing from the folder in which they are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from locret_kit.processes import python
+
+PLANTED = "import pathlib\npathlib.Path({ran!r}).touch()\nraise SystemExit('planted')\n"
+PROGRAM = "import json, signal, sys\nprint(json.dumps([__name__, sys.argv, sys.path]))\nsys.exit(3)\n"
+
+
+def plant(folder: Path, *names: str) -> Path:
+    """Modules that say so when they are imported: by the file whose path is given back."""
+    ran = folder / "ran"
+    for name in names:
+        (folder / f"{name}.py").write_text(PLANTED.format(ran=str(ran)))
+    return ran
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_the_current_folder_is_no_place_for_modules(tmp_path, safe):
+    """With PYTHONSAFEPATH, which Python 3.11 knows, and without."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    ran = plant(here, "runpy", "ctypes", "json", "signal", "importlib", "program", "sitecustomize")
+    (there / "program.py").write_text(PROGRAM)
+    env = {**os.environ, "PYTHONSAFEPATH": safe, "PYTHONPATH": str(there)}
+    command = python("program", "-a", "b c", before="import ctypes, signal")
+    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
+    assert done.returncode == 3 and not done.stderr and not ran.exists()
+    name, words, path = json.loads(done.stdout)
+    assert name == "__main__" and words == [str(there / "program.py"), "-a", "b c"]
+    assert path[0] == str(there) and not {"", ".", str(here)} & {*path}
+    # The test itself: the usual way runs what was planted.
+    subprocess.run([sys.executable, "-m", "program"], cwd=here, env={**env, "PYTHONSAFEPATH": ""}, capture_output=True)
+    assert ran.exists()
