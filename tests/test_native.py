@@ -236,7 +236,7 @@ def test_a_session_and_a_batch_decode_so(policy):
             said.append(list(decode(model, cache, logits, **rest)))
     batch = Batch(model, frozenset())
     text = batch.add(Request(ids, lambda: caches[2], 30))
-    while batch.busy:
+    while batch.running:
         batch.step()
     assert said[0] == said[1] == text.tokens
     assert caches[0].counters.decoding == "native" and caches[1].counters.decoding.startswith("dynamic: backend")

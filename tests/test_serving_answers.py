@@ -20,8 +20,8 @@ from locret_kit.cli.serve import main
 from locret_kit.planning.plan import Setting
 from locret_kit.planning.serving import Caches
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.scheduler import PATIENCE
 from locret_kit.runtime.session import Sampling, generate
-from locret_kit.runtime.turns import PATIENCE
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.in_time import HeadersInTime
 from locret_kit.serving.jobs import Job

@@ -99,7 +99,7 @@ def run(args: InferOptions) -> int:
                 cache = partial(new_cache, replace(args.run, seed=prompt.seed), ids, asked)
                 yield Named(ids, cache, prompt.max_new_tokens, sampling, prompt.seed, name)
 
-        for text in answered(model, tokenizer, requests(), most=args.batch_size):
+        for text in answered(model, tokenizer, requests(), max_running=args.batch_size):
             assert isinstance(text.request, Named)
             write(text.request.name, **said(text, tokenizer))
     if errors:

@@ -7,9 +7,9 @@ the rounding of the shared matrix products below.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -19,11 +19,8 @@ from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
 from .native import NativeDecoder, native_decoder
+from .scheduler import PromptScheduler
 from .session import Chooser, Sampling, stop_ids
-from .turns import Turns
-
-TURNS = 4
-"""Every so many forwards, the prompt that has waited longest comes first; in the others, the one with the shortest rest."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,6 @@ class Request:
     """0 only reads the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    aside: bool = field(default=False, kw_only=True)
-    """Read between the prompts of others, see ``turns``."""
     top_logprobs: int | None = field(default=None, kw_only=True)
     """Of each token of the answer: its log-probability, and those of so many of the likeliest; None for neither."""
 
@@ -80,13 +75,6 @@ class Text:
     ended_s: float | None = None
     _choose: Chooser | None = None
     _next: int | None = None
-    _passed: int = 0
-    """Forwards since its prompt last had a piece in one."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether it has no cache yet."""
-        return self.cache is None and self.finish_reason is None
 
     @property
     def reading(self) -> bool:
@@ -108,11 +96,6 @@ class Text:
         step = cache.schedule.until_boundary(done) if cache.needs_logits else cache.schedule.piece(done)
         return min(step, self.left)
 
-    @property
-    def aside(self) -> bool:
-        """As the request has it."""
-        return self.request.aside
-
     def end(self, reason: str, error: Exception | None = None) -> None:
         """Let it leave; its cache is free."""
         self.finish_reason, self.error, self.cache = reason, error, None
@@ -129,38 +112,37 @@ class Batch:
 
     Args:
         model: a causal language model; attached inside each step unless it is already.
-        most: texts in memory at once; the others wait in the order in which they were added.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
-        turns: the order of prompts; by default those with the shortest rest first, and at times the one that waited longest.
+        scheduler: the order of prompts, which has a ``piece`` of its own; by default that in which they were added.
+
+    Attributes:
+        running: texts that have not ended. Nobody waits here: whoever adds texts bounds how many there are.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a piece below 1.
     """
 
     def __init__(
-        self, model: PreTrainedModel, stop: frozenset[int], *, most: int = 16, piece: int = 512, turns: Turns[Text] | None = None
+        self, model: PreTrainedModel, stop: frozenset[int], *, piece: int = 512, scheduler: PromptScheduler[Text] | None = None
     ) -> None:  # fmt: skip
-        for name, value in (("most", most), ("piece", piece)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        self.model, self.stop, self.most, self.piece, self.turns = model, stop, most, piece, turns
-        self.waiting: deque[Text] = deque()
+        if piece < 1:
+            raise ValueError(f"piece={piece} must be at least 1")
+        self.model, self.stop, self.piece, self.scheduler = model, stop, piece, scheduler
         self.running: list[Text] = []
-        self._forwards = 0
         self._native = native_decoder(model)
 
     def add(self, request: Request) -> Text:
-        """A text that is answered from one of the next steps on.
+        """A text that is answered from the next step on, which makes its cache.
 
         Raises:
-            ValueError: no tokens, or none asked for.
+            ValueError: no tokens, or fewer than none asked for.
         """
         if not len(request.ids):
             raise ValueError("the prompt holds no tokens")
         if request.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 0")
         text = Text(request, began=time.perf_counter())
-        self.waiting.append(text)
+        self.running.append(text)
         return text
 
     def cancel(self, text: Text, reason: str = "cancelled") -> None:
@@ -168,7 +150,6 @@ class Batch:
         if text.finish_reason is None:
             text.end(reason)
             self.running = [one for one in self.running if one is not text]
-            self.waiting = deque(one for one in self.waiting if one is not text)
 
     def fail(self, error: Exception, texts: Sequence[Text] | None = None) -> None:
         """End texts with an error; by default all that run."""
@@ -176,19 +157,14 @@ class Batch:
             text.end("error", error)
         self.running = [text for text in self.running if text.finish_reason is None]
 
-    @property
-    def busy(self) -> bool:
-        """Whether a text waits or runs."""
-        return bool(self.running or self.waiting)
-
     @torch.inference_mode()
     def step(self) -> list[Text]:
-        """One forward: the next token of every text that is decoded, and pieces of the prompts of others, the shortest rest
-        first and at times the one that waited longest (``TURNS``). Gives the texts that have a new token or have ended.
+        """One forward: the next token of every text that is decoded, and pieces of the prompts of others. Gives the texts that
+        have a new token or have ended.
 
         An error of one text's settings ends that text alone; an error of the forward ends those that took part.
         """
-        changed = self._admit()
+        changed = self._begin()
         pieces = self._pieces()
         if not pieces:
             return changed
@@ -242,11 +218,12 @@ class Batch:
         assert isinstance(self._native, NativeDecoder)
         return self._native(caches, [token for (token,) in pieces])
 
-    def _admit(self) -> list[Text]:
-        """Make caches for those that wait, while there is room; the texts for which that failed."""
+    def _begin(self) -> list[Text]:
+        """Make the caches of the texts that were added; the texts for which that failed."""
         failed = []
-        while self.waiting and len(self.running) < self.most:
-            text = self.waiting.popleft()
+        for text in self.running:
+            if text.cache is not None:
+                continue
             request = text.request
             try:
                 text.cache = request.cache()
@@ -260,8 +237,7 @@ class Batch:
             except Exception as error:
                 text.end("error", error)
                 failed.append(text)
-                continue
-            self.running.append(text)
+        self.running = [text for text in self.running if text.finish_reason is None]
         return failed
 
     def _pieces(self) -> list[Piece]:
@@ -270,29 +246,20 @@ class Batch:
         for text in self.running:
             if text._next is not None:
                 pieces.append((text, [text._next]))
-        reading = [text for text in self.running if text.reading and text.cache is not None]
-        for text in self._order(reading) if self.turns is None else self.turns.pick(reading):
+        reading = [text for text in self.running if text.reading]
+        for text in self._in_turn(reading) if self.scheduler is None else self.scheduler.pick(reading):
             cache, ids = text.cache, text.request.ids
             assert cache is not None
             done = cache.get_seq_length()
             pieces.append((text, [ids[at] for at in cache.prompt_positions(done, done + text.step)]))
         return pieces
 
-    def _order(self, reading: list[Text]) -> Iterator[Text]:
-        """The prompts that have a piece in the next forward."""
-        reading.sort(key=lambda text: text.left)
-        self._forwards += 1
-        # So that short prompts, however many, do not keep a long one waiting.
-        if reading and self._forwards % TURNS == 0:
-            longest = max(reading, key=lambda text: text._passed)
-            reading.sort(key=lambda text: text is not longest)
-        for text in reading:
-            text._passed += 1
+    def _in_turn(self, reading: list[Text]) -> Iterator[Text]:
+        """The prompts that have a piece in the next forward, in the order in which they were added."""
         room = self.piece
         for text in reading:
             if text.step > room and room < self.piece:
                 break
-            text._passed = 0
             room -= text.step
             yield text
 
@@ -328,23 +295,25 @@ def run(
     tokenizer: PreTrainedTokenizerBase,
     requests: Iterable[Request],
     *,
-    most: int = 16,
+    max_running: int = 16,
     piece: int = 512,
 ) -> Iterator[Text]:
-    """Answer requests together; texts as they end. Requests are taken one by one, when there is room.
+    """Answer requests together; texts as they end. Requests are taken one by one, when there is room, and their prompts are
+    read in that order.
 
     Args:
-        most, piece: as of ``Batch``.
+        max_running: texts in memory at once. piece: as of ``Batch``.
+
+    Raises:
+        ValueError: a number below 1, or a request that cannot be answered, see ``Batch.add``.
     """
-    batch, source = Batch(model, stop_ids(model, tokenizer), most=most, piece=piece), iter(requests)
-    more = True
+    if max_running < 1:
+        raise ValueError(f"max_running={max_running} must be at least 1")
+    batch, waiting = Batch(model, stop_ids(model, tokenizer), piece=piece), iter(requests)
     with attached(model):
-        while more or batch.busy:
-            while more and len(batch.running) + len(batch.waiting) < most:
-                request = next(source, None)
-                if request is None:
-                    more = False
-                else:
-                    batch.add(request)
-            if batch.busy:
-                yield from (text for text in batch.step() if text.finish_reason is not None)
+        while True:
+            for request in islice(waiting, max_running - len(batch.running)):
+                batch.add(request)
+            if not batch.running:
+                return
+            yield from (text for text in batch.step() if text.finish_reason is not None)

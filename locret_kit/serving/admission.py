@@ -15,8 +15,8 @@ from ..cache.fork import CannotFork
 from ..heads import RetainingHeads
 from ..policies.policy import Policy
 from ..runtime.batch import Batch, Request, Text
+from ..runtime.scheduler import PromptScheduler
 from ..runtime.session import Sampling
-from ..runtime.turns import Turns
 from ..settings import RunSettings
 from .figures import Figures
 from .jobs import Beginning, Idle, Job
@@ -39,14 +39,14 @@ class Admission:
     """The part of the engine that lets requests enter. Its methods are called by the engine's thread alone.
 
     Args:
-        batch: where they enter. turns: whose prompt is read next. The others are the engine's.
+        batch: where they enter. scheduler: whose prompt is read next. The others are the engine's.
     """
 
     def __init__(
-        self, batch: Batch, turns: Turns[Text], settings: RunSettings, policy: Policy, heads: RetainingHeads | None, *,
-        sessions: int, store: Store | None, beginnings: int, shares: bool,
+        self, batch: Batch, scheduler: PromptScheduler[Text], settings: RunSettings, policy: Policy,
+        heads: RetainingHeads | None, *, sessions: int, store: Store | None, beginnings: int, shares: bool,
     ) -> None:  # fmt: skip
-        self._batch, self._turns = batch, turns
+        self._batch, self._scheduler = batch, scheduler
         self.settings, self.policy, self.heads = settings, policy, heads
         self.sessions, self.store = sessions, store
         self.figures = Figures()
@@ -124,7 +124,7 @@ class Admission:
         seen = job.document.cache.get_seq_length() if job.document is not None else 0
         if begun is not None and begun.cache is not None:
             seen = begun.past.tokens
-        if self._turns.takes(len(job.ids) - seen) and self._room():
+        if self._scheduler.takes(len(job.ids) - seen) and self._room():
             self._enter(job, partial(self._own, job, begun), seen)
 
     def _beginning_for(self, job: Job) -> Beginning | None:
@@ -141,7 +141,7 @@ class Admission:
         full = len(self._begun) >= self.beginnings
         if full and oldest is None:
             return None
-        if not self._turns.takes(tokens):
+        if not self._scheduler.takes(tokens):
             return Beginning(Past("", "", "", 0, ""))  # it comes with its turn
         cache = self._empty(job, tokens + self._tail + 1)  # first: where it raises, nobody waits for what is never read
         if full and oldest is not None:
@@ -188,15 +188,12 @@ class Admission:
 
     def _enter(self, job: Job, make: Callable[[], BoundedCache], seen: int) -> bool:
         """Admit a request, whose cache has seen so many of its tokens, if it is its turn."""
-        left = len(job.ids) - seen
-        if not self._turns.takes(left, aside=job.aside and not job.inner):
+        left, background = len(job.ids) - seen, job.aside and not job.inner
+        if not self._scheduler.takes(left, background=background):
             return False
         self._queue.remove(job)
         self._jobs.append(job)
-        request = Request(
-            job.ids, make, job.max_new_tokens, job.sampling, job.seed, aside=job.aside and not job.inner,
-            top_logprobs=job.top_logprobs,
-        )  # fmt: skip
+        request = Request(job.ids, make, job.max_new_tokens, job.sampling, job.seed, top_logprobs=job.top_logprobs)
         try:
             job.text = self._batch.add(request)
         except ValueError as error:
@@ -204,7 +201,7 @@ class Admission:
             job.text.end("error", error)
             self._tell(job)
             return True
-        self._turns.enter(job.text, left)
+        self._scheduler.enter(job.text, left, background=background)
         if not job.aside:
             self.figures.queue_s.observe(job.text.began - job.asked)
         return True

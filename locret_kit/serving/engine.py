@@ -3,7 +3,7 @@
 Every session has one cache of fixed size, so what fits is counted before the start: at most ``sessions`` caches exist, those
 of requests that run and those that wait for the next turn of their conversation together. A prompt that begins with all that
 a waiting cache has read goes on from it, in memory or from its file. Requests that wait are admitted in the order in which
-they came, a short one before a long one where that keeps the bound of ``runtime.turns``.
+they came, a short one before a long one where that keeps the bound of ``runtime.scheduler``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
 from ..runtime.batch import Batch, Text
+from ..runtime.scheduler import PromptScheduler
 from ..runtime.session import Sampling, stop_ids
-from ..runtime.turns import Turns
 from ..settings import RunSettings
 from .admission import Admission
 from .fits import Fits
@@ -43,7 +43,7 @@ class Engine(Admission):
 
     Args:
         settings, policy, heads: of every session, unless a request says otherwise.
-        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``Batch``.
+        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``PromptScheduler``.
         store: where sessions are saved after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
         beginnings: equal beginnings of prompts (system prompts) in memory at once, each of which has a cache beside those of
@@ -60,10 +60,19 @@ class Engine(Admission):
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        turns: Turns[Text] = Turns(replace(settings, one_shot=False).resolved({}, 1).chunk, piece)
-        batch = Batch(model, stop_ids(model, tokenizer), most=1 << 30, piece=piece, turns=turns)
+        chunk = replace(settings, one_shot=False).resolved({}, 1).chunk
+        scheduler: PromptScheduler[Text] = PromptScheduler(chunk, piece)
+        batch = Batch(model, stop_ids(model, tokenizer), scheduler=scheduler)
         super().__init__(
-            batch, turns, settings, policy, heads, sessions=sessions, store=store, beginnings=beginnings, shares=shares
+            batch,
+            scheduler,
+            settings,
+            policy,
+            heads,
+            sessions=sessions,
+            store=store,
+            beginnings=beginnings,
+            shares=shares,
         )
         self.model, self.tokenizer, self.queue = model, tokenizer, queue
         self.fits = Fits(model, settings, heads, (policy, *policies))
@@ -246,7 +255,7 @@ class Engine(Admission):
                         if job is not None:
                             self._take(what, job)
                     self._admit()
-                    if self._batch.busy:
+                    if self._batch.running:
                         break
                     if self._stopping and not (self._queue or self._inbox):
                         return
