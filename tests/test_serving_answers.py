@@ -217,14 +217,14 @@ def test_equal_beginnings_are_read_once(shares):
 
 def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
     """Those that begin alike do not wait for it."""
-    empty, errors, start = engine._empty, [ValueError("no room")], random_ids(200, 11)
+    empty, errors, start = engine._admission._empty, [ValueError("no room")], random_ids(200, 11)
 
     def make(job: Job, prompt_length: int) -> BoundedCache:
         if errors:
             raise errors.pop()
         return empty(job, prompt_length)
 
-    monkeypatch.setattr(engine, "_empty", make)
+    monkeypatch.setattr(engine._admission, "_empty", make)
     prompts = [start + random_ids(20, seed) for seed in (12, 13, 14)]
     with pytest.raises(AssertionError, match="no room"):
         ask(engine, "anna", prompts[0], beginning=200)
@@ -302,7 +302,7 @@ def test_the_plan_says_the_bytes_that_are_allocated():
         ids = random_ids(150, number)
         ask(engine, "anna", ids, beginning=100 if number < 2 else 0)
     document = Document.read(model, tokenizer, text_of(150), SETTINGS, "locret", heads)
-    caches = [idle.cache for idle in engine._idle.values()] + [begun.cache for begun in engine._begun.values()]
+    caches = [one.cache for held in (engine._parked._parked, engine._admission._prefixes) for one in held.values()]
     planned = Caches.of(
         spec_of(model.config), Setting(4000, SETTINGS, dtype="float32"), [parse_policy("locret")], 3, 1, 2
     )

@@ -255,7 +255,7 @@ def test_a_stop_ends_what_came_during_a_long_forward():
     engine.submit(jobs[1])
     stopping = threading.Thread(target=engine.stop, args=(0,))
     stopping.start()
-    while not any(what == "cancel" for what, _ in engine._inbox):
+    while not all(job.cancelled for job in jobs):
         time.sleep(0.01)
     goes_on.set()
     stopping.join()

@@ -130,13 +130,13 @@ def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(tmp_p
 
     with engine_with(tmp_path, sessions=1) as engine:
         said = talk(engine, 2, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         files = {*tmp_path.rglob("*.locret")}
         with monkeypatch.context() as patch:
             patch.setattr("locret_kit.serving.store.read", failing)
             again = ask(engine, ANNA, next_turn(said, 0))
         assert again.cached_tokens == 0
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         assert files < {*tmp_path.rglob("*.locret")}
         assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
 
@@ -147,12 +147,12 @@ def test_a_session_without_memory_for_it_stays_on_disk(tmp_path, monkeypatch, un
 
     with engine_with(tmp_path, sessions=1) as engine:
         said = talk(engine, 2, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         files = {*tmp_path.rglob("*.locret")}
         with monkeypatch.context() as patch:
             patch.setattr("locret_kit.cache.saved._room", full)
             assert ask(engine, ANNA, next_turn(said, 0)).cached_tokens == 0
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         assert files < {*tmp_path.rglob("*.locret")}
         assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
 
@@ -167,7 +167,7 @@ def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
     with engine_with(tmp_path) as engine:
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
         engine.save_document(name, next(iter(server.owners.values())), document)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         with monkeypatch.context() as patch:
             patch.setattr(engine, "load_document", failing)
             server.restore(engine)
@@ -197,12 +197,12 @@ def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, und
 def test_the_folder_has_a_bound(tmp_path):
     with engine_with(tmp_path / "all", sessions=1) as engine:
         talk(engine, 3, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         whole = engine.store.bytes
     most = whole - 1
     with engine_with(tmp_path / "few", sessions=1, most=most) as engine:
         talk(engine, 3, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         held = engine.store.sessions(ANNA)
         assert [past.tokens for past in held] == [153, 243]  # the one used least is gone
         assert engine.store.bytes == sum(path.stat().st_size for path in tmp_path.glob("few/*/*.locret")) <= most
@@ -214,7 +214,7 @@ def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undis
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
         try:
             said = talk(engine, turns=1)
-            engine._saver.submit(int).result()
+            engine._parked._saver.submit(int).result()
             failing, failures = engine.store.failing, engine.store.failures
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -223,7 +223,7 @@ def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undis
             figures = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}).text
             assert "locret_session_disk_failing 1.0" in figures and "locret_save_failures_total 3.0" in figures
         ask(engine, ANNA, prompt(50, 3))
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         assert engine.store.failing is None and len(engine.store.sessions(ANNA)) == 1
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and "cannot write" in lines[0] and lines[1] == "sessions are saved again"

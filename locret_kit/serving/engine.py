@@ -9,11 +9,9 @@ they came, a short one before a long one where that keeps the bound of ``runtime
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from array import array
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,15 +28,16 @@ from ..runtime.scheduler import PromptScheduler
 from ..runtime.session import Sampling, stop_ids
 from ..settings import RunSettings
 from .admission import Admission
+from .figures import Figures
 from .fits import Fits
-from .jobs import Busy, Idle, Job, Stopping
-from .past import Past
+from .jobs import Busy, Job, Stopping
+from .sessions import Sessions
 from .store import Store
 
 LOG = logging.getLogger("locret_kit.serving")
 
 
-class Engine(Admission):
+class Engine:
     """Runs requests.
 
     Args:
@@ -63,27 +62,20 @@ class Engine(Admission):
         chunk = replace(settings, one_shot=False).resolved({}, 1).chunk
         scheduler: PromptScheduler[Text] = PromptScheduler(chunk, piece)
         batch = Batch(model, stop_ids(model, tokenizer), scheduler=scheduler)
-        super().__init__(
-            batch,
-            scheduler,
-            settings,
-            policy,
-            heads,
-            sessions=sessions,
-            store=store,
-            beginnings=beginnings,
-            shares=shares,
-        )
-        self.model, self.tokenizer, self.queue = model, tokenizer, queue
-        self.fits = Fits(model, settings, heads, (policy, *policies))
+        self.model, self.tokenizer, self.settings, self.policy, self.heads = model, tokenizer, settings, policy, heads
+        self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
+        self.fits, self.figures = Fits(model, settings, heads, (policy, *policies)), Figures()
         if store is not None:
             store.scan(lambda saved, about: self.fits.check(saved, session=not about), self.fits.origin)
-        self._inbox: list[tuple[str, Job | None]] = []
+        self._batch = batch
         self._changed = threading.Condition()
+        self._parked = Sessions(self.fits, store, self._changed)
+        self._admission = Admission(
+            batch, scheduler, self._parked, self.fits, self.figures,
+            max_caches=sessions, max_prefixes=beginnings, all_owners=shares,
+        )  # fmt: skip
         self._stopping = False
         self.failed = False
-        # Files are written by a thread of their own.
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
         self._thread = threading.Thread(target=self._run, name="locret-engine", daemon=True)
         self._thread.start()
 
@@ -100,21 +92,18 @@ class Engine(Admission):
         with self._changed:
             if self._stopping:
                 raise Stopping("the engine has ended with an error" if self.failed else "the server is stopping")
-            waiting = self._waiting()
+            waiting = len(self._admission.queue)
             if waiting + len(jobs) > self.queue:
                 self.figures.refused += len(jobs)
                 raise Busy(waiting)
-            self._inbox += [("add", job) for job in jobs]
-            self._changed.notify()
+            self._admission.queue += jobs
+            self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
         """Let a request leave, at whatever step it is."""
-        self._post("cancel", job)
-
-    def _post(self, what: str, job: Job | None = None) -> None:
         with self._changed:
-            self._inbox.append((what, job))
-            self._changed.notify()
+            job.cancelled = True
+            self._changed.notify_all()
 
     def read(self, model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
         """A ``documents.Reader``: read tokens into a cache, among the other requests. Blocks until it is done; waits while the
@@ -131,7 +120,7 @@ class Engine(Admission):
 
         job = Job("", ids, None, 0, Sampling(), 0, changed, cache=cache, keeps=False, aside=True)
         with self._changed:
-            while self._waiting() >= self.queue and not self._stopping:
+            while len(self._admission.queue) >= self.queue and not self._stopping:
                 if progress is not None:
                     progress(0, len(ids))
                 self._changed.wait(0.2)
@@ -153,17 +142,14 @@ class Engine(Admission):
         """End: requests that run are given ``wait`` seconds, then all are cancelled. What is to be saved is saved."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(wait)
         with self._changed:
-            added = [job for what, job in self._inbox if what == "add" and job is not None]  # during a long forward
-            self._inbox += [("cancel", job) for job in (*added, *self._queue, *self._jobs)]
-            self._changed.notify()
+            for job in (*self._admission.queue, *self._admission.active):
+                job.cancelled = True
+            self._changed.notify_all()
         self._thread.join(max(wait, 10.0))  # a forward cannot be cut short
-        for threads in (self._saver, self._loader):
-            threads.shutdown()
-        if self.store is not None:
-            self.store.close()
+        self._parked.close()
 
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``Fits.check``."""
@@ -176,22 +162,14 @@ class Engine(Admission):
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""
         if self.store is not None:
-            self._write(self.store.save_document, name, owner, document)
+            self._parked.write(self.store.save_document, name, owner, document)
 
     def forget(self, about: str) -> None:
         """Drop a document's file, and what waits for a next turn about it. Answers that run go on, in their own caches."""
         with self._changed:
-            for name in [name for name, idle in self._idle.items() if idle.past.about == about]:
-                del self._idle[name]
-            for job in (*self._queue, *self._jobs, *(job for _, job in self._inbox if job is not None)):
+            self._parked.forget(about)
+            for job in (*self._admission.queue, *self._admission.active):
                 job.keeps = job.keeps and job.about != about
-        if self.store is not None:  # after what is being written
-            self._write(self.store.forget, about)
-
-    def _write(self, act: Callable[..., None], *given: object) -> None:
-        """Change files, one after another, by the thread that does."""
-        with suppress(RuntimeError):  # that thread has ended
-            self._saver.submit(act, *given)
 
     @property
     def running(self) -> int:
@@ -202,26 +180,23 @@ class Engine(Admission):
     def waiting(self) -> int:
         """Requests that are not admitted yet."""
         with self._changed:
-            return self._waiting()
-
-    def _waiting(self) -> int:
-        return sum(what == "add" for what, _ in self._inbox) + len(self._queue)
+            return len(self._admission.queue)
 
     @property
     def caches(self) -> int:
         """Caches of sessions that exist now, at most ``sessions``; those of documents are not among them."""
         with self._changed:
-            return len(self._idle) + self._in_use()
+            return self._admission.caches
 
     @property
     def idle(self) -> int:
         """Caches that wait for a next turn."""
-        return len(self._idle)
+        return len(self._parked)
 
     @property
     def begun(self) -> int:
         """Equal beginnings in memory, those that are being read included."""
-        return len(self._begun)
+        return self._admission.prefixes
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -234,14 +209,15 @@ class Engine(Admission):
 
     def _end(self, error: Exception) -> None:
         """End everything with an error, and take nothing more."""
+        admission = self._admission
         with self._changed:
             self._stopping = self.failed = True
-            self._queue += [job for what, job in self._inbox if what == "add" and job is not None]
-            left, self._jobs, self._queue, self._inbox = [*self._jobs, *self._queue], [], [], []
+            left = [*admission.active, *admission.queue]
+            for job in list(admission.queue):
+                admission.leave(job, "error", error)
+            admission.active.clear()
         for job in left:
-            if job.text is None:
-                job.text = self._not_admitted(job)
-            if job.text.finish_reason is None:
+            if job.text is not None and job.text.finish_reason is None:
                 job.text.end("error", error)
             with suppress(RuntimeError):  # the event loop of its request is closed
                 job.on_change()
@@ -250,17 +226,17 @@ class Engine(Admission):
         while True:
             with self._changed:
                 while True:
-                    inbox, self._inbox = self._inbox, []
-                    for what, job in inbox:
-                        if job is not None:
-                            self._take(what, job)
-                    self._admit()
+                    for job in [job for job in self._admission.active if job.cancelled]:
+                        assert job.text is not None
+                        self._batch.cancel(job.text)
+                        self._tell(job)  # now: the next step counts on its cache
+                    for job in self._admission.admit():
+                        self._tell(job)
                     if self._batch.running:
                         break
-                    if self._stopping and not (self._queue or self._inbox):
+                    if self._stopping and not self._admission.queue:
                         return
-                    if not self._inbox:
-                        self._changed.wait()
+                    self._changed.wait()
             try:
                 self._batch.step()
             except Exception as error:  # of one text or one forward, the batch has caught it already
@@ -271,24 +247,8 @@ class Engine(Admission):
 
     def _report(self) -> None:
         """Tell every request what changed."""
-        for job in list(self._jobs):
+        for job in list(self._admission.active):
             self._tell(job)
-
-    def _take(self, what: str, job: Job) -> None:
-        if what == "add":
-            self._queue.append(job)
-        elif what == "loaded":
-            job.loading = False
-            if job.unwanted:
-                self._leave_queue(job, "cancelled")
-        elif job.loading:
-            job.unwanted = True
-        elif job in self._jobs:
-            assert job.text is not None
-            self._batch.cancel(job.text)
-            self._tell(job)  # now: the next step counts on its cache
-        elif job.text is None:
-            self._leave_queue(job, "cancelled")
 
     def _tell(self, job: Job) -> None:
         """Tell a request what changed, and let it go when it has ended."""
@@ -310,40 +270,17 @@ class Engine(Admission):
         try:
             job.on_change()
         except RuntimeError:  # the event loop of its request is closed
-            self._batch.cancel(text)
+            job.cancelled = True
 
     def _ended(self, job: Job, text: Text) -> None:
         self.figures.count(job, text)
         with self._changed:
-            self._jobs.remove(job)
+            if job in self._admission.active:
+                self._admission.active.remove(job)
             cache, kept = job.cache, job.keeps and job.plain and text.finish_reason in ("stop", "length")
             job.cache = job.document = None
             if kept and cache is not None and not cache.unfinished and not cache.reread_positions:
-                name = job.name if job.name and job.name not in self._idle else f"session_{secrets.token_hex(16)}"
-                ids = (job.ids + array("i", text.tokens))[: cache.get_seq_length()]
-                idle = Idle(Past.of(name, job.owner, job.about, ids), cache, settled=self.store is None)
-                self._idle[name] = idle
-                if self.store is not None:
-                    self._write(self._save, idle, self.store)
-
-    def _save(self, idle: Idle, store: Store) -> None:
-        """Write a session's file, unless it has gone on already."""
-        name = idle.past.name
-        with self._changed:
-            if self._idle.get(name) is not idle:
-                return
-            idle.saving = True
-        try:
-            store.save(idle.past, idle.cache)
-        except Exception:  # the store has caught what a disk can do
-            LOG.exception("a session could not be saved")
-        with self._changed:
-            idle.saving, idle.settled = False, True
-            gone = name not in self._idle
-            self._inbox.append(("saved", None))
-            self._changed.notify()
-        if gone:  # its document was deleted meanwhile
-            store.remove(name)
+                self._parked.park(job, cache, (job.ids + array("i", text.tokens))[: cache.get_seq_length()])
 
     def session_settings(self, budget: int | None) -> RunSettings | None:
         """Settings of a request that asks for its own budget, at most the server's.

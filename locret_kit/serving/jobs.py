@@ -1,4 +1,4 @@
-"""What the engine carries: requests on their way through it, and caches that wait for more of them."""
+"""What the engine carries: requests on their way through it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..policies.policy import Policy
 from ..runtime.batch import Text
 from ..runtime.session import Sampling
 from ..settings import RunSettings
-from .past import Past, Prefixes
+from .past import Prefixes
 
 
 class Stopping(RuntimeError):
@@ -67,8 +67,8 @@ class Job:
     """Whether its session is being read from its file, into a cache that counts already."""
     loads: int = 0
     """Times that a session was read from its file for it."""
-    unwanted: bool = False
-    """Whether it was cancelled while its session was read."""
+    cancelled: bool = False
+    """Whether it is to end; the engine's thread ends it."""
     read_first: int = 0
     """Tokens of an equal beginning that was read because of this request."""
     inner: bool = False
@@ -87,26 +87,3 @@ class Job:
     def plain(self) -> bool:
         """Whether it runs as the server is set, so that its cache fits other requests."""
         return self.settings is None and self.policy is None
-
-
-@dataclass(eq=False)
-class Idle:
-    """A cache that waits for the next turn.
-
-    Attributes:
-        saving: its file is being written, so nobody may go on with it. settled: there is nothing more to write.
-    """
-
-    past: Past
-    cache: BoundedCache
-    saving: bool = False
-    settled: bool = False
-
-
-@dataclass(eq=False)
-class Beginning:
-    """An equal beginning of an owner's prompts. ``cache`` is None while it is read, and where it could not be."""
-
-    past: Past
-    cache: BoundedCache | None = None
-    reading: bool = True

@@ -1,0 +1,147 @@
+"""Caches that wait for the next turn of their conversations: in memory, and in files where there is a store."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..cache.bounded import BoundedCache
+from .fits import Fits
+from .jobs import Job
+from .past import Past
+from .store import Store
+
+LOG = logging.getLogger("locret_kit.serving")
+LOADS = 2
+"""Files that are tried for a request, at most: one that another server has written meanwhile is worth a second try."""
+
+
+@dataclass(eq=False)
+class ParkedSession:
+    """A cache that waits for the next turn.
+
+    Attributes:
+        saving: its file is being written, so nobody may go on with it. settled: there is nothing more to write.
+    """
+
+    past: Past
+    cache: BoundedCache
+    saving: bool = False
+    settled: bool = False
+
+
+class Sessions:
+    """All that wait. Its methods are called with the engine's lock held, except for ``write`` and ``close``.
+
+    Args:
+        fits: the model and the heads. store: None keeps sessions in memory alone.
+        changed: the engine's condition, notified when a file was written or read.
+    """
+
+    def __init__(self, fits: Fits, store: Store | None, changed: threading.Condition) -> None:
+        self.fits, self.store, self._changed = fits, store, changed
+        self._parked: OrderedDict[str, ParkedSession] = OrderedDict()
+        # Files are read and written by threads of their own, so that nobody's answer waits for them.
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="locret-load")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parked
+
+    def find(self, job: Job) -> ParkedSession | None:
+        """The session in memory that has read most of a prompt's beginning and nothing else."""
+        if not job.plain:
+            return None
+        best = job.prefixes.longest((parked.past for parked in self._parked.values()), job.owner, job.about)
+        return None if best is None else self._parked[best.name]
+
+    def find_file(self, job: Job) -> Past | None:
+        """The same of files."""
+        if not job.plain or self.store is None or job.loads >= LOADS:
+            return None
+        return job.prefixes.longest(self.store.sessions(job.owner), job.owner, job.about)
+
+    def take(self, parked: ParkedSession) -> None:
+        """Let a session go: a request goes on with it."""
+        del self._parked[parked.past.name]
+
+    def drop_oldest(self) -> bool:
+        """Let the session go that was used least recently, of those whose files are written; False where there is none."""
+        oldest = next((parked for parked in self._parked.values() if parked.settled), None)
+        if oldest is not None:
+            self.take(oldest)
+        return oldest is not None
+
+    def park(self, job: Job, cache: BoundedCache, ids: array[int]) -> None:
+        """Have a request's cache, which has read ``ids``, wait for the next turn, and write its file."""
+        name = job.name if job.name and job.name not in self else f"session_{secrets.token_hex(16)}"
+        parked = ParkedSession(Past.of(name, job.owner, job.about, ids), cache, settled=self.store is None)
+        self._parked[name] = parked
+        if self.store is not None:
+            self.write(self._save, parked, self.store)
+
+    def load(self, job: Job, past: Past) -> None:
+        """Read a request's session from its file; ``loading`` ends with it, ``cache`` stays None where it cannot be read."""
+        job.loading, job.loads = True, job.loads + 1
+
+        def load() -> None:
+            assert self.store is not None
+            cache = None
+            try:
+                cache = self.store.load(
+                    past, self.fits.model, self.fits.heads, self.fits.policies[0], self.fits.settings.store
+                )
+            except Exception:  # the store has caught what a file can do
+                LOG.exception("a session could not be loaded")
+            with self._changed:
+                job.loading, job.cache = False, cache
+                job.name = job.name if cache is not None else ""
+                self._changed.notify_all()
+
+        self._loader.submit(load)
+
+    def forget(self, about: str) -> None:
+        """Drop a document's file, after what is being written, and all sessions about it."""
+        self._parked = OrderedDict((name, one) for name, one in self._parked.items() if one.past.about != about)
+        if self.store is not None:
+            self.write(self.store.forget, about)
+
+    def write(self, act: Callable[..., None], *given: object) -> None:
+        """Change files, one after another. Does not wait."""
+        with suppress(RuntimeError):  # its thread has ended
+            self._saver.submit(act, *given)
+
+    def _save(self, parked: ParkedSession, store: Store) -> None:
+        """Write a session's file, unless it has gone on already."""
+        name = parked.past.name
+        with self._changed:
+            if self._parked.get(name) is not parked:
+                return
+            parked.saving = True
+        try:
+            store.save(parked.past, parked.cache)
+        except Exception:  # the store has caught what a disk can do
+            LOG.exception("a session could not be saved")
+        with self._changed:
+            parked.saving, parked.settled = False, True
+            gone = name not in self
+            self._changed.notify_all()
+        if gone:  # its document was deleted meanwhile
+            store.remove(name)
+
+    def close(self) -> None:
+        """Wait for all files, and let another server have them."""
+        for threads in (self._saver, self._loader):
+            threads.shutdown()
+        if self.store is not None:
+            self.store.close()
