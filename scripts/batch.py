@@ -66,7 +66,7 @@ def together(
     batch, waiting, answers = Batch(model, frozenset()), iter(texts), []
     while len(answers) < len(texts) or batch.running:
         for ids in islice(waiting, at_once - len(batch.running)):
-            answers.append(batch.add(Request(ids, partial(cache, ids), new)))
+            answers.append(batch.add(Request(ids, new), partial(cache, ids)))
         batch.step()
     return [answer.tokens for answer in answers]
 

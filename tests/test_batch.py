@@ -10,6 +10,7 @@ import torch
 from policy_runs import POLICIES, backbone, distinct_tokens, heads_of, held, make, tokens
 
 from locret_kit import attach
+from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.lanes import BatchCache
 from locret_kit.runtime.batch import Batch, Request, run
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -56,10 +57,10 @@ def test_each_text_is_as_alone(policy, family):
     texts = [distinct_tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     caches = [Kept(policy, ids, family=family) for ids in texts]
     batch = Batch(backbone(family), frozenset(), piece=40)
-    waiting, made = [Request(ids, cache, NEW) for ids, cache in zip(texts, caches, strict=True)], []
-    while waiting or batch.running:
-        while waiting and len(batch.running) < 3:
-            made.append(batch.add(waiting.pop(0)))
+    made = []
+    while len(made) < len(texts) or batch.running:
+        for ids, cache in [*zip(texts, caches, strict=True)][len(made) : len(made) + 3 - len(batch.running)]:
+            made.append(batch.add(Request(ids, NEW), cache))
         batch.step()
     for ids, text, cache in zip(texts, made, caches, strict=True):
         assert text.error is None
@@ -71,10 +72,14 @@ def test_each_text_is_as_alone(policy, family):
 def test_few_bits_and_sampling_are_each_texts_own(policy):
     texts = [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
-    requests = [
-        Request(ids, Kept(policy, ids, kv_bits=4), NEW, sampling, seed=number) for number, ids in enumerate(texts)
-    ]
-    found = {id(text.request): text.tokens for text in run(backbone(), SILENT, requests, max_running=3, piece=40)}
+    requests = [Request(ids, NEW, sampling, seed=number) for number, ids in enumerate(texts)]
+
+    def new_cache(request: Request) -> BoundedCache:
+        return make(policy, length=len(request.ids), kv_bits=4)
+
+    found = {
+        id(text.request): text.tokens for text in run(backbone(), SILENT, requests, new_cache, max_running=3, piece=40)
+    }
     for number, (ids, request) in enumerate(zip(texts, requests, strict=True)):
         assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
 
@@ -86,7 +91,7 @@ def test_heads_score_the_new_tokens_of_all_texts_in_one_call():
         batch = Batch(backbone(), frozenset())
         batch._native = "the plain forward is meant"
         texts = [
-            batch.add(Request(tokens(20 + n, seed=n), Kept(policy, tokens(20 + n, seed=n)), 30))
+            batch.add(Request(tokens(20 + n, seed=n), 30), Kept(policy, tokens(20 + n, seed=n)))
             for n, policy in enumerate(policies)
         ]
         while any(text.reading for text in texts):
@@ -103,11 +108,11 @@ def test_heads_score_the_new_tokens_of_all_texts_in_one_call():
 
 def test_texts_come_go_and_fail_alone():
     batch = Batch(backbone(), frozenset(), piece=30)
-    first = batch.add(Request(tokens(60), Kept("h2o", tokens(60)), 30))
-    broken = batch.add(Request(tokens(60, seed=1), partial(make, "h2o", length=60, budget=3), 30))
+    first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
+    broken = batch.add(Request(tokens(60, seed=1), 30), partial(make, "h2o", length=60, budget=3))
     for _ in range(12):
         batch.step()
-    late = batch.add(Request(tokens(40, seed=2), Kept("h2o", tokens(40)), NEW))
+    late = batch.add(Request(tokens(40, seed=2), NEW), Kept("h2o", tokens(40)))
     assert broken.finish_reason == "error" and "budget" in str(broken.error)
     batch.cancel(first)
     assert first.finish_reason == "cancelled" and first.cache is None and first.tokens
@@ -115,13 +120,13 @@ def test_texts_come_go_and_fail_alone():
         batch.step()
     assert late.tokens == alone("h2o", tokens(40, seed=2))[0] and late.finish_reason == "length"
     with pytest.raises(ValueError, match="the prompt holds no tokens"):
-        batch.add(Request([], Kept("h2o", [1])))
+        batch.add(Request([]), Kept("h2o", [1]))
 
 
 def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
     batch = Batch(backbone(), frozenset(), piece=10)  # below a chunk: one prompt in a forward
-    first = batch.add(Request(tokens(60), Kept("h2o", tokens(60)), 30))
-    late = batch.add(Request(tokens(40, seed=2), Kept("h2o", tokens(40)), NEW))
+    first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
+    late = batch.add(Request(tokens(40, seed=2), NEW), Kept("h2o", tokens(40)))
 
     def broken(*args, **kwargs):
         raise RuntimeError("no")
@@ -197,11 +202,12 @@ def test_at_most_so_many_run_and_prompts_are_read_in_their_order(monkeypatch):
         return found
 
     monkeypatch.setattr(Batch, "_pieces", noted)
-    requests = (
-        Request(tokens(n, seed=number), Kept("h2o", tokens(n)), 3, seed=number)
-        for number, n in enumerate((80, 7, 61, 20, 9))
-    )
-    ended = [text.request.seed for text in run(backbone(), SILENT, requests, max_running=2, piece=10)]
+    requests = (Request(tokens(n, seed=number), 3, seed=number) for number, n in enumerate((80, 7, 61, 20, 9)))
+
+    def new_cache(request: Request) -> BoundedCache:
+        return make("h2o", length=len(request.ids))
+
+    ended = [one.request.seed for one in run(backbone(), SILENT, requests, new_cache, max_running=2, piece=10)]
     assert sorted(ended) == read == [0, 1, 2, 3, 4] and max(running) == 2
     with pytest.raises(ValueError, match="max_running=0 must be at least 1"):
-        next(run(backbone(), SILENT, [], max_running=0))
+        next(run(backbone(), SILENT, [], new_cache, max_running=0))

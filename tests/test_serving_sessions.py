@@ -53,9 +53,9 @@ def talk(engine: Engine, conversations: int = 3, turns: int = 2, owner: str = AN
     said = []
     for turn in range(turns):
         for number in range(conversations):
-            job = ask(engine, owner, texts[number])
-            said.append((job.text.tokens, job.cached_tokens))
-            texts[number] += array("i", job.text.tokens) + prompt(30, 100 * turn + number)
+            request = ask(engine, owner, texts[number])
+            said.append((request.sequence.tokens, request.cached_tokens))
+            texts[number] += array("i", request.sequence.tokens) + prompt(30, 100 * turn + number)
     return said
 
 
@@ -73,7 +73,7 @@ def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
     with engine_with(tmp_path / "s") as engine:  # another process would find them too
         texts = [prompt(60, 0)]
         first = ask(engine, ANNA, texts[0])  # the conversation went on, so its file does not help
-        assert (first.text.tokens, first.cached_tokens) == undisturbed[0]
+        assert (first.sequence.tokens, first.cached_tokens) == undisturbed[0]
     files = [path for path in (tmp_path / "s").rglob("*.locret")]
     assert len(files) == 4 and (tmp_path / "s").stat().st_mode & 0o777 == 0o700
     for path in (*files, tmp_path / "s" / "salt"):
@@ -116,7 +116,9 @@ def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed
     caplog.clear()
     with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
         again = [ask(engine, ANNA, next_turn(said, number)) for number in range(2)]
-        right = [(job.text.tokens, job.cached_tokens) == undisturbed[3 + n] for n, job in enumerate(again)]
+        right = [
+            (request.sequence.tokens, request.cached_tokens) == undisturbed[3 + n] for n, request in enumerate(again)
+        ]
         assert sorted(right) == [False, True] and again[right.index(False)].cached_tokens == 0
         assert not one.exists()
     (line,) = [record.getMessage() for record in caplog.records]
@@ -191,7 +193,7 @@ def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, und
     monkeypatch.setattr("locret_kit.cache.file.VERSION", 2)
     with engine_with(tmp_path) as engine:
         again = ask(engine, ANNA, next_turn(said, 0))
-        assert (again.text.tokens, again.cached_tokens) == undisturbed[3]
+        assert (again.sequence.tokens, again.cached_tokens) == undisturbed[3]
 
 
 def test_the_folder_has_a_bound(tmp_path):
@@ -240,16 +242,16 @@ def test_documents_come_back_for_their_owner(tmp_path):
         server.documents[name] = Held(name, owner, "book", 1, document)
         engine.save_document(name, owner, document)
         ids = document.prompt("Who came in?")
-        first = ask(engine, owner, ids, document=document, about=name)
+        first = ask(engine, owner, ids, document=document, document_id=name)
     with engine_with(tmp_path) as engine:
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt, limits=LIMITS)
         server.restore(engine)
         held = server.documents[name]
         assert held.owner == owner and held.shown()["status"] == "ready" and held.title == "book"
-        again = ask(engine, owner, ids, document=held.document, about=name)
-        assert again.text.tokens == first.text.tokens and again.cached_tokens == first.cached_tokens > 100
-        more = ids + array("i", again.text.tokens) + prompt(20, 1)
-        assert ask(engine, owner, more, document=held.document, about=name).cached_tokens > len(ids)
+        again = ask(engine, owner, ids, document=held.document, document_id=name)
+        assert again.sequence.tokens == first.sequence.tokens and again.cached_tokens == first.cached_tokens > 100
+        more = ids + array("i", again.sequence.tokens) + prompt(20, 1)
+        assert ask(engine, owner, more, document=held.document, document_id=name).cached_tokens > len(ids)
         engine.forget(name)
     assert not list(tmp_path.rglob("*.locret"))
     with engine_with(tmp_path) as engine, pytest.raises(OSError, match="another server has it"):

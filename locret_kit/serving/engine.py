@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Sequence
+from collections import abc
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +23,14 @@ from ..documents.document import Document, Progress, describe
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
-from ..runtime.batch import Batch, Text
+from ..runtime.batch import Batch, Sequence
 from ..runtime.scheduler import PromptScheduler
-from ..runtime.session import Sampling, stop_ids
+from ..runtime.session import stop_ids
 from ..settings import RunSettings
 from .admission import Admission
 from .figures import Figures
 from .fits import Fits
-from .jobs import Busy, Job, Stopping
+from .request import Busy, ServerRequest, Stopping
 from .sessions import Sessions
 from .store import Store
 
@@ -53,14 +53,14 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
         heads: RetainingHeads | None, *,
-        sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: Sequence[Policy] = (),
+        sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
         beginnings: int = 2, shares: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         chunk = replace(settings, one_shot=False).resolved({}, 1).chunk
-        scheduler: PromptScheduler[Text] = PromptScheduler(chunk, piece)
+        scheduler: PromptScheduler[Sequence] = PromptScheduler(chunk, piece)
         batch = Batch(model, stop_ids(model, tokenizer), scheduler=scheduler)
         self.model, self.tokenizer, self.settings, self.policy, self.heads = model, tokenizer, settings, policy, heads
         self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
@@ -81,28 +81,28 @@ class Engine:
 
     # ---- from other threads ----------------------------------------------------------------------------------------
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *requests: ServerRequest) -> None:
         """Queue requests: all, or none.
 
         Raises:
             ValueError: more at once than may wait. Busy: too many wait. Stopping: the engine stops.
         """
-        if len(jobs) > self.queue:
-            raise ValueError(f"{len(jobs)} answers must be at most {self.queue}, the requests that may wait")
+        if len(requests) > self.queue:
+            raise ValueError(f"{len(requests)} answers must be at most {self.queue}, the requests that may wait")
         with self._changed:
             if self._stopping:
                 raise Stopping("the engine has ended with an error" if self.failed else "the server is stopping")
             waiting = len(self._admission.queue)
-            if waiting + len(jobs) > self.queue:
-                self.figures.refused += len(jobs)
+            if waiting + len(requests) > self.queue:
+                self.figures.refused += len(requests)
                 raise Busy(waiting)
-            self._admission.queue += jobs
+            self._admission.queue += requests
             self._changed.notify_all()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, request: ServerRequest) -> None:
         """Let a request leave, at whatever step it is."""
         with self._changed:
-            job.cancelled = True
+            request.cancelled = True
             self._changed.notify_all()
 
     def read(self, model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
@@ -115,27 +115,27 @@ class Engine:
         done = threading.Event()
 
         def changed() -> None:
-            if job.text is not None and job.text.finish_reason is not None:
+            if request.sequence is not None and request.sequence.finish_reason is not None:
                 done.set()
 
-        job = Job("", ids, None, 0, Sampling(), 0, changed, cache=cache, keeps=False, aside=True)
+        request = ServerRequest(ids, 0, owner="", purpose="document", parks=False, on_change=changed, cache=cache)
         with self._changed:
             while len(self._admission.queue) >= self.queue and not self._stopping:
                 if progress is not None:
                     progress(0, len(ids))
                 self._changed.wait(0.2)
-            self.submit(job)
+            self.submit(request)
         try:
             while not done.wait(0.2):
                 if progress is not None:
                     progress(cache.get_seq_length(), len(ids))
         finally:  # where progress raises, the cache is free before this ends
-            self.cancel(job)
+            self.cancel(request)
             done.wait()
-        assert job.text is not None
-        if job.text.error is not None:
-            raise job.text.error
-        if job.text.finish_reason != "read":
+        assert request.sequence is not None
+        if request.sequence.error is not None:
+            raise request.sequence.error
+        if request.sequence.finish_reason != "read":
             raise Stopping("the server is stopping")
 
     def stop(self, wait: float = 10.0) -> None:
@@ -145,8 +145,8 @@ class Engine:
             self._changed.notify_all()
         self._thread.join(wait)
         with self._changed:
-            for job in (*self._admission.queue, *self._admission.active):
-                job.cancelled = True
+            for request in (*self._admission.queue, *self._admission.active):
+                request.cancelled = True
             self._changed.notify_all()
         self._thread.join(max(wait, 10.0))  # a forward cannot be cut short
         self._parked.close()
@@ -168,8 +168,8 @@ class Engine:
         """Drop a document's file, and what waits for a next turn about it. Answers that run go on, in their own caches."""
         with self._changed:
             self._parked.forget(about)
-            for job in (*self._admission.queue, *self._admission.active):
-                job.keeps = job.keeps and job.about != about
+            for request in (*self._admission.queue, *self._admission.active):
+                request.parks = request.parks and request.document_id != about
 
     @property
     def running(self) -> int:
@@ -213,25 +213,25 @@ class Engine:
         with self._changed:
             self._stopping = self.failed = True
             left = [*admission.active, *admission.queue]
-            for job in list(admission.queue):
-                admission.leave(job, "error", error)
+            for request in list(admission.queue):
+                admission.leave(request, "error", error)
             admission.active.clear()
-        for job in left:
-            if job.text is not None and job.text.finish_reason is None:
-                job.text.end("error", error)
+        for request in left:
+            if request.sequence is not None and request.sequence.finish_reason is None:
+                request.sequence.end("error", error)
             with suppress(RuntimeError):  # the event loop of its request is closed
-                job.on_change()
+                request.on_change()
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 while True:
-                    for job in [job for job in self._admission.active if job.cancelled]:
-                        assert job.text is not None
-                        self._batch.cancel(job.text)
-                        self._tell(job)  # now: the next step counts on its cache
-                    for job in self._admission.admit():
-                        self._tell(job)
+                    for request in [request for request in self._admission.active if request.cancelled]:
+                        assert request.sequence is not None
+                        self._batch.cancel(request.sequence)
+                        self._tell(request)  # now: the next step counts on its cache
+                    for request in self._admission.admit():
+                        self._tell(request)
                     if self._batch.running:
                         break
                     if self._stopping and not self._admission.queue:
@@ -247,40 +247,43 @@ class Engine:
 
     def _report(self) -> None:
         """Tell every request what changed."""
-        for job in list(self._admission.active):
-            self._tell(job)
+        for request in list(self._admission.active):
+            self._tell(request)
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, request: ServerRequest) -> None:
         """Tell a request what changed, and let it go when it has ended."""
-        text = job.text
-        assert text is not None
-        if job.cache is not None and job.cache.layers:
-            job.evictions, job.kept_rows = job.cache.counters.evictions, max(job.cache.kept_rows)
+        sequence = request.sequence
+        assert sequence is not None
+        if request.cache is not None and request.cache.layers:
+            request.evictions, request.kept_rows = request.cache.counters.evictions, max(request.cache.kept_rows)
         try:
-            stays = job.ends(text.tokens) if job.ends is not None and text.tokens else None
+            stays = request.stop_at(sequence.tokens) if request.stop_at is not None and sequence.tokens else None
         except Exception as error:
             stays = None
-            self._batch.fail(error, [text])
+            self._batch.fail(error, [sequence])
         if stays is not None:
-            self._batch.cancel(text, "stop")
-            if job.cache is not None and (more := job.cache.get_seq_length() - len(job.ids) - stays) > 0:
-                job.cache.take_back(more)  # the next turn begins with the answer as it was shown
-        if text.finish_reason is not None:
-            self._ended(job, text)
+            self._batch.cancel(sequence, "stop")
+            if request.cache is not None and (more := request.cache.get_seq_length() - len(request.ids) - stays) > 0:
+                request.cache.take_back(more)  # the next turn begins with the answer as it was shown
+        if sequence.finish_reason is not None:
+            self._ended(request, sequence)
         try:
-            job.on_change()
+            request.on_change()
         except RuntimeError:  # the event loop of its request is closed
-            job.cancelled = True
+            request.cancelled = True
 
-    def _ended(self, job: Job, text: Text) -> None:
-        self.figures.count(job, text)
+    def _ended(self, request: ServerRequest, sequence: Sequence) -> None:
+        self.figures.count(request, sequence)
         with self._changed:
-            if job in self._admission.active:
-                self._admission.active.remove(job)
-            cache, kept = job.cache, job.keeps and job.plain and text.finish_reason in ("stop", "length")
-            job.cache = job.document = None
+            if request in self._admission.active:
+                self._admission.active.remove(request)
+            cache, kept = (
+                request.cache,
+                request.parks and request.has_defaults and sequence.finish_reason in ("stop", "length"),
+            )
+            request.cache = request.document = None
             if kept and cache is not None and not cache.unfinished and not cache.reread_positions:
-                self._parked.park(job, cache, (job.ids + array("i", text.tokens))[: cache.get_seq_length()])
+                self._parked.park(request, cache, (request.ids + array("i", sequence.tokens))[: cache.get_seq_length()])
 
     def session_settings(self, budget: int | None) -> RunSettings | None:
         """Settings of a request that asks for its own budget, at most the server's.

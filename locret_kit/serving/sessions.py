@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ..cache.bounded import BoundedCache
 from .fits import Fits
-from .jobs import Job
 from .past import Past
+from .request import ServerRequest
 from .store import Store
 
 LOG = logging.getLogger("locret_kit.serving")
@@ -58,18 +58,20 @@ class Sessions:
     def __contains__(self, name: str) -> bool:
         return name in self._parked
 
-    def find(self, job: Job) -> ParkedSession | None:
+    def find(self, request: ServerRequest) -> ParkedSession | None:
         """The session in memory that has read most of a prompt's beginning and nothing else."""
-        if not job.plain:
+        if not request.has_defaults:
             return None
-        best = job.prefixes.longest((parked.past for parked in self._parked.values()), job.owner, job.about)
+        best = request.prefixes.longest(
+            (parked.past for parked in self._parked.values()), request.owner, request.document_id
+        )
         return None if best is None else self._parked[best.name]
 
-    def find_file(self, job: Job) -> Past | None:
+    def find_file(self, request: ServerRequest) -> Past | None:
         """The same of files."""
-        if not job.plain or self.store is None or job.loads >= LOADS:
+        if not request.has_defaults or self.store is None or request.loads >= LOADS:
             return None
-        return job.prefixes.longest(self.store.sessions(job.owner), job.owner, job.about)
+        return request.prefixes.longest(self.store.sessions(request.owner), request.owner, request.document_id)
 
     def take(self, parked: ParkedSession) -> None:
         """Let a session go: a request goes on with it."""
@@ -82,17 +84,21 @@ class Sessions:
             self.take(oldest)
         return oldest is not None
 
-    def park(self, job: Job, cache: BoundedCache, ids: array[int]) -> None:
+    def park(self, request: ServerRequest, cache: BoundedCache, ids: array[int]) -> None:
         """Have a request's cache, which has read ``ids``, wait for the next turn, and write its file."""
-        name = job.name if job.name and job.name not in self else f"session_{secrets.token_hex(16)}"
-        parked = ParkedSession(Past.of(name, job.owner, job.about, ids), cache, settled=self.store is None)
+        name = (
+            request.session if request.session and request.session not in self else f"session_{secrets.token_hex(16)}"
+        )
+        parked = ParkedSession(
+            Past.of(name, request.owner, request.document_id, ids), cache, settled=self.store is None
+        )
         self._parked[name] = parked
         if self.store is not None:
             self.write(self._save, parked, self.store)
 
-    def load(self, job: Job, past: Past) -> None:
+    def load(self, request: ServerRequest, past: Past) -> None:
         """Read a request's session from its file; ``loading`` ends with it, ``cache`` stays None where it cannot be read."""
-        job.loading, job.loads = True, job.loads + 1
+        request.loading, request.loads = True, request.loads + 1
 
         def load() -> None:
             assert self.store is not None
@@ -104,8 +110,8 @@ class Sessions:
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
             with self._changed:
-                job.loading, job.cache = False, cache
-                job.name = job.name if cache is not None else ""
+                request.loading, request.cache = False, cache
+                request.session = request.session if cache is not None else ""
                 self._changed.notify_all()
 
         self._loader.submit(load)
