@@ -16,7 +16,7 @@ from test_documents import parts
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.in_time import HeadersInTime
+from locret_kit.serving.header_timeout import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store
@@ -54,7 +54,7 @@ def serving(engine: Engine | None, limits: Limits = LIMITS, **given: object) -> 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         runner = uvicorn.Server(
-            uvicorn.Config(make_app(server), http=HeadersInTime, log_config=None, log_level="error")
+            uvicorn.Config(make_app(server), http=HeaderTimeout, log_config=None, log_level="error")
         )
         thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
         thread.start()

@@ -312,7 +312,7 @@ def test_clients_that_leave_free_their_sessions(url, engine):
             break
         time.sleep(0.05)
     assert engine.running == engine.waiting == 0 and engine.idle <= 4
-    assert engine.figures.cancelled >= 1
+    assert engine.counters.cancelled >= 1
 
 
 def test_a_server_that_loads_says_so():

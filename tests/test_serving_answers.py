@@ -23,7 +23,7 @@ from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.scheduler import PATIENCE
 from locret_kit.runtime.session import Sampling, generate
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.in_time import HeadersInTime
+from locret_kit.serving.header_timeout import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
 from locret_kit.settings import RunSettings
 
@@ -54,14 +54,14 @@ def random_ids(length: int, seed: int) -> array[int]:
 
 
 def test_a_stop_text_ends_an_answer_and_its_conversation_goes_on(engine):
-    cancelled, ids = engine.figures.cancelled, random_ids(150, 1)
+    cancelled, ids = engine.counters.cancelled, random_ids(150, 1)
     request = ask(engine, "anna", ids, tokens=16, stop_at=lambda tokens: 2 if len(tokens) == 5 else None)
     assert (
         request.sequence.finish_reason == "stop" and len(request.sequence.tokens) == 5
     )  # nothing was written after it
     longer = ids + array("i", request.sequence.tokens[:2]) + random_ids(20, 2)  # the last three are the stop text
     again = ask(engine, "anna", longer)
-    assert again.cached_tokens == len(ids) + 2 and engine.figures.cancelled == cancelled
+    assert again.cached_tokens == len(ids) + 2 and engine.counters.cancelled == cancelled
     # An answer that had ended by itself after the same two tokens goes on alike.
     shorter = ask(engine, "bert", ids, tokens=3)
     assert shorter.sequence.tokens == request.sequence.tokens[:3]
@@ -76,16 +76,16 @@ def test_evictions_are_counted_once():
         ids = random_ids(300, 1)
         first = ask(engine, "anna", ids)
         again = ask(engine, "anna", ids + array("i", first.sequence.tokens) + random_ids(200, 2))
-        assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.figures.evictions
+        assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.counters.evictions
         more = [ask(engine, "bert", document.prompt("Who?"), document=document).evictions for _ in range(2)]
         before = document.cache.counters.evictions
-        assert before > 0 and engine.figures.evictions == again.evictions + sum(more) - 2 * before
+        assert before > 0 and engine.counters.evictions == again.evictions + sum(more) - 2 * before
 
 
 def test_stop_texts_over_http_are_not_cancelled(client, engine):
     messages = user(text_of(40))
     whole = expected(messages, max_new_tokens=16)
-    before = engine.figures.cancelled
+    before = engine.counters.cancelled
     for stream in (False, True):
         answer = client.chat.completions.create(
             model="tiny", messages=messages, temperature=0, max_tokens=16, stop=whole[4:6], stream=stream
@@ -96,7 +96,7 @@ def test_stop_texts_over_http_are_not_cancelled(client, engine):
             else answer.choices[0].message.content
         )
         assert said == whole[: whole.index(whole[4:6])]
-    assert engine.figures.cancelled == before
+    assert engine.counters.cancelled == before
 
 
 # ---- log-probabilities -------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_at_most_three_chunks_of_others_are_read_before_a_first_token():
 
 
 def test_headers_must_come_in_time(url, monkeypatch):
-    monkeypatch.setattr(HeadersInTime, "seconds", 0.2)
+    monkeypatch.setattr(HeaderTimeout, "seconds", 0.2)
     address = ("127.0.0.1", httpx.URL(url).port)
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
         with socket.create_connection(address) as line:

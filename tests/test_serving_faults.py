@@ -173,7 +173,7 @@ def test_answers_that_do_not_all_fit_are_refused_together(engine):
     with pytest.raises(ValueError, match="4 answers must be at most 3"):
         small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(4)))
     small.stop()
-    assert small.figures.requests == 2
+    assert small.counters.requests == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyError("x")])
@@ -284,7 +284,7 @@ def test_a_document_waits_while_the_queue_is_full():
         assert waits.wait(60) and not read.done()
         goes_on.set()
         read.result(60)
-    assert cache.get_seq_length() == 50 and engine.figures.refused == 0
+    assert cache.get_seq_length() == 50 and engine.counters.refused == 0
     engine.stop()
 
 

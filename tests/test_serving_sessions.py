@@ -206,7 +206,7 @@ def test_the_folder_has_a_bound(tmp_path):
         talk(engine, 3, 1)
         engine._parked._saver.submit(int).result()
         held = engine.store.sessions(ANNA)
-        assert [past.tokens for past in held] == [153, 243]  # the one used least is gone
+        assert [key.tokens for key in held] == [153, 243]  # the one used least is gone
         assert engine.store.bytes == sum(path.stat().st_size for path in tmp_path.glob("few/*/*.locret")) <= most
 
 

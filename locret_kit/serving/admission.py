@@ -13,9 +13,9 @@ from ..cache.bounded import BoundedCache
 from ..cache.fork import CannotFork
 from ..runtime.batch import Batch, Sequence
 from ..runtime.scheduler import PromptScheduler
-from .figures import Figures
-from .fits import Fits
+from .counters import Counters
 from .request import ServerRequest
+from .session_spec import SessionSpec
 from .sessions import Sessions
 
 SHORTEST = 32
@@ -36,7 +36,7 @@ class Admission:
 
     Args:
         batch: where requests enter. scheduler: whose prompt is read next.
-        sessions: caches that wait for a next turn. fits: what a session is.
+        sessions: caches that wait for a next turn. spec: what a session is.
         max_caches: sessions' caches at once, waiting and running. max_prefixes: equal beginnings in memory at
             once.
         all_owners: whether prompts of all owners share them.
@@ -46,11 +46,11 @@ class Admission:
     """
 
     def __init__(
-        self, batch: Batch, scheduler: PromptScheduler[Sequence], sessions: Sessions, fits: Fits, figures: Figures, *,
+        self, batch: Batch, scheduler: PromptScheduler[Sequence], sessions: Sessions, spec: SessionSpec, counters: Counters, *,
         max_caches: int, max_prefixes: int, all_owners: bool,
     ) -> None:  # fmt: skip
-        self._batch, self._scheduler, self._sessions, self._fits = batch, scheduler, sessions, fits
-        self.figures = figures
+        self._batch, self._scheduler, self._sessions, self._spec = batch, scheduler, sessions, spec
+        self.counters = counters
         self.max_caches, self.max_prefixes, self._all_owners = max_caches, max_prefixes, all_owners
         self.queue: list[ServerRequest] = []
         self.active: list[ServerRequest] = []
@@ -98,7 +98,7 @@ class Admission:
             self._enter(request, existing(request.cache), request.cache.get_seq_length())
             return
         parked, file = self._sessions.find(request), self._sessions.find_file(request)
-        seen = parked.past.tokens if parked is not None else 0
+        seen = parked.key.tokens if parked is not None else 0
         if file is not None and file.tokens > seen:
             if self._room():
                 taken = file.name in self._sessions or file.name in {one.session for one in (*self.active, *self.queue)}
@@ -109,7 +109,7 @@ class Admission:
         elif parked is None:
             self._begin(request)
         elif not parked.saving and self._enter(request, existing(parked.cache), seen):
-            request.cache, request.session, request.document = parked.cache, parked.past.name, None
+            request.cache, request.session, request.document = parked.cache, parked.key.name, None
             self._sessions.take(parked)
 
     def _begin(self, request: ServerRequest) -> None:
@@ -135,7 +135,7 @@ class Admission:
     def _shared_tokens(self, request: ServerRequest) -> int:
         """Tokens with which a prompt begins as others do; 0 where they are not read apart."""
         tokens = min(request.shared_tokens, len(request.ids) - 1) - self._tail
-        apart = self.max_prefixes and request.has_defaults and tokens >= SHORTEST and not self._fits.settings.one_shot
+        apart = self.max_prefixes and request.has_defaults and tokens >= SHORTEST and not self._spec.settings.one_shot
         return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
@@ -163,13 +163,13 @@ class Admission:
     @property
     def _tail(self) -> int:
         """Tokens of a prompt's end before which the last eviction comes: what is shared ends before them."""
-        return self._fits.settings.local_len or 0
+        return self._spec.settings.local_len or 0
 
     def _empty(self, request: ServerRequest, prompt_length: int) -> BoundedCache:
         """A new cache for a prompt of so many tokens."""
-        policy = request.policy or self._fits.policies[0]
-        heads = self._fits.heads if policy.needs_heads else None
-        return BoundedCache(request.settings or self._fits.settings, policy, heads, prompt_length=prompt_length)
+        policy = request.policy or self._spec.policies[0]
+        heads = self._spec.heads if policy.needs_heads else None
+        return BoundedCache(request.settings or self._spec.settings, policy, heads, prompt_length=prompt_length)
 
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, an equal beginning, or nothing."""
@@ -195,7 +195,7 @@ class Admission:
         self.queue = [one for one in self.queue if one is not request]
         self.active.append(request)
         if request.purpose == "answer":
-            self.figures.queue_s.observe(request.sequence.began - request.submitted)
+            self.counters.queue_s.observe(request.sequence.began - request.submitted)
         return True
 
     def _room(self) -> bool:

@@ -28,9 +28,9 @@ from ..runtime.scheduler import PromptScheduler
 from ..runtime.session import stop_ids
 from ..settings import RunSettings
 from .admission import Admission
-from .figures import Figures
-from .fits import Fits
+from .counters import Counters
 from .request import Busy, ServerRequest, Stopping
+from .session_spec import SessionSpec
 from .sessions import Sessions
 from .store import Store
 
@@ -64,14 +64,14 @@ class Engine:
         batch = Batch(model, stop_ids(model, tokenizer), scheduler=scheduler)
         self.model, self.tokenizer, self.settings, self.policy, self.heads = model, tokenizer, settings, policy, heads
         self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
-        self.fits, self.figures = Fits(model, settings, heads, (policy, *policies)), Figures()
+        self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
-            store.scan(lambda saved, about: self.fits.check(saved, session=not about), self.fits.origin)
+            store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
         self._batch = batch
         self._changed = threading.Condition()
-        self._parked = Sessions(self.fits, store, self._changed)
+        self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(
-            batch, scheduler, self._parked, self.fits, self.figures,
+            batch, scheduler, self._parked, self.spec, self.counters,
             max_caches=sessions, max_prefixes=beginnings, all_owners=shares,
         )  # fmt: skip
         self._stopping = False
@@ -94,7 +94,7 @@ class Engine:
                 raise Stopping("the engine has ended with an error" if self.failed else "the server is stopping")
             waiting = len(self._admission.queue)
             if waiting + len(requests) > self.queue:
-                self.figures.refused += len(requests)
+                self.counters.refused += len(requests)
                 raise Busy(waiting)
             self._admission.queue += requests
             self._changed.notify_all()
@@ -152,11 +152,11 @@ class Engine:
         self._parked.close()
 
     def load_document(self, path: Path) -> Document:
-        """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``Fits.check``."""
+        """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
         saved, _ = describe(path)
         with blaming(str(path), ValueError):
-            self.fits.check(saved)
-        policy = next((policy for policy in self.fits.policies if policy.name == saved.policy), None)
+            self.spec.check(saved)
+        policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
         return Document.load(path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
@@ -164,12 +164,12 @@ class Engine:
         if self.store is not None:
             self._parked.write(self.store.save_document, name, owner, document)
 
-    def forget(self, about: str) -> None:
+    def forget(self, document_id: str) -> None:
         """Drop a document's file, and what waits for a next turn about it. Answers that run go on, in their own caches."""
         with self._changed:
-            self._parked.forget(about)
+            self._parked.forget(document_id)
             for request in (*self._admission.queue, *self._admission.active):
-                request.parks = request.parks and request.document_id != about
+                request.parks = request.parks and request.document_id != document_id
 
     @property
     def running(self) -> int:
@@ -242,7 +242,7 @@ class Engine:
             except Exception as error:  # of one text or one forward, the batch has caught it already
                 LOG.exception("a step failed")
                 self._batch.fail(error)
-            self.figures.forwards += 1
+            self.counters.forwards += 1
             self._report()
 
     def _report(self) -> None:
@@ -273,7 +273,7 @@ class Engine:
             request.cancelled = True
 
     def _ended(self, request: ServerRequest, sequence: Sequence) -> None:
-        self.figures.count(request, sequence)
+        self.counters.count(request, sequence)
         with self._changed:
             if request in self._admission.active:
                 self._admission.active.remove(request)

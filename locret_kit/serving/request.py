@@ -14,7 +14,7 @@ from ..documents.document import Document
 from ..policies.policy import Policy
 from ..runtime.batch import Request, Sequence
 from ..settings import RunSettings
-from .past import Prefixes
+from .prefix_key import PrefixHashes
 
 
 class Stopping(RuntimeError):
@@ -82,9 +82,9 @@ class ServerRequest(Request):
     submitted: float = field(default_factory=time.perf_counter)
 
     @cached_property
-    def prefixes(self) -> Prefixes:
+    def prefixes(self) -> PrefixHashes:
         """Hashes of the prompt's beginnings."""
-        return Prefixes(self.ids)
+        return PrefixHashes(self.ids)
 
     @property
     def cached_tokens(self) -> int:

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cache.bounded import BoundedCache
-from .fits import Fits
-from .past import Past
+from .prefix_key import PrefixKey
 from .request import ServerRequest
+from .session_spec import SessionSpec
 from .store import Store
 
 LOG = logging.getLogger("locret_kit.serving")
@@ -31,7 +31,7 @@ class ParkedSession:
         saving: its file is being written, so nobody may go on with it. settled: there is nothing more to write.
     """
 
-    past: Past
+    key: PrefixKey
     cache: BoundedCache
     saving: bool = False
     settled: bool = False
@@ -41,12 +41,12 @@ class Sessions:
     """All that wait. Its methods are called with the engine's lock held, except for ``write`` and ``close``.
 
     Args:
-        fits: the model and the heads. store: None keeps sessions in memory alone.
+        spec: the model and the heads. store: None keeps sessions in memory alone.
         changed: the engine's condition, notified when a file was written or read.
     """
 
-    def __init__(self, fits: Fits, store: Store | None, changed: threading.Condition) -> None:
-        self.fits, self.store, self._changed = fits, store, changed
+    def __init__(self, spec: SessionSpec, store: Store | None, changed: threading.Condition) -> None:
+        self.spec, self.store, self._changed = spec, store, changed
         self._parked: OrderedDict[str, ParkedSession] = OrderedDict()
         # Files are read and written by threads of their own, so that nobody's answer waits for them.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="locret-load")
@@ -63,11 +63,11 @@ class Sessions:
         if not request.has_defaults:
             return None
         best = request.prefixes.longest(
-            (parked.past for parked in self._parked.values()), request.owner, request.document_id
+            (parked.key for parked in self._parked.values()), request.owner, request.document_id
         )
         return None if best is None else self._parked[best.name]
 
-    def find_file(self, request: ServerRequest) -> Past | None:
+    def find_file(self, request: ServerRequest) -> PrefixKey | None:
         """The same of files."""
         if not request.has_defaults or self.store is None or request.loads >= LOADS:
             return None
@@ -75,7 +75,7 @@ class Sessions:
 
     def take(self, parked: ParkedSession) -> None:
         """Let a session go: a request goes on with it."""
-        del self._parked[parked.past.name]
+        del self._parked[parked.key.name]
 
     def drop_oldest(self) -> bool:
         """Let the session go that was used least recently, of those whose files are written; False where there is none."""
@@ -90,13 +90,13 @@ class Sessions:
             request.session if request.session and request.session not in self else f"session_{secrets.token_hex(16)}"
         )
         parked = ParkedSession(
-            Past.of(name, request.owner, request.document_id, ids), cache, settled=self.store is None
+            PrefixKey.of(name, request.owner, request.document_id, ids), cache, settled=self.store is None
         )
         self._parked[name] = parked
         if self.store is not None:
             self.write(self._save, parked, self.store)
 
-    def load(self, request: ServerRequest, past: Past) -> None:
+    def load(self, request: ServerRequest, key: PrefixKey) -> None:
         """Read a request's session from its file; ``loading`` ends with it, ``cache`` stays None where it cannot be read."""
         request.loading, request.loads = True, request.loads + 1
 
@@ -104,9 +104,7 @@ class Sessions:
             assert self.store is not None
             cache = None
             try:
-                cache = self.store.load(
-                    past, self.fits.model, self.fits.heads, self.fits.policies[0], self.fits.settings.store
-                )
+                cache = self.store.load(key, self.spec)
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
             with self._changed:
@@ -116,11 +114,13 @@ class Sessions:
 
         self._loader.submit(load)
 
-    def forget(self, about: str) -> None:
+    def forget(self, document_id: str) -> None:
         """Drop a document's file, after what is being written, and all sessions about it."""
-        self._parked = OrderedDict((name, one) for name, one in self._parked.items() if one.past.about != about)
+        self._parked = OrderedDict(
+            (name, one) for name, one in self._parked.items() if one.key.document_id != document_id
+        )
         if self.store is not None:
-            self.write(self.store.forget, about)
+            self.write(self.store.forget, document_id)
 
     def write(self, act: Callable[..., None], *given: object) -> None:
         """Change files, one after another. Does not wait."""
@@ -129,13 +129,13 @@ class Sessions:
 
     def _save(self, parked: ParkedSession, store: Store) -> None:
         """Write a session's file, unless it has gone on already."""
-        name = parked.past.name
+        name = parked.key.name
         with self._changed:
             if self._parked.get(name) is not parked:
                 return
             parked.saving = True
         try:
-            store.save(parked.past, parked.cache)
+            store.save(parked.key, parked.cache)
         except Exception:  # the store has caught what a disk can do
             LOG.exception("a session could not be saved")
         with self._changed:

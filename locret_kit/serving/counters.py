@@ -21,7 +21,7 @@ def seconds(name: str, says: str) -> Histogram:
 
 
 @dataclass
-class Figures:
+class Counters:
     """Counters since the start, for ``/metrics``."""
 
     requests: int = 0
