@@ -23,7 +23,7 @@ from test_documents import parts, text_of
 from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.state import Held, Server
+from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store, owner_of
 from locret_kit.settings import RunSettings
 
@@ -239,7 +239,7 @@ def test_documents_come_back_for_their_owner(tmp_path):
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
         owner = server.owners[next(iter(server.owners))]
         document = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads, title="book")
-        server.documents[name] = Held(name, owner, "book", 1, document)
+        server.documents[name] = UploadedDocument(name, owner, "book", 1, document)
         engine.save_document(name, owner, document)
         ids = document.prompt("Who came in?")
         first = ask(engine, owner, ids, document=document, document_id=name)

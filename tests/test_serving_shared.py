@@ -18,7 +18,7 @@ from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.affinity import affinity_key
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.memory import _trim
-from locret_kit.serving.state import Held, Server
+from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store
 
 
@@ -86,10 +86,12 @@ def test_documents_come_while_others_are_listed():
     """Lists are made by other threads than the one that takes uploads."""
     server = Server(None, "tiny")
 
-    class Slow(Held):
+    class Slow(UploadedDocument):
         @property
         def owner(self) -> str:
-            server.documents[f"doc_{len(server.documents)}"] = Held("doc", "bert", "book", 1)  # while it is looked at
+            server.documents[f"doc_{len(server.documents)}"] = UploadedDocument(
+                "doc", "bert", "book", 1
+            )  # while it is looked at
             return "anna"
 
         @owner.setter

@@ -39,17 +39,17 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
     owner = await server.asks(request, body.document_id)
     document = None
     if body.document_id is not None:
-        held = server.held(owner, body.document_id)
-        if held.document is None:
-            return problem(409, f"document {held.id} is {held.shown()['status']}", "document_id")
-        document = held.document
+        upload = server.document(owner, body.document_id)
+        if upload.document is None:
+            return problem(409, f"document {upload.id} is {upload.shown()['status']}", "document_id")
+        document = upload.document
         for name in ("budget", "policy"):
             if getattr(body, name) is not None:
                 return problem(400, f"{name} has no effect with document_id: the document was read with its own", name)
         if body.repetition_penalty != 1.0 and not document.has_text:
             return problem(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
-            engine.store.used(held.id)
+            engine.store.used(upload.id)
     bound = server.limits.answer_tokens
     max_new_tokens = body.wanted_tokens or min(512, bound)
     if max_new_tokens > bound:
