@@ -213,7 +213,7 @@ def test_equal_beginnings_are_read_once(shares):
     assert sum(read) - decoded <= 200 - tail + sum(len(ids) - 200 + tail for ids in prompts)
     other = ask(engine, "bert", prompts[1] + random_ids(9, 9), shared_tokens=200)
     assert other.cached_tokens == (200 - tail if shares else 0)
-    assert engine.begun == 1 and engine.caches <= 2  # bert's is in the place of anna's
+    assert engine.prefixes == 1 and engine.caches <= 2  # bert's is in the place of anna's
     engine.stop()
 
 

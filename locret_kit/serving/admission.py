@@ -1,5 +1,5 @@
-"""Who enters next, and with which cache: one that waits for the next turn, in memory or in a file, a copy of one that has read a
-document or an equal beginning, or an empty one.
+"""Admission of requests, each with its cache: one that waits for the next turn, in memory or in a file, a copy of one that has
+read a document or a prefix that prompts share, or an empty one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .request import ServerRequest
 from .session_spec import SessionSpec
 from .sessions import Sessions
 
-SHORTEST = 32
-"""Tokens of an equal beginning, at least: fewer are read as quickly as they are copied."""
+MIN_PREFIX = 32
+"""Tokens of a shared prefix, at least: fewer are read as quickly as they are copied."""
 
 
 @dataclass(eq=False)
 class SharedPrefix:
-    """An equal beginning of prompts. ``cache`` is None while it is read, and where it could not be."""
+    """A prefix that prompts share. ``cache`` is None while it is read, and where it could not be."""
 
     tokens: int
     cache: BoundedCache | None = None
@@ -37,8 +37,7 @@ class Admission:
     Args:
         batch: where requests enter. scheduler: whose prompt is read next.
         sessions: caches that wait for a next turn. spec: what a session is.
-        max_caches: sessions' caches at once, waiting and running. max_prefixes: equal beginnings in memory at
-            once.
+        max_caches: sessions' caches at once, waiting and running. max_prefixes: shared prefixes in memory at once.
         all_owners: whether prompts of all owners share them.
 
     Attributes:
@@ -66,7 +65,7 @@ class Admission:
 
     @property
     def prefixes(self) -> int:
-        """Equal beginnings in memory, those that are being read included."""
+        """Shared prefixes in memory, those that are being read included."""
         return len(self._prefixes)
 
     def admit(self) -> list[ServerRequest]:
@@ -102,9 +101,8 @@ class Admission:
         if file is not None and file.tokens > seen:
             if self._room():
                 taken = file.name in self._sessions or file.name in {one.session for one in (*self.active, *self.queue)}
-                request.session = (
-                    "" if taken else file.name
-                )  # a branch of a conversation that went on gets a file of its own
+                # A branch of a conversation that went on gets a file of its own.
+                request.session = "" if taken else file.name
                 self._sessions.load(request, file)
         elif parked is None:
             self._begin(request)
@@ -113,7 +111,7 @@ class Admission:
             self._sessions.take(parked)
 
     def _begin(self, request: ServerRequest) -> None:
-        """Let a request begin: with a document's cache, that of an equal beginning, or an empty one."""
+        """Let a request begin: with a document's cache, that of a shared prefix, or an empty one."""
         prefix = None
         if tokens := self._shared_tokens(request):
             key = "" if self._all_owners else request.owner, request.prefixes.hash(tokens)
@@ -133,16 +131,15 @@ class Admission:
             self._enter(request, partial(self._own, request, prefix), seen)
 
     def _shared_tokens(self, request: ServerRequest) -> int:
-        """Tokens with which a prompt begins as others do; 0 where they are not read apart."""
+        """Tokens of the prefix that a prompt shares with others; 0 where it is not read apart."""
         tokens = min(request.shared_tokens, len(request.ids) - 1) - self._tail
-        apart = self.max_prefixes and request.has_defaults and tokens >= SHORTEST and not self._spec.settings.one_shot
+        apart = self.max_prefixes and request.has_defaults and tokens >= MIN_PREFIX and not self._spec.settings.one_shot
         return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
-        """Begin to read an equal beginning, in the place of the one that was used least recently."""
-        cache = self._empty(
-            request, tokens + self._tail + 1
-        )  # first: where it raises, nobody waits for what is never read
+        """Begin to read a shared prefix, in the place of the one that was used least recently."""
+        # First: where it raises, nobody waits for what is never read.
+        cache = self._empty(request, tokens + self._tail + 1)
         if len(self._prefixes) >= self.max_prefixes:
             oldest = next(one for one, prefix in self._prefixes.items() if not prefix.reading)
             self._prefixes.pop(oldest).cache = None  # answers that came from it hold it too
@@ -172,7 +169,7 @@ class Admission:
         return BoundedCache(request.settings or self._spec.settings, policy, heads, prompt_length=prompt_length)
 
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
-        """A cache of its own, that has read a document, an equal beginning, or nothing."""
+        """A cache of its own, that has read a document, a shared prefix, or nothing."""
         if request.document is not None:
             cache = request.document.open(len(request.ids))
         elif prefix is not None and prefix.cache is not None:
@@ -207,5 +204,5 @@ class Admission:
 
 
 def existing(cache: BoundedCache) -> Callable[[], BoundedCache]:
-    """What gives a cache that is there."""
+    """A ``make_cache`` for a cache that is there already."""
     return lambda: cache

@@ -194,8 +194,8 @@ class Engine:
         return len(self._parked)
 
     @property
-    def begun(self) -> int:
-        """Equal beginnings in memory, those that are being read included."""
+    def prefixes(self) -> int:
+        """Shared prefixes in memory, those that are being read included."""
         return self._admission.prefixes
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Collected(Collector):
         """All figures now."""
         engine, counters = self.engine, self.engine.counters
         now = [engine.running, engine.waiting, engine.sessions, engine.caches, engine.idle, self.documents]
-        now.append(engine.begun)
+        now.append(engine.prefixes)
         store = engine.store
         now += [0, 0] if store is None else [store.bytes, int(store.failing is not None)]
         for (name, says), value in zip(GAUGES.items(), now, strict=True):

@@ -19,7 +19,7 @@ from .session_spec import SessionSpec
 from .store import Store
 
 LOG = logging.getLogger("locret_kit.serving")
-LOADS = 2
+MAX_LOADS = 2
 """Files that are tried for a request, at most: one that another server has written meanwhile is worth a second try."""
 
 
@@ -38,10 +38,10 @@ class ParkedSession:
 
 
 class Sessions:
-    """All that wait. Its methods are called with the engine's lock held, except for ``write`` and ``close``.
+    """Sessions that wait for their next turn. The methods are called with the engine's lock held, except for ``write`` and ``close``.
 
     Args:
-        spec: the model and the heads. store: None keeps sessions in memory alone.
+        spec: of the sessions. store: None keeps sessions in memory alone.
         changed: the engine's condition, notified when a file was written or read.
     """
 
@@ -68,8 +68,8 @@ class Sessions:
         return None if best is None else self._parked[best.name]
 
     def find_file(self, request: ServerRequest) -> PrefixKey | None:
-        """The same of files."""
-        if not request.has_defaults or self.store is None or request.loads >= LOADS:
+        """The key of the file that has, as ``find``."""
+        if not request.has_defaults or self.store is None or request.loads >= MAX_LOADS:
             return None
         return request.prefixes.longest(self.store.sessions(request.owner), request.owner, request.document_id)
 
