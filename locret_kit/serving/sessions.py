@@ -38,7 +38,7 @@ class ParkedSession:
 
 
 class Sessions:
-    """Sessions that wait for their next turn. The methods are called with the engine's lock held, except for ``write`` and ``close``.
+    """Sessions that wait for their next turn. Methods but ``write`` and ``close`` are called with the engine's lock held.
 
     Args:
         spec: of the sessions. store: None keeps sessions in memory alone.
