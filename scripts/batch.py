@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -58,11 +59,14 @@ def one_by_one(model: object, texts: Tokens, cache: Callable[[list[int]], Bounde
     return found
 
 
-def together(model: object, texts: Tokens, cache: Callable[[list[int]], BoundedCache], new: int, most: int) -> Tokens:
+def together(
+    model: object, texts: Tokens, cache: Callable[[list[int]], BoundedCache], new: int, at_once: int
+) -> Tokens:
     """Answers of a batch."""
-    batch = Batch(model, frozenset(), most=most)
-    answers = [batch.add(Request(ids, partial(cache, ids), new)) for ids in texts]
-    while batch.busy:
+    batch, waiting, answers = Batch(model, frozenset()), iter(texts), []
+    while len(answers) < len(texts) or batch.running:
+        for ids in islice(waiting, at_once - len(batch.running)):
+            answers.append(batch.add(Request(ids, new), partial(cache, ids)))
         batch.step()
     return [answer.tokens for answer in answers]
 

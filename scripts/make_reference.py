@@ -479,13 +479,13 @@ def files() -> str:
 
 def metrics() -> str:
     """Figures of the server's ``/metrics``."""
-    from locret_kit.serving.figures import Figures
+    from locret_kit.serving.counters import Counters
     from locret_kit.serving.metrics import Collected
 
     class NothingRuns:
         """Stands for an engine in which every count is 0."""
 
-        figures, store = Figures(), None
+        counters, store = Counters(), None
 
         def __getattr__(self, name: str) -> int:
             return 0

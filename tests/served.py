@@ -14,11 +14,10 @@ import uvicorn
 from test_documents import parts
 
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.session import Sampling
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.in_time import HeadersInTime
-from locret_kit.serving.jobs import Job
+from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.request import ServerRequest
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings
@@ -37,24 +36,15 @@ def running_engine() -> Iterator[Engine]:
     made.stop()
 
 
-def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> Job:
+def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> ServerRequest:
     """A request that has ended, for four tokens."""
     ended = threading.Event()
-    job = Job(
-        owner,
-        ids,
-        given.pop("document", None),
-        given.pop("tokens", 4),
-        given.pop("sampling", Sampling()),
-        0,
-        lambda: None,
-        **given,
-    )
-    job.on_change = lambda: ended.set() if job.text.finish_reason is not None else None
-    engine.submit(job)
+    request = ServerRequest(ids, given.pop("tokens", 4), owner=owner, **given)
+    request.on_change = lambda: ended.set() if request.sequence.finish_reason is not None else None
+    engine.submit(request)
     assert ended.wait(60)
-    assert job.text.error is None, job.text.error
-    return job
+    assert request.sequence.error is None, request.sequence.error
+    return request
 
 
 @contextmanager
@@ -66,7 +56,7 @@ def serving(
     with socket.socket() as listener:
         listener.bind((address, 0))
         runner = uvicorn.Server(
-            uvicorn.Config(make_app(server), http=HeadersInTime, log_config=None, log_level="error")
+            uvicorn.Config(make_app(server), http=HeaderTimeout, log_config=None, log_level="error")
         )
         thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
         thread.start()

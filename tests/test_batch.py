@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from policy_runs import POLICIES, backbone, distinct_tokens, heads_of, held, make, tokens
 
 from locret_kit import attach
+from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.lanes import BatchCache
 from locret_kit.runtime.batch import Batch, Request, run
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -16,6 +18,8 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 LENGTHS = (83, 20, 61, 7)
 REREADING = "rereading-locret(tokens=12,window=4,kernel=3,first=2,smooth=3,each=true,least=0.8)"
 NEW = 6
+SILENT = SimpleNamespace(eos_token_id=None)
+"""A tokenizer without an end of sequence."""
 
 
 def alone(policy, ids, family="llama", sampling=None, seed=0, **settings):
@@ -52,9 +56,11 @@ class Kept:
 def test_each_text_is_as_alone(policy, family):
     texts = [distinct_tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     caches = [Kept(policy, ids, family=family) for ids in texts]
-    batch = Batch(backbone(family), frozenset(), most=3, piece=40)
-    made = [batch.add(Request(ids, cache, NEW)) for ids, cache in zip(texts, caches, strict=True)]
-    while batch.busy:
+    batch = Batch(backbone(family), frozenset(), piece=40)
+    made = []
+    while len(made) < len(texts) or batch.running:
+        for ids, cache in [*zip(texts, caches, strict=True)][len(made) : len(made) + 3 - len(batch.running)]:
+            made.append(batch.add(Request(ids, NEW), cache))
         batch.step()
     for ids, text, cache in zip(texts, made, caches, strict=True):
         assert text.error is None
@@ -66,14 +72,14 @@ def test_each_text_is_as_alone(policy, family):
 def test_few_bits_and_sampling_are_each_texts_own(policy):
     texts = [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
-    requests = [
-        Request(ids, Kept(policy, ids, kv_bits=4), NEW, sampling, seed=number) for number, ids in enumerate(texts)
-    ]
+    requests = [Request(ids, NEW, sampling, seed=number) for number, ids in enumerate(texts)]
 
-    class Silent:
-        eos_token_id = None
+    def new_cache(request: Request) -> BoundedCache:
+        return make(policy, length=len(request.ids), kv_bits=4)
 
-    found = {id(text.request): text.tokens for text in run(backbone(), Silent(), requests, most=3, piece=40)}
+    found = {
+        id(text.request): text.tokens for text in run(backbone(), SILENT, requests, new_cache, max_running=3, piece=40)
+    }
     for number, (ids, request) in enumerate(zip(texts, requests, strict=True)):
         assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
 
@@ -85,7 +91,7 @@ def test_heads_score_the_new_tokens_of_all_texts_in_one_call():
         batch = Batch(backbone(), frozenset())
         batch._native = "the plain forward is meant"
         texts = [
-            batch.add(Request(tokens(20 + n, seed=n), Kept(policy, tokens(20 + n, seed=n)), 30))
+            batch.add(Request(tokens(20 + n, seed=n), 30), Kept(policy, tokens(20 + n, seed=n)))
             for n, policy in enumerate(policies)
         ]
         while any(text.reading for text in texts):
@@ -101,26 +107,26 @@ def test_heads_score_the_new_tokens_of_all_texts_in_one_call():
 
 
 def test_texts_come_go_and_fail_alone():
-    batch = Batch(backbone(), frozenset(), most=2, piece=30)
-    first = batch.add(Request(tokens(60), Kept("h2o", tokens(60)), 30))
-    broken = batch.add(Request(tokens(60, seed=1), partial(make, "h2o", length=60, budget=3), 30))
-    late = batch.add(Request(tokens(40, seed=2), Kept("h2o", tokens(40)), NEW))
+    batch = Batch(backbone(), frozenset(), piece=30)
+    first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
+    broken = batch.add(Request(tokens(60, seed=1), 30), partial(make, "h2o", length=60, budget=3))
     for _ in range(12):
         batch.step()
+    late = batch.add(Request(tokens(40, seed=2), NEW), Kept("h2o", tokens(40)))
     assert broken.finish_reason == "error" and "budget" in str(broken.error)
     batch.cancel(first)
     assert first.finish_reason == "cancelled" and first.cache is None and first.tokens
-    while batch.busy:
+    while batch.running:
         batch.step()
     assert late.tokens == alone("h2o", tokens(40, seed=2))[0] and late.finish_reason == "length"
     with pytest.raises(ValueError, match="the prompt holds no tokens"):
-        batch.add(Request([], Kept("h2o", [1])))
+        batch.add(Request([]), Kept("h2o", [1]))
 
 
 def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
-    batch = Batch(backbone(), frozenset(), most=1, piece=30)
-    first = batch.add(Request(tokens(60), Kept("h2o", tokens(60)), 30))
-    late = batch.add(Request(tokens(40, seed=2), Kept("h2o", tokens(40)), NEW))
+    batch = Batch(backbone(), frozenset(), piece=10)  # below a chunk: one prompt in a forward
+    first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
+    late = batch.add(Request(tokens(40, seed=2), NEW), Kept("h2o", tokens(40)))
 
     def broken(*args, **kwargs):
         raise RuntimeError("no")
@@ -128,7 +134,7 @@ def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("locret_kit.cache.step.read_block", broken)
         assert batch.step() == [first]
-    while batch.busy:
+    while batch.running:
         batch.step()
     assert first.finish_reason == "error" and late.tokens == alone("h2o", tokens(40, seed=2))[0]
 
@@ -184,3 +190,24 @@ def test_a_policy_that_generate_cannot_run_says_so():
             pytest.raises(ValueError, match="is not for model.generate with a batch: use runtime.batch"),
         ):
             model.generate(ids, past_key_values=BatchCache(24, policy, heads, chunk=13, local_len=5), max_new_tokens=2)
+
+
+def test_at_most_so_many_run_and_prompts_are_read_in_their_order(monkeypatch):
+    running, read, pieces = [], [], Batch._pieces
+
+    def noted(batch):
+        running.append(len(batch.running))
+        found = pieces(batch)
+        read.extend(number for text, _ in found if text.reading and (number := text.request.seed) not in read)
+        return found
+
+    monkeypatch.setattr(Batch, "_pieces", noted)
+    requests = (Request(tokens(n, seed=number), 3, seed=number) for number, n in enumerate((80, 7, 61, 20, 9)))
+
+    def new_cache(request: Request) -> BoundedCache:
+        return make("h2o", length=len(request.ids))
+
+    ended = [one.request.seed for one in run(backbone(), SILENT, requests, new_cache, max_running=2, piece=10)]
+    assert sorted(ended) == read == [0, 1, 2, 3, 4] and max(running) == 2
+    with pytest.raises(ValueError, match="max_running=0 must be at least 1"):
+        next(run(backbone(), SILENT, [], new_cache, max_running=0))

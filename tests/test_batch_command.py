@@ -157,7 +157,7 @@ def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
     files.answers.write_text("".join(kept) + whole[-1][:20])
     started = []
     add = batch.Batch.add
-    monkeypatch.setattr(batch.Batch, "add", lambda self, request: (started.append(request.name), add(self, request))[1])
+    monkeypatch.setattr(batch.Batch, "add", lambda self, *given: (started.append(given[0].name), add(self, *given))[1])
     assert files.run() == 1
     assert set(started) == {"asked", 3, 9}
     found = files.read()

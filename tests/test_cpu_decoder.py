@@ -235,8 +235,8 @@ def test_a_session_and_a_batch_decode_so(policy):
             logits = prefill(model, ids, cache)
             said.append(list(decode(model, cache, logits, **rest)))
     batch = Batch(model, frozenset())
-    text = batch.add(Request(ids, lambda: caches[2], 30))
-    while batch.busy:
+    text = batch.add(Request(ids, 30), lambda: caches[2])
+    while batch.running:
         batch.step()
     assert said[0] == said[1] == text.tokens
     assert caches[0].counters.decoding == "cpu" and caches[1].counters.decoding.startswith("dynamic: backend")

@@ -17,7 +17,7 @@ from test_documents import parts, text_of
 
 from locret_kit import BoundedCache, Document
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.session import Sampling, generate
+from locret_kit.runtime.session import generate
 from locret_kit.samples.chat import render_messages
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
@@ -312,7 +312,7 @@ def test_clients_that_leave_free_their_sessions(url, engine):
             break
         time.sleep(0.05)
     assert engine.running == engine.waiting == 0 and engine.idle <= 4
-    assert engine.figures.cancelled >= 1
+    assert engine.counters.cancelled >= 1
 
 
 def test_a_server_that_loads_says_so():
@@ -327,19 +327,21 @@ def test_a_server_that_loads_says_so():
 def test_caches_are_never_more_than_sessions():
     model, tokenizer, heads = parts("llama")
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=2, queue=50, piece=64)
-    from locret_kit.serving.jobs import Job
+    from locret_kit.serving.request import ServerRequest
 
     most = []
-    jobs = []
+    requests = []
     for number in range(10):
         ids = array("i", torch.randint(2, 97, (40 + number,), generator=torch.Generator().manual_seed(number)).tolist())
-        job = Job(f"owner {number % 3}", ids, None, 5, Sampling(), 0, lambda: most.append(engine.running + engine.idle))
-        engine.submit(job)
-        jobs.append(job)
-    while any(job.text is None or job.text.finish_reason is None for job in jobs):
+        request = ServerRequest(
+            ids, 5, owner=f"owner {number % 3}", on_change=lambda: most.append(engine.running + engine.idle)
+        )
+        engine.submit(request)
+        requests.append(request)
+    while any(request.sequence is None or request.sequence.finish_reason is None for request in requests):
         time.sleep(0.01)
     engine.stop()
     assert max(most) <= 2
-    assert all(len(job.text.tokens) == 5 or job.text.finish_reason == "stop" for job in jobs)
+    assert all(len(request.sequence.tokens) == 5 or request.sequence.finish_reason == "stop" for request in requests)
     with pytest.raises(RuntimeError, match="the server is stopping"):
-        engine.submit(jobs[0])
+        engine.submit(requests[0])

@@ -20,11 +20,11 @@ from locret_kit.cli.serve import main
 from locret_kit.planning.plan import Setting
 from locret_kit.planning.serving import Caches
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.scheduler import PATIENCE
 from locret_kit.runtime.session import Sampling, generate
-from locret_kit.runtime.turns import PATIENCE
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.in_time import HeadersInTime
-from locret_kit.serving.jobs import Job
+from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.request import ServerRequest
 from locret_kit.settings import RunSettings
 
 
@@ -54,16 +54,18 @@ def random_ids(length: int, seed: int) -> array[int]:
 
 
 def test_a_stop_text_ends_an_answer_and_its_conversation_goes_on(engine):
-    cancelled, ids = engine.figures.cancelled, random_ids(150, 1)
-    job = ask(engine, "anna", ids, tokens=16, ends=lambda tokens: 2 if len(tokens) == 5 else None)
-    assert job.text.finish_reason == "stop" and len(job.text.tokens) == 5  # nothing was written after it
-    longer = ids + array("i", job.text.tokens[:2]) + random_ids(20, 2)  # the last three are the stop text
+    cancelled, ids = engine.counters.cancelled, random_ids(150, 1)
+    request = ask(engine, "anna", ids, tokens=16, stop_at=lambda tokens: 2 if len(tokens) == 5 else None)
+    assert (
+        request.sequence.finish_reason == "stop" and len(request.sequence.tokens) == 5
+    )  # nothing was written after it
+    longer = ids + array("i", request.sequence.tokens[:2]) + random_ids(20, 2)  # the last three are the stop text
     again = ask(engine, "anna", longer)
-    assert again.cached_tokens == len(ids) + 2 and engine.figures.cancelled == cancelled
+    assert again.cached_tokens == len(ids) + 2 and engine.counters.cancelled == cancelled
     # An answer that had ended by itself after the same two tokens goes on alike.
     shorter = ask(engine, "bert", ids, tokens=3)
-    assert shorter.text.tokens == job.text.tokens[:3]
-    assert ask(engine, "bert", longer).text.tokens == again.text.tokens
+    assert shorter.sequence.tokens == request.sequence.tokens[:3]
+    assert ask(engine, "bert", longer).sequence.tokens == again.sequence.tokens
 
 
 def test_evictions_are_counted_once():
@@ -73,17 +75,17 @@ def test_evictions_are_counted_once():
     with running_engine() as engine:
         ids = random_ids(300, 1)
         first = ask(engine, "anna", ids)
-        again = ask(engine, "anna", ids + array("i", first.text.tokens) + random_ids(200, 2))
-        assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.figures.evictions
+        again = ask(engine, "anna", ids + array("i", first.sequence.tokens) + random_ids(200, 2))
+        assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.counters.evictions
         more = [ask(engine, "bert", document.prompt("Who?"), document=document).evictions for _ in range(2)]
         before = document.cache.counters.evictions
-        assert before > 0 and engine.figures.evictions == again.evictions + sum(more) - 2 * before
+        assert before > 0 and engine.counters.evictions == again.evictions + sum(more) - 2 * before
 
 
 def test_stop_texts_over_http_are_not_cancelled(client, engine):
     messages = user(text_of(40))
     whole = expected(messages, max_new_tokens=16)
-    before = engine.figures.cancelled
+    before = engine.counters.cancelled
     for stream in (False, True):
         answer = client.chat.completions.create(
             model="tiny", messages=messages, temperature=0, max_tokens=16, stop=whole[4:6], stream=stream
@@ -94,7 +96,7 @@ def test_stop_texts_over_http_are_not_cancelled(client, engine):
             else answer.choices[0].message.content
         )
         assert said == whole[: whole.index(whole[4:6])]
-    assert engine.figures.cancelled == before
+    assert engine.counters.cancelled == before
 
 
 # ---- log-probabilities -------------------------------------------------------------------------------------------------
@@ -111,8 +113,8 @@ def truth(ids: list[int], tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_logprobs_are_those_of_the_model(engine, temperature):
     ids = random_ids(40, 5)
-    job = ask(engine, "anna", ids, tokens=8, top_logprobs=4, sampling=Sampling(temperature))
-    said = job.text
+    request = ask(engine, "anna", ids, tokens=8, top_logprobs=4, sampling=Sampling(temperature))
+    said = request.sequence
     logprobs_TV = truth(list(ids), said.tokens)
     assert len(said.logprobs) == len(said.tokens) == 8
     for one, token, row_V in zip(said.logprobs, said.tokens, logprobs_TV, strict=True):
@@ -201,34 +203,34 @@ def test_equal_beginnings_are_read_once(shares):
     forward = engine._batch._forward
     engine._batch._forward = lambda caches, pieces: read.append(sum(map(len, pieces))) or forward(caches, pieces)
     prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
-    jobs = [ask(engine, "anna", ids, beginning=200) for ids in prompts]
-    assert [tokenizer.decode(job.text.tokens, skip_special_tokens=True) for job in jobs] == [
+    requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
+    assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [
         alone(ids) for ids in prompts
     ]
     tail = SETTINGS.local_len
-    assert [job.cached_tokens for job in jobs] == [0, 200 - tail, 200 - tail]
-    decoded = sum(max(0, len(job.text.tokens) - 1) for job in jobs)
+    assert [request.cached_tokens for request in requests] == [0, 200 - tail, 200 - tail]
+    decoded = sum(max(0, len(request.sequence.tokens) - 1) for request in requests)
     assert sum(read) - decoded <= 200 - tail + sum(len(ids) - 200 + tail for ids in prompts)
-    other = ask(engine, "bert", prompts[1] + random_ids(9, 9), beginning=200)
+    other = ask(engine, "bert", prompts[1] + random_ids(9, 9), shared_tokens=200)
     assert other.cached_tokens == (200 - tail if shares else 0)
-    assert engine.begun == 1 and engine.caches <= 2  # bert's is in the place of anna's
+    assert engine.prefixes == 1 and engine.caches <= 2  # bert's is in the place of anna's
     engine.stop()
 
 
 def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
     """Those that begin alike do not wait for it."""
-    empty, errors, start = engine._empty, [ValueError("no room")], random_ids(200, 11)
+    empty, errors, start = engine._admission._empty, [ValueError("no room")], random_ids(200, 11)
 
-    def make(job: Job, prompt_length: int) -> BoundedCache:
+    def make(request: ServerRequest, prompt_length: int) -> BoundedCache:
         if errors:
             raise errors.pop()
-        return empty(job, prompt_length)
+        return empty(request, prompt_length)
 
-    monkeypatch.setattr(engine, "_empty", make)
+    monkeypatch.setattr(engine._admission, "_empty", make)
     prompts = [start + random_ids(20, seed) for seed in (12, 13, 14)]
     with pytest.raises(AssertionError, match="no room"):
-        ask(engine, "anna", prompts[0], beginning=200)
-    assert [ask(engine, "anna", ids, beginning=200).cached_tokens for ids in prompts[1:]] == [
+        ask(engine, "anna", prompts[0], shared_tokens=200)
+    assert [ask(engine, "anna", ids, shared_tokens=200).cached_tokens for ids in prompts[1:]] == [
         0,
         200 - SETTINGS.local_len,
     ]
@@ -300,9 +302,9 @@ def test_the_plan_says_the_bytes_that_are_allocated():
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, beginnings=2)
     for number in range(3):
         ids = random_ids(150, number)
-        ask(engine, "anna", ids, beginning=100 if number < 2 else 0)
+        ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)
     document = Document.read(model, tokenizer, text_of(150), SETTINGS, "locret", heads)
-    caches = [idle.cache for idle in engine._idle.values()] + [begun.cache for begun in engine._begun.values()]
+    caches = [one.cache for held in (engine._parked._parked, engine._admission._prefixes) for one in held.values()]
     planned = Caches.of(
         spec_of(model.config), Setting(4000, SETTINGS, dtype="float32"), [parse_policy("locret")], 3, 1, 2
     )
@@ -335,18 +337,18 @@ def test_at_most_three_chunks_of_others_are_read_before_a_first_token():
 
     batch._forward = noting
     lengths = [500, 20, 33, 300, 64, 10, 10, 450, 128, 40, 25, 300]
-    jobs = [Job("anna", random_ids(n, n), None, 6, Sampling(), 0, lambda: None) for n in lengths]
-    engine.submit(*jobs)
-    while any(job.text is None or job.text.finish_reason is None for job in jobs):
+    requests = [ServerRequest(random_ids(n, n), 6, owner="anna") for n in lengths]
+    engine.submit(*requests)
+    while any(request.sequence is None or request.sequence.finish_reason is None for request in requests):
         time.sleep(0.01)
     engine.stop()
     chunk = SETTINGS.chunk
-    assert len(others) == len(jobs) and max(others.values()) <= PATIENCE * chunk and max(most) <= PATIENCE * chunk
-    assert [job.text.finish_reason for job in jobs] == ["length"] * len(jobs)
+    assert len(others) == len(requests) and max(others.values()) <= PATIENCE * chunk and max(most) <= PATIENCE * chunk
+    assert [request.sequence.finish_reason for request in requests] == ["length"] * len(requests)
 
 
 def test_headers_must_come_in_time(url, monkeypatch):
-    monkeypatch.setattr(HeadersInTime, "seconds", 0.2)
+    monkeypatch.setattr(HeaderTimeout, "seconds", 0.2)
     address = ("127.0.0.1", httpx.URL(url).port)
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
         with socket.create_connection(address) as line:

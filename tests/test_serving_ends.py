@@ -19,8 +19,8 @@ from test_serving import bearer, expected, user
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.in_time import HeadersInTime
-from locret_kit.serving.opening import Opening
+from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.loading_app import LoadingApp
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.stopping import Stoppable
 from locret_kit.serving.store import Store
@@ -30,13 +30,13 @@ class Running:
     """A server as the command runs it, in a thread, with nothing behind its port yet."""
 
     def __init__(self, grace: float) -> None:
-        self.opening = Opening()
+        self.loading = LoadingApp()
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(
-            self.opening, http=HeadersInTime, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=30
+            self.loading, http=HeaderTimeout, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=30
         )
-        self.server = Stoppable(config, lambda: self.opening.stop(grace))
+        self.server = Stoppable(config, lambda: self.loading.stop(grace))
         self._thread = threading.Thread(target=self.server.run, args=([listener],))
         self._thread.start()
 
@@ -65,7 +65,7 @@ def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
     store = Store(tmp_path, 1 << 30)
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, store=store)
     server = Server(engine, "tiny", KEYS, (), Limits(prompt_tokens=1 << 20), salt=store.salt)
-    running.opening.put(make_app(server), server.stop)
+    running.loading.put(make_app(server), server.stop)
     first = ask(running.url, "Who came in?").json()
     assert first["choices"][0]["message"]["content"] == expected(user("Who came in?"))
 
@@ -102,12 +102,12 @@ def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
     assert answers[False].status_code == 503 and answers[False].json() == event
     assert event["error"]["type"] == "service_unavailable_error"
     assert not engine._thread.is_alive() and engine.running == engine.waiting == 0 and engine.caches == engine.idle
-    assert engine.figures.cancelled >= 2
+    assert engine.counters.cancelled >= 2
     assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
     again = Store(tmp_path, 1 << 30)  # nobody else has it any more
-    again.scan(lambda saved, about: None, engine.fits.origin)
-    (past,) = again.sessions(next(iter(server.owners.values())))
-    assert past.tokens >= first["usage"]["prompt_tokens"] and not list(again.documents({past.owner}))
+    again.scan(lambda saved, about: None, engine.spec.origin)
+    (key,) = again.sessions(next(iter(server.owners.values())))
+    assert key.tokens >= first["usage"]["prompt_tokens"] and not list(again.documents({key.owner}))
     again.close()
 
 
@@ -115,7 +115,7 @@ def test_a_second_ctrl_c_waits_for_nothing():
     """``end`` never ends; the server does."""
     never = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(Opening(), lifespan="off", log_config=None, timeout_graceful_shutdown=30)
+    config = uvicorn.Config(LoadingApp(), lifespan="off", log_config=None, timeout_graceful_shutdown=30)
     server = Stoppable(config, lambda: never.wait(60) and None)
 
     async def twice() -> None:

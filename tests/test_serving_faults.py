@@ -29,11 +29,10 @@ from test_serving import KEYS, SETTINGS, bearer, expected, user
 
 from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.session import Sampling
 from locret_kit.serving.app import make_app
 from locret_kit.serving.convert import Unwanted, convert
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.jobs import Busy, Job, Stopping
+from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
 
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
@@ -169,14 +168,14 @@ def test_answers_that_do_not_all_fit_are_refused_together(engine):
     small = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, queue=3)
     ids = array("i", range(2, 60))
     with small._changed:  # the engine's thread takes nothing meanwhile
-        small.submit(*(Job("", ids, None, 2, Sampling(), 0, lambda: None) for _ in range(2)))
+        small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(2)))
         with pytest.raises(Busy):
-            small.submit(*(Job("", ids, None, 2, Sampling(), 0, lambda: None) for _ in range(2)))
+            small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(2)))
         assert small.waiting == 2
     with pytest.raises(ValueError, match="4 answers must be at most 3"):
-        small.submit(*(Job("", ids, None, 2, Sampling(), 0, lambda: None) for _ in range(4)))
+        small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(4)))
     small.stop()
-    assert small.figures.requests == 2
+    assert small.counters.requests == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyError("x")])
@@ -251,17 +250,19 @@ def test_a_stop_ends_what_came_during_a_long_forward():
         return forward(caches, pieces)
 
     engine._batch._forward = slow
-    jobs = [Job("", array("i", range(2, 40)), None, 60, Sampling(), 0, lambda: None) for _ in range(2)]
-    engine.submit(jobs[0])
+    requests = [ServerRequest(array("i", range(2, 40)), 60, owner="") for _ in range(2)]
+    engine.submit(requests[0])
     assert begun.wait(60)
-    engine.submit(jobs[1])
+    engine.submit(requests[1])
     stopping = threading.Thread(target=engine.stop, args=(0,))
     stopping.start()
-    while not any(what == "cancel" for what, _ in engine._inbox):
+    while not all(request.cancelled for request in requests):
         time.sleep(0.01)
     goes_on.set()
     stopping.join()
-    assert [job.text.finish_reason for job in jobs] == ["cancelled"] * 2 and not engine._thread.is_alive()
+    assert [request.sequence.finish_reason for request in requests] == [
+        "cancelled"
+    ] * 2 and not engine._thread.is_alive()
 
 
 def test_a_document_waits_while_the_queue_is_full():
@@ -275,9 +276,9 @@ def test_a_document_waits_while_the_queue_is_full():
         return forward(caches, pieces)
 
     engine._batch._forward = slow
-    jobs = [Job("", array("i", range(2, 40)), None, 3, Sampling(), 0, lambda: None) for _ in range(2)]
-    for job in jobs:
-        engine.submit(job)
+    requests = [ServerRequest(array("i", range(2, 40)), 3, owner="") for _ in range(2)]
+    for request in requests:
+        engine.submit(request)
         assert begun.wait(60)
     cache = BoundedCache(SETTINGS, "locret", heads, prompt_length=50)
     with ThreadPoolExecutor(1) as pool:
@@ -285,7 +286,7 @@ def test_a_document_waits_while_the_queue_is_full():
         assert waits.wait(60) and not read.done()
         goes_on.set()
         read.result(60)
-    assert cache.get_seq_length() == 50 and engine.figures.refused == 0
+    assert cache.get_seq_length() == 50 and engine.counters.refused == 0
     engine.stop()
 
 
@@ -298,13 +299,15 @@ def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, ca
 
     monkeypatch.setattr(engine, "_report", report)
     told = [threading.Event(), threading.Event()]
-    jobs = [Job("", array("i", range(2, 40)), None, 3, Sampling(), 0, one.set) for one in told]
+    requests = [ServerRequest(array("i", range(2, 40)), 3, owner="", on_change=one.set) for one in told]
     with engine._changed:  # the engine's thread takes nothing meanwhile
-        engine.submit(*jobs)
+        engine.submit(*requests)
     assert all(one.wait(60) for one in told)
-    assert [str(job.text.error) for job in jobs] == ["a fault of ours"] * 2 and "the engine has ended" in caplog.text
+    assert [str(request.sequence.error) for request in requests] == [
+        "a fault of ours"
+    ] * 2 and "the engine has ended" in caplog.text
     with pytest.raises(Stopping, match="ended with an error"):
-        engine.submit(jobs[0])
+        engine.submit(requests[0])
     with TestClient(make_app(Server(engine, "tiny"))) as client:
         answer = client.get("/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "failed"})

@@ -13,7 +13,7 @@ from browser import BROWSER, BROWSERS, browsing
 from served import KEYS, LIMITS, running_engine, serving
 from test_documents import text_of
 
-from locret_kit.serving.jobs import Busy
+from locret_kit.serving.request import Busy
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
 EVIL = "<img src=x onerror=document.title='gone'>"

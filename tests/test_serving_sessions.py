@@ -23,7 +23,7 @@ from test_documents import parts, text_of
 from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.state import Held, Server
+from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store, owner_of
 from locret_kit.settings import RunSettings
 
@@ -53,9 +53,9 @@ def talk(engine: Engine, conversations: int = 3, turns: int = 2, owner: str = AN
     said = []
     for turn in range(turns):
         for number in range(conversations):
-            job = ask(engine, owner, texts[number])
-            said.append((job.text.tokens, job.cached_tokens))
-            texts[number] += array("i", job.text.tokens) + prompt(30, 100 * turn + number)
+            request = ask(engine, owner, texts[number])
+            said.append((request.sequence.tokens, request.cached_tokens))
+            texts[number] += array("i", request.sequence.tokens) + prompt(30, 100 * turn + number)
     return said
 
 
@@ -73,7 +73,7 @@ def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
     with engine_with(tmp_path / "s") as engine:  # another process would find them too
         texts = [prompt(60, 0)]
         first = ask(engine, ANNA, texts[0])  # the conversation went on, so its file does not help
-        assert (first.text.tokens, first.cached_tokens) == undisturbed[0]
+        assert (first.sequence.tokens, first.cached_tokens) == undisturbed[0]
     files = [path for path in (tmp_path / "s").rglob("*.locret")]
     assert len(files) == 4 and (tmp_path / "s").stat().st_mode & 0o777 == 0o700
     for path in (*files, tmp_path / "s" / "salt"):
@@ -116,7 +116,9 @@ def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed
     caplog.clear()
     with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
         again = [ask(engine, ANNA, next_turn(said, number)) for number in range(2)]
-        right = [(job.text.tokens, job.cached_tokens) == undisturbed[3 + n] for n, job in enumerate(again)]
+        right = [
+            (request.sequence.tokens, request.cached_tokens) == undisturbed[3 + n] for n, request in enumerate(again)
+        ]
         assert sorted(right) == [False, True] and again[right.index(False)].cached_tokens == 0
         assert not one.exists()
     (line,) = [record.getMessage() for record in caplog.records]
@@ -130,13 +132,13 @@ def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(tmp_p
 
     with engine_with(tmp_path, sessions=1) as engine:
         said = talk(engine, 2, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         files = {*tmp_path.rglob("*.locret")}
         with monkeypatch.context() as patch:
             patch.setattr("locret_kit.serving.store.read", failing)
             again = ask(engine, ANNA, next_turn(said, 0))
         assert again.cached_tokens == 0
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         assert files < {*tmp_path.rglob("*.locret")}
         assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
 
@@ -147,12 +149,12 @@ def test_a_session_without_memory_for_it_stays_on_disk(tmp_path, monkeypatch, un
 
     with engine_with(tmp_path, sessions=1) as engine:
         said = talk(engine, 2, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         files = {*tmp_path.rglob("*.locret")}
         with monkeypatch.context() as patch:
             patch.setattr("locret_kit.cache.saved._room", full)
             assert ask(engine, ANNA, next_turn(said, 0)).cached_tokens == 0
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         assert files < {*tmp_path.rglob("*.locret")}
         assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
 
@@ -167,7 +169,7 @@ def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
     with engine_with(tmp_path) as engine:
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
         engine.save_document(name, next(iter(server.owners.values())), document)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         with monkeypatch.context() as patch:
             patch.setattr(engine, "load_document", failing)
             server.restore(engine)
@@ -191,20 +193,20 @@ def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, und
     monkeypatch.setattr("locret_kit.cache.file.VERSION", 2)
     with engine_with(tmp_path) as engine:
         again = ask(engine, ANNA, next_turn(said, 0))
-        assert (again.text.tokens, again.cached_tokens) == undisturbed[3]
+        assert (again.sequence.tokens, again.cached_tokens) == undisturbed[3]
 
 
 def test_the_folder_has_a_bound(tmp_path):
     with engine_with(tmp_path / "all", sessions=1) as engine:
         talk(engine, 3, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         whole = engine.store.bytes
     most = whole - 1
     with engine_with(tmp_path / "few", sessions=1, most=most) as engine:
         talk(engine, 3, 1)
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         held = engine.store.sessions(ANNA)
-        assert [past.tokens for past in held] == [153, 243]  # the one used least is gone
+        assert [key.tokens for key in held] == [153, 243]  # the one used least is gone
         assert engine.store.bytes == sum(path.stat().st_size for path in tmp_path.glob("few/*/*.locret")) <= most
 
 
@@ -214,7 +216,7 @@ def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undis
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
         try:
             said = talk(engine, turns=1)
-            engine._saver.submit(int).result()
+            engine._parked._saver.submit(int).result()
             failing, failures = engine.store.failing, engine.store.failures
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -223,7 +225,7 @@ def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undis
             figures = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}).text
             assert "locret_session_disk_failing 1.0" in figures and "locret_save_failures_total 3.0" in figures
         ask(engine, ANNA, prompt(50, 3))
-        engine._saver.submit(int).result()
+        engine._parked._saver.submit(int).result()
         assert engine.store.failing is None and len(engine.store.sessions(ANNA)) == 1
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and "cannot write" in lines[0] and lines[1] == "sessions are saved again"
@@ -237,19 +239,19 @@ def test_documents_come_back_for_their_owner(tmp_path):
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
         owner = server.owners[next(iter(server.owners))]
         document = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads, title="book")
-        server.documents[name] = Held(name, owner, "book", 1, document)
+        server.documents[name] = UploadedDocument(name, owner, "book", 1, document)
         engine.save_document(name, owner, document)
         ids = document.prompt("Who came in?")
-        first = ask(engine, owner, ids, document=document, about=name)
+        first = ask(engine, owner, ids, document=document, document_id=name)
     with engine_with(tmp_path) as engine:
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt, limits=LIMITS)
         server.restore(engine)
         held = server.documents[name]
         assert held.owner == owner and held.shown()["status"] == "ready" and held.title == "book"
-        again = ask(engine, owner, ids, document=held.document, about=name)
-        assert again.text.tokens == first.text.tokens and again.cached_tokens == first.cached_tokens > 100
-        more = ids + array("i", again.text.tokens) + prompt(20, 1)
-        assert ask(engine, owner, more, document=held.document, about=name).cached_tokens > len(ids)
+        again = ask(engine, owner, ids, document=held.document, document_id=name)
+        assert again.sequence.tokens == first.sequence.tokens and again.cached_tokens == first.cached_tokens > 100
+        more = ids + array("i", again.sequence.tokens) + prompt(20, 1)
+        assert ask(engine, owner, more, document=held.document, document_id=name).cached_tokens > len(ids)
         engine.forget(name)
     assert not list(tmp_path.rglob("*.locret"))
     with engine_with(tmp_path) as engine, pytest.raises(OSError, match="another server has it"):

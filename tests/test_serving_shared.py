@@ -15,10 +15,10 @@ from test_documents import parts, text_of
 from test_serving_sessions import bearer, talk_over_http
 
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving.affinity import affinity_key
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.memory import _trim
-from locret_kit.serving.state import Held, Server
-from locret_kit.serving.sticky import name_of
+from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store
 
 
@@ -86,10 +86,12 @@ def test_documents_come_while_others_are_listed():
     """Lists are made by other threads than the one that takes uploads."""
     server = Server(None, "tiny")
 
-    class Slow(Held):
+    class Slow(UploadedDocument):
         @property
         def owner(self) -> str:
-            server.documents[f"doc_{len(server.documents)}"] = Held("doc", "bert", "book", 1)  # while it is looked at
+            server.documents[f"doc_{len(server.documents)}"] = UploadedDocument(
+                "doc", "bert", "book", 1
+            )  # while it is looked at
             return "anna"
 
         @owner.setter
@@ -107,7 +109,7 @@ def test_files_that_vanish_while_a_folder_is_looked_through(tmp_path):
         engine, _ = stack.enter_context(sharing(tmp_path))
         (tmp_path / ("0" * 32)).mkdir()
         (tmp_path / ("0" * 32) / ".x.partial").symlink_to("nowhere")
-        engine.store.scan(lambda saved, about: None, engine.fits.origin)
+        engine.store.scan(lambda saved, about: None, engine.spec.origin)
 
 
 def test_freed_memory_goes_back():
@@ -141,17 +143,19 @@ def test_turns_of_a_conversation_have_one_name():
     system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who came in?"}
 
     def name(*messages: object, headers: dict[str, str] = key, **more: object) -> str:
-        return name_of(path, headers, json.dumps({"messages": messages, **more}).encode())
+        return affinity_key(path, headers, json.dumps({"messages": messages, **more}).encode())
 
     first = name(system, question)
     turns = [{"role": "assistant", "content": "Anna."}, {"role": "user", "content": "And then?"}]
     assert first and name(system, question, *turns, temperature=0) == first
     others = [name(question), name(system, question, headers={"authorization": "Bearer b"}), name(system)]
     assert len({first, *others}) == 4
-    assert name(question, document_id="doc_1") == "doc_1" == name_of("/v1/documents/doc_1/kept", key, b"")
+    assert name(question, document_id="doc_1") == "doc_1" == affinity_key("/v1/documents/doc_1/kept", key, b"")
     ours = key | {"x-session-id": "s"}
     assert name(question, headers=ours) == name(system, headers=ours) != name(question)
-    assert name_of("/v1/completions", key, b'{"prompt": "x"}') != name_of("/v1/completions", key, b'{"prompt": "y"}')
+    assert affinity_key("/v1/completions", key, b'{"prompt": "x"}') != affinity_key(
+        "/v1/completions", key, b'{"prompt": "y"}'
+    )
     for body in (b"", b"[]", b"\xff", b'{"messages": [1]}', b'{"messages": {}}', b"[" * 100_000):
-        assert len(name_of(path, key, body)) in (0, 32)
-    assert name_of("/v1/models", key, b"") == name_of("/v1/documents", key, b"file") == ""
+        assert len(affinity_key(path, key, body)) in (0, 32)
+    assert affinity_key("/v1/models", key, b"") == affinity_key("/v1/documents", key, b"file") == ""

@@ -35,10 +35,12 @@ def answers(model, tokenizer, folder: Path) -> dict[str, object]:
             text, _ = generate(model, tokenizer, ids, cache, max_new_tokens=12)
             kept = [[[int(at) for at in head] for head in of_text] for of_text in cache.kept_positions(1)]
             found[policy] = text, kept
-        texts = [
-            Request(ids[:n], lambda n=n: BoundedCache(SETTINGS, "locret", heads, prompt_length=n), 6) for n in (70, 31)
-        ]
-        batch = {len(text.request.ids): text.tokens for text in run(model, tokenizer, texts)}
+        requests = [Request(ids[:n], 6) for n in (70, 31)]
+
+        def new_cache(request):
+            return BoundedCache(SETTINGS, "locret", heads, prompt_length=len(request.ids))
+
+        batch = {len(one.request.ids): one.tokens for one in run(model, tokenizer, requests, new_cache)}
         whole = BoundedCache(SETTINGS, "locret", heads)
         found["batch"] = [batch[70], batch[31]]
         found["generate"] = model.generate(

@@ -7,10 +7,9 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING
@@ -21,7 +20,7 @@ from ..config.infer import Generation, InferOptions, Name, Prompt
 from ..config.reader import refuse
 from ..files import parse_json, write_text
 from ..naming import first_line
-from ..runtime.batch import Request, Text
+from ..runtime.batch import Request, Sequence
 from ..runtime.batch import run as answered
 from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..cache.bounded import BoundedCache
-    from ..settings import RunSettings
 
 IDLE = ("file", "question", "question_file", "save_cache", "cache", "report", "graph")
 """Options of one text."""
@@ -44,11 +42,12 @@ SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""
 
 
-@dataclass(frozen=True)
-class Named(Request):
-    """The prompt of a line."""
+@dataclass(eq=False)
+class Line(Request):
+    """The prompt of a line. ``asked``: whether it is a user's one message in the chat template."""
 
     name: Name = 0
+    asked: bool = False
 
 
 def run(args: InferOptions) -> int:
@@ -92,12 +91,13 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
             if "error" in found:
                 errors.append(name)
 
-        def new_cache(settings: RunSettings, ids: Sequence[int], asked: bool) -> BoundedCache:
-            cache, warning = chosen.cache(settings, model, tokenizer, ids, asked=asked)
+        def new_cache(line: Line) -> BoundedCache:
+            settings = replace(args.run, seed=line.seed)
+            cache, warning = chosen.cache(settings, model, tokenizer, line.ids, asked=line.asked)
             warn(warning)
             return cache
 
-        def requests() -> Iterator[Named]:
+        def requests() -> Iterator[Line]:
             for name, data in lines_of(source):
                 if key_of(name) in done:
                     continue
@@ -107,12 +107,11 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
                 except ValueError as error:
                     write(name, error=first_line(error))
                     continue
-                cache = partial(new_cache, replace(args.run, seed=prompt.seed), ids, asked)
-                yield Named(ids, cache, prompt.max_new_tokens, sampling, prompt.seed, name)
+                yield Line(ids, prompt.max_new_tokens, sampling, prompt.seed, name=name, asked=asked)
 
-        for text in answered(model, tokenizer, requests(), most=args.batch_size):
-            assert isinstance(text.request, Named)
-            write(text.request.name, **said(text, tokenizer))
+        for sequence in answered(model, tokenizer, requests(), new_cache, max_running=args.batch_size):
+            assert isinstance(sequence.request, Line)
+            write(sequence.request.name, **said(sequence, tokenizer))
     if errors:
         print(f"{len(errors)} of {len(left)} prompts have an error, which is in {target}", file=sys.stderr)
     return 1 if errors else 0
@@ -266,14 +265,14 @@ def ids_of(args: InferOptions, prompt: Prompt, tokenizer: PreTrainedTokenizerBas
     return ids, asked and args.chat
 
 
-def said(text: Text, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """What is written of a text that has ended."""
-    if text.error is not None:
-        return {"error": first_line(text.error)}
+def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """What is written of a prompt whose answer has ended."""
+    if sequence.error is not None:
+        return {"error": first_line(sequence.error)}
     return {
-        "answer": tokenizer.decode(text.tokens, skip_special_tokens=True),
-        "finish_reason": text.finish_reason,
-        "prompt_tokens": len(text.request.ids),
-        "new_tokens": len(text.tokens),
-        "first_token_s": round(text.first_token_s or 0.0, 4),
+        "answer": tokenizer.decode(sequence.tokens, skip_special_tokens=True),
+        "finish_reason": sequence.finish_reason,
+        "prompt_tokens": len(sequence.request.ids),
+        "new_tokens": len(sequence.tokens),
+        "first_token_s": round(sequence.first_token_s or 0.0, 4),
     }

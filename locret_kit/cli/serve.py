@@ -18,7 +18,7 @@ from .command import command
 from .loading import check_run, choose
 
 if TYPE_CHECKING:
-    from ..serving.opening import Opening
+    from ..serving.loading_app import LoadingApp
 
 LAST = 30
 """Seconds after the grace in which a forward ends, files are written and the last words go out."""
@@ -63,8 +63,8 @@ def run(args: ServeOptions) -> int:
     """Listen, load, serve. Raises ValueError or OSError with a one-line message."""
     import uvicorn
 
-    from ..serving.in_time import HeadersInTime
-    from ..serving.opening import Opening
+    from ..serving.header_timeout import HeaderTimeout
+    from ..serving.loading_app import LoadingApp
     from ..serving.stopping import Stoppable
 
     if isinstance(args.budget, float):
@@ -74,12 +74,12 @@ def run(args: ServeOptions) -> int:
     if args.share_session_dir and args.session_dir is None:
         raise ValueError("share_session_dir=true needs --session-dir, the folder to share")
     keys, hosts = keys_of(args), hosts_of(args)
-    opening = Opening()
+    loading = LoadingApp()
     failed: list[Exception] = []
 
     def opened() -> None:
         try:
-            print(f"ready: {load(args, keys, hosts, opening)}", file=sys.stderr, flush=True)
+            print(f"ready: {load(args, keys, hosts, loading)}", file=sys.stderr, flush=True)
         except Exception as error:
             failed.append(error)
             served.should_exit = True
@@ -89,8 +89,8 @@ def run(args: ServeOptions) -> int:
         print(f"http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         config = uvicorn.Config(
-            opening,
-            http=HeadersInTime,
+            loading,
+            http=HeaderTimeout,
             ws="none",
             lifespan="off",
             log_config=None,  # its own would close the handlers of others
@@ -98,7 +98,7 @@ def run(args: ServeOptions) -> int:
             access_log=False,
             timeout_graceful_shutdown=math.ceil(args.grace) + LAST,
         )
-        served = Stoppable(config, lambda: opening.stop(args.grace))
+        served = Stoppable(config, lambda: loading.stop(args.grace))
         threading.Thread(target=opened, name="locret-load", daemon=True).start()  # Ctrl-C does not wait for it
         served.run([listener])
     if failed:
@@ -106,7 +106,7 @@ def run(args: ServeOptions) -> int:
     return 0
 
 
-def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], opening: Opening) -> str:
+def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
     from ..backbones.families import spec_of, text_config
     from ..planning.plan import Setting
@@ -127,12 +127,12 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], openi
     limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
     store = None
     if args.session_dir is not None:
-        most = parse_bytes(args.session_disk, "session_disk")
-        store = Store(args.session_dir, most, shares=args.share_session_dir)
+        max_bytes = parse_bytes(args.session_disk, "session_disk")
+        store = Store(args.session_dir, max_bytes, shares=args.share_session_dir)
     server = Server(None, name, keys, tuple(args.policies), limits, hosts)
     if store is not None:
         server.salt = store.salt
-    opening.put(make_app(server), server.stop)
+    loading.put(make_app(server), server.stop)
     model, tokenizer = chosen.load(args)
     settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
     engine = Engine(
@@ -141,7 +141,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], openi
     )  # fmt: skip
     spec, dtype = spec_of(text_config(model)), str(model.dtype).removeprefix("torch.")
     caches = Caches.of(
-        spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.fits.policies, args.sessions,
+        spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.spec.policies, args.sessions,
         args.documents, args.beginnings,
     )  # fmt: skip
     server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * (caches.each + caches.stored)))

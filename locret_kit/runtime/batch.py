@@ -1,15 +1,18 @@
-"""Many texts at once, of any lengths: prompts are read by chunks while other texts are decoded, in forwards that all share.
+"""Many requests at once, of any lengths: prompts are read by chunks while other answers are written, in shared forwards.
 
-A text's cache, evictions and random numbers are its own, so its tokens are those of its run alone: exactly in float64, to
+A sequence's cache, evictions and random numbers are its own, so its tokens are those of its run alone: exactly in float64, to
 the rounding of the shared matrix products below.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,26 +23,19 @@ from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
 from .cpu_decoder import CpuDecoder, cpu_decoder
+from .scheduler import PromptScheduler
 from .session import Chooser, Sampling, stop_ids
-from .turns import Turns
-
-TURNS = 4
-"""Every so many forwards, the prompt that has waited longest comes first; in the others, the one with the shortest rest."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Request:
     """One prompt and how it is answered."""
 
-    ids: Sequence[int]
-    cache: Callable[[], BoundedCache]
-    """Makes its cache, when it is its turn: empty, or one that has read the prompt's beginning."""
+    ids: abc.Sequence[int]
     max_new_tokens: int = 64
     """0 only reads the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    aside: bool = field(default=False, kw_only=True)
-    """Read between the prompts of others, see ``turns``."""
     top_logprobs: int | None = field(default=None, kw_only=True)
     """Of each token of the answer: its log-probability, and those of so many of the likeliest; None for neither."""
 
@@ -56,9 +52,9 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass
-class Text:
-    """A text of a batch.
+@dataclass(eq=False)
+class Sequence:
+    """A request that runs.
 
     Attributes:
         tokens: the answer's ids so far. finish_reason: "stop", "length", "read" (nothing more was asked), "error",
@@ -81,13 +77,6 @@ class Text:
     ended_s: float | None = None
     _choose: Chooser | None = None
     _next: int | None = None
-    _passed: int = 0
-    """Forwards since its prompt last had a piece in one."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether it has no cache yet."""
-        return self.cache is None and self.finish_reason is None
 
     @property
     def reading(self) -> bool:
@@ -109,87 +98,86 @@ class Text:
         step = cache.schedule.until_boundary(done) if cache.needs_logits else cache.schedule.piece(done)
         return min(step, self.left)
 
-    @property
-    def aside(self) -> bool:
-        """As the request has it."""
-        return self.request.aside
-
     def end(self, reason: str, error: Exception | None = None) -> None:
         """Let it leave; its cache is free."""
         self.finish_reason, self.error, self.cache = reason, error, None
         self.ended_s = time.perf_counter() - self.began
 
 
-Piece = tuple[Text, list[int]]
-"""A text and its new tokens."""
+R = TypeVar("R", bound=Request)
+Piece = tuple[Sequence, list[int]]
+"""A sequence and its new tokens."""
 
 
 class Batch:
-    """Texts that are answered together. ``step`` runs one forward, on a CPU one for tokens and one for prompts; texts may be
+    """Sequences that run together. ``step`` runs one forward, on a CPU one for tokens and one for prompts; sequences may be
     added and cancelled between steps.
 
     Args:
         model: a causal language model; attached inside each step unless it is already.
-        most: texts in memory at once; the others wait in the order in which they were added.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
-        turns: the order of prompts; by default those with the shortest rest first, and at times the one that waited longest.
+        scheduler: the order of prompts, which has a ``piece`` of its own; by default that in which they were added.
+
+    Attributes:
+        running: sequences that have not ended. Nobody waits here: whoever adds sequences bounds how many there are.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a piece below 1.
     """
 
     def __init__(
-        self, model: PreTrainedModel, stop: frozenset[int], *, most: int = 16, piece: int = 512, turns: Turns[Text] | None = None
-    ) -> None:  # fmt: skip
-        for name, value in (("most", most), ("piece", piece)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        self.model, self.stop, self.most, self.piece, self.turns = model, stop, most, piece, turns
-        self.waiting: deque[Text] = deque()
-        self.running: list[Text] = []
-        self._forwards = 0
+        self,
+        model: PreTrainedModel,
+        stop: frozenset[int],
+        *,
+        piece: int = 512,
+        scheduler: PromptScheduler[Sequence] | None = None,
+    ) -> None:
+        if piece < 1:
+            raise ValueError(f"piece={piece} must be at least 1")
+        self.model, self.stop, self.piece, self.scheduler = model, stop, piece, scheduler
+        self.running: list[Sequence] = []
+        self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
         self._native = cpu_decoder(model)
 
-    def add(self, request: Request) -> Text:
-        """A text that is answered from one of the next steps on.
+    def add(self, request: Request, make_cache: Callable[[], BoundedCache]) -> Sequence:
+        """A sequence that is answered from the next step on.
+
+        Args:
+            make_cache: called by the next step; an empty cache, or one that has read the prompt's beginning.
 
         Raises:
-            ValueError: no tokens, or none asked for.
+            ValueError: no tokens, or fewer than none asked for.
         """
         if not len(request.ids):
             raise ValueError("the prompt holds no tokens")
         if request.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 0")
-        text = Text(request, began=time.perf_counter())
-        self.waiting.append(text)
-        return text
+        sequence = Sequence(request, began=time.perf_counter())
+        self.running.append(sequence)
+        self._added.append((sequence, make_cache))
+        return sequence
 
-    def cancel(self, text: Text, reason: str = "cancelled") -> None:
-        """Let a text leave, whatever it is doing; one that has ended stays as it is."""
-        if text.finish_reason is None:
-            text.end(reason)
-            self.running = [one for one in self.running if one is not text]
-            self.waiting = deque(one for one in self.waiting if one is not text)
+    def cancel(self, sequence: Sequence, reason: str = "cancelled") -> None:
+        """Let a sequence leave, whatever it is doing; one that has ended stays as it is."""
+        if sequence.finish_reason is None:
+            sequence.end(reason)
+            self.running = [one for one in self.running if one is not sequence]
 
-    def fail(self, error: Exception, texts: Sequence[Text] | None = None) -> None:
-        """End texts with an error; by default all that run."""
-        for text in list(self.running) if texts is None else texts:
-            text.end("error", error)
-        self.running = [text for text in self.running if text.finish_reason is None]
-
-    @property
-    def busy(self) -> bool:
-        """Whether a text waits or runs."""
-        return bool(self.running or self.waiting)
+    def fail(self, error: Exception, sequences: abc.Sequence[Sequence] | None = None) -> None:
+        """End sequences with an error; by default all that run."""
+        for sequence in list(self.running) if sequences is None else sequences:
+            sequence.end("error", error)
+        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
 
     @torch.inference_mode()
-    def step(self) -> list[Text]:
-        """One forward: the next token of every text that is decoded, and pieces of the prompts of others, the shortest rest
-        first and at times the one that waited longest (``TURNS``). Gives the texts that have a new token or have ended.
+    def step(self) -> list[Sequence]:
+        """One forward: the next token of every sequence that is decoded, and pieces of the prompts of others. Gives the
+        sequences that have a new token or have ended.
 
-        An error of one text's settings ends that text alone; an error of the forward ends those that took part.
+        An error of one sequence's settings ends that sequence alone; an error of the forward ends those that took part.
         """
-        changed = self._admit()
+        changed = self._begin()
         pieces = self._pieces()
         if not pieces:
             return changed
@@ -199,153 +187,154 @@ class Batch:
             for some, forward in ((together, self._decode), (rest, self._forward)):
                 if some:
                     changed += self._advance(some, forward)
-        self.running = [text for text in self.running if text.finish_reason is None]
+        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return changed
 
     def _advance(
         self, pieces: list[Piece], forward: Callable[[list[BoundedCache], list[list[int]]], Tensor]
-    ) -> list[Text]:
-        """One forward of some texts, and what follows from it; those that have a new token or have ended."""
+    ) -> list[Sequence]:
+        """One forward of some sequences, and what follows from it; those that have a new token or have ended."""
         changed = []
-        caches = [text.cache for text, _ in pieces if text.cache is not None]
+        caches = [sequence.cache for sequence, _ in pieces if sequence.cache is not None]
         try:
             logits_BV = forward(caches, [ids for _, ids in pieces])
         except Exception as error:
-            self.fail(error, [text for text, _ in pieces])
-            return [text for text, _ in pieces]
-        for (text, _), logits_V in zip(pieces, logits_BV, strict=True):
-            cache = text.cache
-            assert cache is not None and text._choose is not None
-            if text.reading:
+            self.fail(error, [sequence for sequence, _ in pieces])
+            return [sequence for sequence, _ in pieces]
+        for (sequence, _), logits_V in zip(pieces, logits_BV, strict=True):
+            cache = sequence.cache
+            assert cache is not None and sequence._choose is not None
+            if sequence.reading:
                 cache.start_reread()
-                if cache.get_seq_length() < len(text.request.ids):
+                if cache.get_seq_length() < len(sequence.request.ids):
                     continue
-                if not text.request.max_new_tokens:
-                    text.end("read")
-                    changed.append(text)
+                if not sequence.request.max_new_tokens:
+                    sequence.end("read")
+                    changed.append(sequence)
                     continue
             try:
-                self._take(text, logits_V.float())
+                self._take(sequence, logits_V.float())
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
-                text.end("error", error)
-            changed.append(text)
+                sequence.end("error", error)
+            changed.append(sequence)
         return changed
 
-    def _one_call(self, text: Text) -> bool:
-        """Whether a text's next token comes from the compiled call that texts share on a CPU."""
-        native, cache = self._native, text.cache
-        if text._next is None or cache is None or isinstance(native, str) or native.reason_against(cache) is not None:
+    def _one_call(self, sequence: Sequence) -> bool:
+        """Whether a sequence's next token comes from the compiled call that sequences share on a CPU."""
+        native, cache = self._native, sequence.cache
+        if (
+            sequence._next is None
+            or cache is None
+            or isinstance(native, str)
+            or native.reason_against(cache) is not None
+        ):
             return False
         return native.takes(cache)
 
     def _decode(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
-        """Logits ``[texts, V]`` after a token of each text."""
+        """Logits ``[sequences, V]`` after a token of each."""
         assert isinstance(self._native, CpuDecoder)
         return self._native(caches, [token for (token,) in pieces])
 
-    def _admit(self) -> list[Text]:
-        """Make caches for those that wait, while there is room; the texts for which that failed."""
+    def _begin(self) -> list[Sequence]:
+        """Make the caches of the sequences that were added; gives those for which that failed."""
         failed = []
-        while self.waiting and len(self.running) < self.most:
-            text = self.waiting.popleft()
-            request = text.request
-            try:
-                text.cache = request.cache()
-                text.cache.bind(self.model)
-                text.prompt_read, text.evictions_before = text.cache.get_seq_length(), text.cache.counters.evictions
-                if text.prompt_read >= len(request.ids):
-                    raise ValueError(
-                        f"the cache has seen {text.prompt_read} tokens already, the prompt has {len(request.ids)}"
-                    )
-                text._choose = Chooser(request.sampling, request.seed, self.model.device, request.ids)
-            except Exception as error:
-                text.end("error", error)
-                failed.append(text)
+        added, self._added = self._added, []
+        for sequence, make_cache in added:
+            if sequence.finish_reason is not None:  # cancelled already
                 continue
-            self.running.append(text)
+            request = sequence.request
+            try:
+                cache = sequence.cache = make_cache()
+                cache.bind(self.model)
+                sequence.prompt_read, sequence.evictions_before = cache.get_seq_length(), cache.counters.evictions
+                if sequence.prompt_read >= len(request.ids):
+                    raise ValueError(
+                        f"the cache has seen {sequence.prompt_read} tokens already, the prompt has {len(request.ids)}"
+                    )
+                sequence._choose = Chooser(request.sampling, request.seed, self.model.device, request.ids)
+            except Exception as error:
+                sequence.end("error", error)
+                failed.append(sequence)
+        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return failed
 
     def _pieces(self) -> list[Piece]:
-        """Texts of the next step, each with its new tokens."""
+        """Sequences of the next step, each with its new tokens."""
         pieces: list[Piece] = []
-        for text in self.running:
-            if text._next is not None:
-                pieces.append((text, [text._next]))
-        reading = [text for text in self.running if text.reading and text.cache is not None]
-        for text in self._order(reading) if self.turns is None else self.turns.pick(reading):
-            cache, ids = text.cache, text.request.ids
+        for sequence in self.running:
+            if sequence._next is not None:
+                pieces.append((sequence, [sequence._next]))
+        reading = [sequence for sequence in self.running if sequence.reading]
+        for sequence in self._in_turn(reading) if self.scheduler is None else self.scheduler.pick(reading):
+            cache, ids = sequence.cache, sequence.request.ids
             assert cache is not None
             done = cache.get_seq_length()
-            pieces.append((text, [ids[at] for at in cache.prompt_positions(done, done + text.step)]))
+            pieces.append((sequence, [ids[at] for at in cache.prompt_positions(done, done + sequence.step)]))
         return pieces
 
-    def _order(self, reading: list[Text]) -> Iterator[Text]:
-        """The prompts that have a piece in the next forward."""
-        reading.sort(key=lambda text: text.left)
-        self._forwards += 1
-        # So that short prompts, however many, do not keep a long one waiting.
-        if reading and self._forwards % TURNS == 0:
-            longest = max(reading, key=lambda text: text._passed)
-            reading.sort(key=lambda text: text is not longest)
-        for text in reading:
-            text._passed += 1
+    def _in_turn(self, reading: list[Sequence]) -> Iterator[Sequence]:
+        """The prompts that have a piece in the next forward, in the order in which they were added."""
         room = self.piece
-        for text in reading:
-            if text.step > room and room < self.piece:
+        for sequence in reading:
+            if sequence.step > room and room < self.piece:
                 break
-            text._passed = 0
-            room -= text.step
-            yield text
+            room -= sequence.step
+            yield sequence
 
     def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
-        """Logits ``[texts, V]`` after each text's last new token."""
+        """Logits ``[sequences, V]`` after the last new token of each."""
         packed = Packed(caches, [len(piece) for piece in pieces])
         ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
         last = torch.tensor(packed.last, device=self.model.device)
         return forward(self.model, ids, packed, logits_to_keep=last).logits[0]
 
-    def _take(self, text: Text, logits_V: Tensor) -> None:
-        """A text's next token."""
-        assert text._choose is not None
-        token, wanted = text._choose(logits_V), text.request.top_logprobs
-        if text.first_token_s is None:
-            text.first_token_s = time.perf_counter() - text.began
+    def _take(self, sequence: Sequence, logits_V: Tensor) -> None:
+        """A sequence's next token."""
+        assert sequence._choose is not None
+        token, wanted = sequence._choose(logits_V), sequence.request.top_logprobs
+        if sequence.first_token_s is None:
+            sequence.first_token_s = time.perf_counter() - sequence.began
         if token in self.stop:
-            text.end("stop")
+            sequence.end("stop")
             return
         if wanted is not None:
             logprobs_V = logits_V.log_softmax(-1)
             top = logprobs_V.topk(min(wanted, len(logprobs_V)))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            text.logprobs.append(Logprob(float(logprobs_V[token]), tuple(pairs)))
-        text.tokens.append(token)
-        text._next = token
-        if len(text.tokens) == text.request.max_new_tokens:
-            text.end("length")
+            sequence.logprobs.append(Logprob(float(logprobs_V[token]), tuple(pairs)))
+        sequence.tokens.append(token)
+        sequence._next = token
+        if len(sequence.tokens) == sequence.request.max_new_tokens:
+            sequence.end("length")
 
 
 def run(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    requests: Iterable[Request],
+    requests: Iterable[R],
+    make_cache: Callable[[R], BoundedCache],
     *,
-    most: int = 16,
+    max_running: int = 16,
     piece: int = 512,
-) -> Iterator[Text]:
-    """Answer requests together; texts as they end. Requests are taken one by one, when there is room.
+) -> Iterator[Sequence]:
+    """Answer requests together; gives the answers as they end. Requests are taken one by one, when there is room, and their
+    prompts are read in that order.
 
     Args:
-        most, piece: as of ``Batch``.
+        make_cache: gives a request's cache when it is its turn; an empty one, or one that has read the prompt's beginning.
+        max_running: sequences in memory at once. piece: tokens of prompts in one forward, at most.
+
+    Raises:
+        ValueError: a number below 1, or a request that cannot be answered, see ``Batch.add``.
     """
-    batch, source = Batch(model, stop_ids(model, tokenizer), most=most, piece=piece), iter(requests)
-    more = True
+    if max_running < 1:
+        raise ValueError(f"max_running={max_running} must be at least 1")
+    batch, waiting = Batch(model, stop_ids(model, tokenizer), piece=piece), iter(requests)
     with attached(model):
-        while more or batch.busy:
-            while more and len(batch.running) + len(batch.waiting) < most:
-                request = next(source, None)
-                if request is None:
-                    more = False
-                else:
-                    batch.add(request)
-            if batch.busy:
-                yield from (text for text in batch.step() if text.finish_reason is not None)
+        while True:
+            for request in islice(waiting, max_running - len(batch.running)):
+                batch.add(request, partial(make_cache, request))
+            if not batch.running:
+                return
+            yield from (sequence for sequence in batch.step() if sequence.finish_reason is not None)

@@ -10,17 +10,16 @@ from functools import lru_cache
 from ..naming import first_line
 from ..runtime.batch import Logprob
 from ..runtime.tokens import token_bytes
-from .bodies import Generation
 from .engine import Engine
 from .errors import Failed
-from .jobs import Job, Stopping
+from .request import ServerRequest, Stopping
 
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """Final text of an answer, and which of its tokens begin in it."""
 
     text: str
@@ -28,16 +27,16 @@ class Piece:
     end: int
 
 
-class Stream:
+class AnswerStream:
     """One answer on its way to the client: final text, cut at the first stop text."""
 
-    def __init__(self, engine: Engine, body: Generation, job: Job) -> None:
-        self.engine, self.job, self.stops = engine, job, body.stops
-        self.reason, self.told = "stop", 0
+    def __init__(self, engine: Engine, request: ServerRequest, stops: Sequence[str]) -> None:
+        self.engine, self.request, self.stops = engine, request, stops
+        self.reason, self.shown_tokens = "stop", 0
         self._starts: list[int] = []  # of tokens, in characters of the text; where they are wanted
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._window = 8 + 4 * max((len(stop) for stop in self.stops), default=0)  # a character has 4 tokens at most
-        job.on_change, job.ends = self._tell, self._stopped if self.stops else None
+        request.on_change, request.stop_at = self._tell, self._stopped if stops else None
 
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""
@@ -61,14 +60,14 @@ class Stream:
 
     def leave(self) -> None:
         """Cancel what is still running."""
-        if self.job.text is None or self.job.text.finish_reason is None:
-            self.engine.cancel(self.job)
+        if self.request.sequence is None or self.request.sequence.finish_reason is None:
+            self.engine.cancel(self.request)
 
     async def whole(self) -> str:
         """All of the answer."""
         return "".join([piece.text async for piece in self.pieces()])
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """Pieces of final text.
 
         Raises:
@@ -78,14 +77,14 @@ class Stream:
         while True:
             await self._news.wait()
             self._news.clear()
-            text = self.job.text
-            if text is None:
+            sequence = self.request.sequence
+            if sequence is None:
                 continue
-            ended, tokens = text.finish_reason, list(text.tokens)
+            ended, tokens = sequence.finish_reason, list(sequence.tokens)
             if ended == "cancelled":
                 raise Stopping("the server is stopping")
-            if text.error is not None:
-                raise text.error if isinstance(text.error, ValueError) else Failed(first_line(text.error))
+            if sequence.error is not None:
+                raise sequence.error if isinstance(sequence.error, ValueError) else Failed(first_line(sequence.error))
             said = self._decode(tokens)
             end = self._end(said)
             if end is not None:
@@ -95,9 +94,10 @@ class Stream:
                 if said.endswith("\ufffd"):
                     continue
                 said = said[: max(shown, len(said) - held)]
-            start, self.told = self.told, self._count(tokens, None if ended and end is None else len(said))
-            if len(said) > shown or self.told > start:
-                yield Piece(said[shown:], start, self.told)
+            start = self.shown_tokens
+            self.shown_tokens = self._count(tokens, None if ended and end is None else len(said))
+            if len(said) > shown or self.shown_tokens > start:
+                yield AnswerPiece(said[shown:], start, self.shown_tokens)
                 shown = max(shown, len(said))
             if ended is not None:
                 self.reason = "length" if ended == "length" else "stop"
@@ -105,23 +105,23 @@ class Stream:
 
     def _count(self, tokens: list[int], end: int | None) -> int:
         """How many tokens begin before a character; 0 where nobody wants to know."""
-        if self.job.top_logprobs is None:
+        if self.request.top_logprobs is None:
             return 0
         for at in range(len(self._starts), len(tokens)):
             self._starts.append(len(self._decode(tokens[:at]).rstrip("\ufffd")))
-        return len(tokens) if end is None else max(self.told, sum(start < end for start in self._starts))
+        return len(tokens) if end is None else max(self.shown_tokens, sum(start < end for start in self._starts))
 
     def logprobs(self, kind: str, start: int, end: int) -> dict[str, object] | None:
         """Log-probabilities of some tokens, as the protocol has them."""
-        text, most = self.job.text, self.job.top_logprobs
-        if text is None or most is None:
+        sequence = self.request.sequence
+        if sequence is None or self.request.top_logprobs is None:
             return None
         spell = lru_cache(lambda token: str(self.engine.tokenizer.decode([token])))
         finite = [
             Logprob(max(one.token, LEAST), tuple((id, max(value, LEAST)) for id, value in one.top))
-            for one in text.logprobs[start:end]
+            for one in sequence.logprobs[start:end]
         ]
-        pairs = list(zip(text.tokens[start:end], finite, strict=True))
+        pairs = list(zip(sequence.tokens[start:end], finite, strict=True))
         if kind == "chat.completion":
 
             def entry(token: int, value: float) -> dict[str, object]:

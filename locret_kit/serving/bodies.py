@@ -53,7 +53,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Generation(BaseModel):
+class CompletionBody(BaseModel):
     """Fields of both kinds of completion."""
 
     model_config = ConfigDict(extra="ignore")  # what is not checked here is nowhere to be read
@@ -93,6 +93,11 @@ class Generation(BaseModel):
         return [text for text in given if text]
 
     @property
+    def wanted_tokens(self) -> int | None:
+        """Tokens of the answer, at most; None where the body does not say."""
+        return self.max_tokens
+
+    @property
     def wanted_logprobs(self) -> int | None:
         """How many of the likeliest tokens each token comes with; None for no log-probabilities at all."""
         raise NotImplementedError
@@ -107,18 +112,22 @@ class Generation(BaseModel):
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(temperature, self.top_k, 1.0 if self.top_p is None else self.top_p, self.repetition_penalty)
 
-    def beginning(self, tokenizer: Any, ids: array[int]) -> int:
+    def shared_tokens(self, tokenizer: Any, ids: array[int]) -> int:
         """Tokens with which other prompts may begin too; 0 for none."""
         return 0
 
 
-class ChatBody(Generation):
+class ChatBody(CompletionBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -145,7 +154,7 @@ class ChatBody(Generation):
         stream = IdStream(tokenizer, special=not has_template(tokenizer))
         return stream.finish(render_messages(tokenizer, messages)[1])
 
-    def beginning(self, tokenizer: Any, ids: array[int]) -> int:
+    def shared_tokens(self, tokenizer: Any, ids: array[int]) -> int:
         """All that comes before the first user message, where that is not only the template's own."""
         messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -158,7 +167,7 @@ class ChatBody(Generation):
         )
 
 
-class TextBody(Generation):
+class TextBody(CompletionBody):
     """``POST /v1/completions``."""
 
     prompt: str | list[str]

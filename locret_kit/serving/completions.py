@@ -1,4 +1,4 @@
-"""Completions of chats and of texts: from a body to the engine's jobs, and the answer, whole or streamed."""
+"""Completions of chats and of texts: from a body to the engine's requests, and the answer, whole or streamed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
-from .answers import Stream
-from .bodies import ChatBody, Generation, TextBody
+from .answers import AnswerStream
+from .bodies import ChatBody, CompletionBody, TextBody
 from .errors import problem
-from .jobs import Job
 from .replies import choice, events, usage
+from .request import ServerRequest
 from .state import Server
 
 
@@ -39,20 +39,21 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
     owner = await server.asks(request, body.document_id)
     document = None
     if body.document_id is not None:
-        held = server.held(owner, body.document_id)
-        if held.document is None:
-            return problem(409, f"document {held.id} is {held.shown()['status']}", "document_id")
-        document = held.document
+        upload = server.document(owner, body.document_id)
+        if upload.document is None:
+            return problem(409, f"document {upload.id} is {upload.shown()['status']}", "document_id")
+        document = upload.document
         for name in ("budget", "policy"):
             if getattr(body, name) is not None:
                 return problem(400, f"{name} has no effect with document_id: the document was read with its own", name)
         if body.repetition_penalty != 1.0 and not document.has_text:
             return problem(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
-            engine.store.used(held.id)
-    most = getattr(body, "max_completion_tokens", None) or body.max_tokens or min(512, server.limits.answer_tokens)
-    if most > server.limits.answer_tokens:
-        return problem(400, f"max_tokens={most} must be at most {server.limits.answer_tokens}", "max_tokens")
+            engine.store.used(upload.id)
+    bound = server.limits.answer_tokens
+    max_new_tokens = body.wanted_tokens or min(512, bound)
+    if max_new_tokens > bound:
+        return problem(400, f"max_tokens={max_new_tokens} must be at most {bound}", "max_tokens")
     top_logprobs = body.wanted_logprobs
     policy = allowed_policy(server, body)
     settings = engine.session_settings(body.budget)
@@ -61,32 +62,22 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         return problem(
             400, f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken", "messages"
         )
-    beginning = 0
+    shared_tokens = 0
     if document is None and engine.beginnings:
-        beginning = await asyncio.to_thread(body.beginning, engine.tokenizer, ids)
+        shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, ids)
     seed = secrets.randbelow(2**32) if body.seed is None else body.seed
     answers = [
-        Stream(
+        AnswerStream(
             engine,
-            body,
-            Job(
-                owner,
-                ids,
-                document,
-                most,
-                body.sampling,
-                (seed + i) % 2**32,
-                lambda: None,
-                settings,
-                policy,
-                about=body.document_id or "",
-                top_logprobs=top_logprobs,
-                beginning=beginning,
+            ServerRequest(
+                ids, max_new_tokens, body.sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
+                document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
             ),
+            body.stops,
         )
         for i in range(body.n)
-    ]
-    engine.submit(*(answer.job for answer in answers))
+    ]  # fmt: skip
+    engine.submit(*(answer.request for answer in answers))
     head = {"id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time())}
     head |= {"model": server.name}
     if body.stream:
@@ -99,13 +90,13 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         for answer in answers:
             answer.leave()
     choices = [
-        choice(kind, i, text, answer.reason, answer.logprobs(kind, 0, answer.told))
+        choice(kind, i, text, answer.reason, answer.logprobs(kind, 0, answer.shown_tokens))
         for i, (text, answer) in enumerate(zip(done, answers, strict=True))
     ]
     return JSONResponse({**head, "object": kind, "choices": choices, "usage": usage(answers)})
 
 
-def allowed_policy(server: Server, body: Generation) -> Policy | None:
+def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:
     """The policy that a request asks for. Raises HTTPException 400 where it is not among those that are allowed."""
     if body.policy is None:
         return None
@@ -128,7 +119,7 @@ async def unless_gone(request: Request, work: asyncio.Future[list[str]]) -> list
 class Streamed(StreamingResponse):
     """Events of answers, which end with it, also where the client goes before the first."""
 
-    def __init__(self, answers: Sequence[Stream], events: AsyncIterator[str]) -> None:
+    def __init__(self, answers: Sequence[AnswerStream], events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.answers = answers
 

@@ -24,7 +24,7 @@ from .convert import Unwanted, convert
 from .engine import Engine
 from .errors import problem
 from .page import kept_page
-from .state import Held, Server
+from .state import Server, UploadedDocument
 
 LOG = logging.getLogger("locret_kit.serving")
 SAVED = (".locret", ".safetensors")
@@ -35,23 +35,25 @@ def add_documents(app: FastAPI, server: Server) -> None:
     """Serve ``/v1/documents``."""
 
     @app.post("/v1/documents")
-    async def upload(file: UploadFile, request: Request) -> Response:
+    async def create(file: UploadFile, request: Request) -> Response:
         owner, engine = server.owner(request), server.ready()
         saved = (file.filename or "").lower().endswith(SAVED)
         try:
-            data: bytes | Path = await asyncio.to_thread(aside, file.file) if saved else await file.read()
+            data: bytes | Path = await asyncio.to_thread(save_upload, file.file) if saved else await file.read()
         except OSError as error:
             return problem(507, f"the upload cannot be put on disk: {error.strerror}")
         if len(server.documents) >= server.limits.documents:  # after the last await: two uploads cannot both pass
             discard(data)
             said = f"{len(server.documents)} documents are held already: delete one first"
             return problem(429, said, headers={"retry-after": "60"})
-        held = Held(f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time()))
-        server.documents[held.id] = held
-        task = asyncio.create_task(read_document(server, engine, held, data))
+        upload = UploadedDocument(
+            f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time())
+        )
+        server.documents[upload.id] = upload
+        task = asyncio.create_task(read_document(server, engine, upload, data))
         server.tasks.add(task)
         task.add_done_callback(server.tasks.discard)
-        return JSONResponse(held.shown(), 202)
+        return JSONResponse(upload.shown(), 202)
 
     @app.get("/v1/documents")
     async def documents(request: Request) -> dict[str, object]:
@@ -60,31 +62,31 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/documents/{name}")
     async def document(name: str, request: Request) -> dict[str, object]:
-        return server.held(await server.asks(request, name), name).shown()
+        return server.document(await server.asks(request, name), name).shown()
 
     @app.get("/v1/documents/{name}/kept")
     async def kept(
         name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
     ) -> dict[str, object]:  # fmt: skip
-        held = server.held(await server.asks(request, name), name)
-        if held.document is None:
-            raise HTTPException(409, f"document {held.id} is {held.shown()['status']}")
-        return {"id": held.id, "object": "document.kept"} | await asyncio.to_thread(
-            kept_page, held.document, start, limit
+        upload = server.document(await server.asks(request, name), name)
+        if upload.document is None:
+            raise HTTPException(409, f"document {upload.id} is {upload.shown()['status']}")
+        return {"id": upload.id, "object": "document.kept"} | await asyncio.to_thread(
+            kept_page, upload.document, start, limit
         )
 
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, object]:
-        held = server.held(await server.asks(request, name), name)
-        held.deleted = True
-        if held.document is not None or held.error is not None:
-            server.documents.pop(held.id, None)  # another thread may have seen first that its file is gone
-        server.ready().forget(held.id)
-        return {"id": held.id, "object": "document", "deleted": True}
+        upload = server.document(await server.asks(request, name), name)
+        upload.deleted = True
+        if upload.document is not None or upload.error is not None:
+            server.documents.pop(upload.id, None)  # another thread may have seen first that its file is gone
+        server.ready().forget(upload.id)
+        return {"id": upload.id, "object": "document", "deleted": True}
 
 
-def aside(file: BinaryIO) -> Path:
+def save_upload(file: BinaryIO) -> Path:
     """A temporary copy of an upload, for its owner alone. Raises OSError where the disk has no room."""
     with NamedTemporaryFile(prefix="locret-", suffix=SAVED[0], delete=False) as copy:
         path = Path(copy.name)
@@ -102,14 +104,14 @@ def discard(data: bytes | Path) -> None:
         data.unlink(missing_ok=True)
 
 
-async def read_document(server: Server, engine: Engine, held: Held, data: bytes | Path) -> None:
+async def read_document(server: Server, engine: Engine, upload: UploadedDocument, data: bytes | Path) -> None:
     """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
     deleted meanwhile ends here."""
 
     def progress(done: int, total: int) -> None:
-        if held.deleted:
+        if upload.deleted:
             raise Unwanted
-        held.read, held.total = done, total
+        upload.read, upload.total = done, total
 
     def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, told: Progress | None) -> None:
         if len(ids) > server.limits.prompt_tokens:
@@ -119,7 +121,7 @@ async def read_document(server: Server, engine: Engine, held: Held, data: bytes 
     def read(text: str) -> Document:
         heads = engine.heads if engine.policy.needs_heads else None
         return Document.read(
-            engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=held.title,
+            engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=upload.title,
             progress=progress, reader=reader, ahead=True,
         )  # fmt: skip
 
@@ -130,20 +132,22 @@ async def read_document(server: Server, engine: Engine, held: Held, data: bytes 
                 document = await loop.run_in_executor(server.readers, engine.load_document, data)
             else:
                 text = await loop.run_in_executor(
-                    server.readers, partial(convert, data, held.title, unwanted=lambda: held.deleted)
+                    server.readers, partial(convert, data, upload.title, unwanted=lambda: upload.deleted)
                 )
-        held.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
+        upload.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
     except ImportError as error:  # its words name files of this machine
-        held.error = f"{held.title}: the server lacks a library that this format needs, which its log names"
-        LOG.warning("document %s failed: %s", held.id, first_line(error).encode("unicode_escape").decode())
+        upload.error = f"{upload.title}: the server lacks a library that this format needs, which its log names"
+        LOG.warning("document %s failed: %s", upload.id, first_line(error).encode("unicode_escape").decode())
     except Exception as error:
-        held.error = first_line(error).replace(str(data), held.title) if isinstance(data, Path) else first_line(error)
-        LOG.info("document %s failed: %s", held.id, type(error).__name__)
+        upload.error = (
+            first_line(error).replace(str(data), upload.title) if isinstance(data, Path) else first_line(error)
+        )
+        LOG.info("document %s failed: %s", upload.id, type(error).__name__)
     else:
-        if not held.deleted:
-            engine.save_document(held.id, held.owner, held.document)
+        if not upload.deleted:
+            engine.save_document(upload.id, upload.owner, upload.document)
     finally:
         discard(data)
-    if held.deleted:
-        server.documents.pop(held.id, None)
-        engine.forget(held.id)
+    if upload.deleted:
+        server.documents.pop(upload.id, None)
+        engine.forget(upload.id)

@@ -3,17 +3,15 @@
 Every session has one cache of fixed size, so what fits is counted before the start: at most ``sessions`` caches exist, those
 of requests that run and those that wait for the next turn of their conversation together. A prompt that begins with all that
 a waiting cache has read goes on from it, in memory or from its file. Requests that wait are admitted in the order in which
-they came, a short one before a long one where that keeps the bound of ``runtime.turns``.
+they came, a short one before a long one where that keeps the bound of ``runtime.scheduler``.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from array import array
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import abc
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,25 +23,26 @@ from ..documents.document import Document, Progress, describe
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
-from ..runtime.batch import Batch, Text
-from ..runtime.session import Sampling, stop_ids
-from ..runtime.turns import Turns
+from ..runtime.batch import Batch, Sequence
+from ..runtime.scheduler import PromptScheduler
+from ..runtime.session import stop_ids
 from ..settings import RunSettings
 from .admission import Admission
-from .fits import Fits
-from .jobs import Busy, Idle, Job, Stopping
-from .past import Past
+from .counters import Counters
+from .request import Busy, ServerRequest, Stopping
+from .session_spec import SessionSpec
+from .sessions import Sessions
 from .store import Store
 
 LOG = logging.getLogger("locret_kit.serving")
 
 
-class Engine(Admission):
+class Engine:
     """Runs requests.
 
     Args:
         settings, policy, heads: of every session, unless a request says otherwise.
-        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``Batch``.
+        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``PromptScheduler``.
         store: where sessions are saved after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
         beginnings: equal beginnings of prompts (system prompts) in memory at once, each of which has a cache beside those of
@@ -54,58 +53,57 @@ class Engine(Admission):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
         heads: RetainingHeads | None, *,
-        sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: Sequence[Policy] = (),
+        sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
         beginnings: int = 2, shares: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        turns: Turns[Text] = Turns(replace(settings, one_shot=False).resolved({}, 1).chunk, piece)
-        batch = Batch(model, stop_ids(model, tokenizer), most=1 << 30, piece=piece, turns=turns)
-        super().__init__(
-            batch, turns, settings, policy, heads, sessions=sessions, store=store, beginnings=beginnings, shares=shares
-        )
-        self.model, self.tokenizer, self.queue = model, tokenizer, queue
-        self.fits = Fits(model, settings, heads, (policy, *policies))
+        chunk = replace(settings, one_shot=False).resolved({}, 1).chunk
+        scheduler: PromptScheduler[Sequence] = PromptScheduler(chunk, piece)
+        batch = Batch(model, stop_ids(model, tokenizer), scheduler=scheduler)
+        self.model, self.tokenizer, self.settings, self.policy, self.heads = model, tokenizer, settings, policy, heads
+        self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
+        self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
-            store.scan(lambda saved, about: self.fits.check(saved, session=not about), self.fits.origin)
-        self._inbox: list[tuple[str, Job | None]] = []
+            store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
+        self._batch = batch
         self._changed = threading.Condition()
+        self._parked = Sessions(self.spec, store, self._changed)
+        self._admission = Admission(
+            batch, scheduler, self._parked, self.spec, self.counters,
+            max_caches=sessions, max_prefixes=beginnings, all_owners=shares,
+        )  # fmt: skip
         self._stopping = False
         self.failed = False
-        # Files are written by a thread of their own.
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
         self._thread = threading.Thread(target=self._run, name="locret-engine", daemon=True)
         self._thread.start()
 
     # ---- from other threads ----------------------------------------------------------------------------------------
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *requests: ServerRequest) -> None:
         """Queue requests: all, or none.
 
         Raises:
             ValueError: more at once than may wait. Busy: too many wait. Stopping: the engine stops.
         """
-        if len(jobs) > self.queue:
-            raise ValueError(f"{len(jobs)} answers must be at most {self.queue}, the requests that may wait")
+        if len(requests) > self.queue:
+            raise ValueError(f"{len(requests)} answers must be at most {self.queue}, the requests that may wait")
         with self._changed:
             if self._stopping:
                 raise Stopping("the engine has ended with an error" if self.failed else "the server is stopping")
-            waiting = self._waiting()
-            if waiting + len(jobs) > self.queue:
-                self.figures.refused += len(jobs)
+            waiting = len(self._admission.queue)
+            if waiting + len(requests) > self.queue:
+                self.counters.refused += len(requests)
                 raise Busy(waiting)
-            self._inbox += [("add", job) for job in jobs]
-            self._changed.notify()
+            self._admission.queue += requests
+            self._changed.notify_all()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, request: ServerRequest) -> None:
         """Let a request leave, at whatever step it is."""
-        self._post("cancel", job)
-
-    def _post(self, what: str, job: Job | None = None) -> None:
         with self._changed:
-            self._inbox.append((what, job))
-            self._changed.notify()
+            request.cancelled = True
+            self._changed.notify_all()
 
     def read(self, model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
         """A ``documents.Reader``: read tokens into a cache, among the other requests. Blocks until it is done; waits while the
@@ -117,72 +115,61 @@ class Engine(Admission):
         done = threading.Event()
 
         def changed() -> None:
-            if job.text is not None and job.text.finish_reason is not None:
+            if request.sequence is not None and request.sequence.finish_reason is not None:
                 done.set()
 
-        job = Job("", ids, None, 0, Sampling(), 0, changed, cache=cache, keeps=False, aside=True)
+        request = ServerRequest(ids, 0, owner="", purpose="document", parks=False, on_change=changed, cache=cache)
         with self._changed:
-            while self._waiting() >= self.queue and not self._stopping:
+            while len(self._admission.queue) >= self.queue and not self._stopping:
                 if progress is not None:
                     progress(0, len(ids))
                 self._changed.wait(0.2)
-            self.submit(job)
+            self.submit(request)
         try:
             while not done.wait(0.2):
                 if progress is not None:
                     progress(cache.get_seq_length(), len(ids))
         finally:  # where progress raises, the cache is free before this ends
-            self.cancel(job)
+            self.cancel(request)
             done.wait()
-        assert job.text is not None
-        if job.text.error is not None:
-            raise job.text.error
-        if job.text.finish_reason != "read":
+        assert request.sequence is not None
+        if request.sequence.error is not None:
+            raise request.sequence.error
+        if request.sequence.finish_reason != "read":
             raise Stopping("the server is stopping")
 
     def stop(self, wait: float = 10.0) -> None:
         """End: requests that run are given ``wait`` seconds, then all are cancelled. What is to be saved is saved."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(wait)
         with self._changed:
-            added = [job for what, job in self._inbox if what == "add" and job is not None]  # during a long forward
-            self._inbox += [("cancel", job) for job in (*added, *self._queue, *self._jobs)]
-            self._changed.notify()
+            for request in (*self._admission.queue, *self._admission.active):
+                request.cancelled = True
+            self._changed.notify_all()
         self._thread.join(max(wait, 10.0))  # a forward cannot be cut short
-        for threads in (self._saver, self._loader):
-            threads.shutdown()
-        if self.store is not None:
-            self.store.close()
+        self._parked.close()
 
     def load_document(self, path: Path) -> Document:
-        """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``Fits.check``."""
+        """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
         saved, _ = describe(path)
         with blaming(str(path), ValueError):
-            self.fits.check(saved)
-        policy = next((policy for policy in self.fits.policies if policy.name == saved.policy), None)
+            self.spec.check(saved)
+        policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
         return Document.load(path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""
         if self.store is not None:
-            self._write(self.store.save_document, name, owner, document)
+            self._parked.write(self.store.save_document, name, owner, document)
 
-    def forget(self, about: str) -> None:
+    def forget(self, document_id: str) -> None:
         """Drop a document's file, and what waits for a next turn about it. Answers that run go on, in their own caches."""
         with self._changed:
-            for name in [name for name, idle in self._idle.items() if idle.past.about == about]:
-                del self._idle[name]
-            for job in (*self._queue, *self._jobs, *(job for _, job in self._inbox if job is not None)):
-                job.keeps = job.keeps and job.about != about
-        if self.store is not None:  # after what is being written
-            self._write(self.store.forget, about)
-
-    def _write(self, act: Callable[..., None], *given: object) -> None:
-        """Change files, one after another, by the thread that does."""
-        with suppress(RuntimeError):  # that thread has ended
-            self._saver.submit(act, *given)
+            self._parked.forget(document_id)
+            for request in (*self._admission.queue, *self._admission.active):
+                request.parks = request.parks and request.document_id != document_id
 
     @property
     def running(self) -> int:
@@ -193,26 +180,23 @@ class Engine(Admission):
     def waiting(self) -> int:
         """Requests that are not admitted yet."""
         with self._changed:
-            return self._waiting()
-
-    def _waiting(self) -> int:
-        return sum(what == "add" for what, _ in self._inbox) + len(self._queue)
+            return len(self._admission.queue)
 
     @property
     def caches(self) -> int:
         """Caches of sessions that exist now, at most ``sessions``; those of documents are not among them."""
         with self._changed:
-            return len(self._idle) + self._in_use()
+            return self._admission.caches
 
     @property
     def idle(self) -> int:
         """Caches that wait for a next turn."""
-        return len(self._idle)
+        return len(self._parked)
 
     @property
-    def begun(self) -> int:
-        """Equal beginnings in memory, those that are being read included."""
-        return len(self._begun)
+    def prefixes(self) -> int:
+        """Shared prefixes in memory, those that are being read included."""
+        return self._admission.prefixes
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -225,116 +209,81 @@ class Engine(Admission):
 
     def _end(self, error: Exception) -> None:
         """End everything with an error, and take nothing more."""
+        admission = self._admission
         with self._changed:
             self._stopping = self.failed = True
-            self._queue += [job for what, job in self._inbox if what == "add" and job is not None]
-            left, self._jobs, self._queue, self._inbox = [*self._jobs, *self._queue], [], [], []
-        for job in left:
-            if job.text is None:
-                job.text = self._not_admitted(job)
-            if job.text.finish_reason is None:
-                job.text.end("error", error)
+            left = [*admission.active, *admission.queue]
+            for request in list(admission.queue):
+                admission.leave(request, "error", error)
+            admission.active.clear()
+        for request in left:
+            if request.sequence is not None and request.sequence.finish_reason is None:
+                request.sequence.end("error", error)
             with suppress(RuntimeError):  # the event loop of its request is closed
-                job.on_change()
+                request.on_change()
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 while True:
-                    inbox, self._inbox = self._inbox, []
-                    for what, job in inbox:
-                        if job is not None:
-                            self._take(what, job)
-                    self._admit()
-                    if self._batch.busy:
+                    for request in [request for request in self._admission.active if request.cancelled]:
+                        assert request.sequence is not None
+                        self._batch.cancel(request.sequence)
+                        self._tell(request)  # now: the next step counts on its cache
+                    for request in self._admission.admit():
+                        self._tell(request)
+                    if self._batch.running:
                         break
-                    if self._stopping and not (self._queue or self._inbox):
+                    if self._stopping and not self._admission.queue:
                         return
-                    if not self._inbox:
-                        self._changed.wait()
+                    self._changed.wait()
             try:
                 self._batch.step()
             except Exception as error:  # of one text or one forward, the batch has caught it already
                 LOG.exception("a step failed")
                 self._batch.fail(error)
-            self.figures.forwards += 1
+            self.counters.forwards += 1
             self._report()
 
     def _report(self) -> None:
         """Tell every request what changed."""
-        for job in list(self._jobs):
-            self._tell(job)
+        for request in list(self._admission.active):
+            self._tell(request)
 
-    def _take(self, what: str, job: Job) -> None:
-        if what == "add":
-            self._queue.append(job)
-        elif what == "loaded":
-            job.loading = False
-            if job.unwanted:
-                self._leave_queue(job, "cancelled")
-        elif job.loading:
-            job.unwanted = True
-        elif job in self._jobs:
-            assert job.text is not None
-            self._batch.cancel(job.text)
-            self._tell(job)  # now: the next step counts on its cache
-        elif job.text is None:
-            self._leave_queue(job, "cancelled")
-
-    def _tell(self, job: Job) -> None:
+    def _tell(self, request: ServerRequest) -> None:
         """Tell a request what changed, and let it go when it has ended."""
-        text = job.text
-        assert text is not None
-        if job.cache is not None and job.cache.layers:
-            job.evictions, job.kept_rows = job.cache.counters.evictions, max(job.cache.kept_rows)
+        sequence = request.sequence
+        assert sequence is not None
+        if request.cache is not None and request.cache.layers:
+            request.evictions, request.kept_rows = request.cache.counters.evictions, max(request.cache.kept_rows)
         try:
-            stays = job.ends(text.tokens) if job.ends is not None and text.tokens else None
+            stays = request.stop_at(sequence.tokens) if request.stop_at is not None and sequence.tokens else None
         except Exception as error:
             stays = None
-            self._batch.fail(error, [text])
+            self._batch.fail(error, [sequence])
         if stays is not None:
-            self._batch.cancel(text, "stop")
-            if job.cache is not None and (more := job.cache.get_seq_length() - len(job.ids) - stays) > 0:
-                job.cache.take_back(more)  # the next turn begins with the answer as it was shown
-        if text.finish_reason is not None:
-            self._ended(job, text)
+            self._batch.cancel(sequence, "stop")
+            if request.cache is not None and (more := request.cache.get_seq_length() - len(request.ids) - stays) > 0:
+                request.cache.take_back(more)  # the next turn begins with the answer as it was shown
+        if sequence.finish_reason is not None:
+            self._ended(request, sequence)
         try:
-            job.on_change()
+            request.on_change()
         except RuntimeError:  # the event loop of its request is closed
-            self._batch.cancel(text)
+            request.cancelled = True
 
-    def _ended(self, job: Job, text: Text) -> None:
-        self.figures.count(job, text)
+    def _ended(self, request: ServerRequest, sequence: Sequence) -> None:
+        self.counters.count(request, sequence)
         with self._changed:
-            self._jobs.remove(job)
-            cache, kept = job.cache, job.keeps and job.plain and text.finish_reason in ("stop", "length")
-            job.cache = job.document = None
+            if request in self._admission.active:
+                self._admission.active.remove(request)
+            cache, kept = (
+                request.cache,
+                request.parks and request.has_defaults and sequence.finish_reason in ("stop", "length"),
+            )
+            request.cache = request.document = None
             if kept and cache is not None and not cache.unfinished and not cache.reread_positions:
-                name = job.name if job.name and job.name not in self._idle else f"session_{secrets.token_hex(16)}"
-                ids = (job.ids + array("i", text.tokens))[: cache.get_seq_length()]
-                idle = Idle(Past.of(name, job.owner, job.about, ids), cache, settled=self.store is None)
-                self._idle[name] = idle
-                if self.store is not None:
-                    self._write(self._save, idle, self.store)
-
-    def _save(self, idle: Idle, store: Store) -> None:
-        """Write a session's file, unless it has gone on already."""
-        name = idle.past.name
-        with self._changed:
-            if self._idle.get(name) is not idle:
-                return
-            idle.saving = True
-        try:
-            store.save(idle.past, idle.cache)
-        except Exception:  # the store has caught what a disk can do
-            LOG.exception("a session could not be saved")
-        with self._changed:
-            idle.saving, idle.settled = False, True
-            gone = name not in self._idle
-            self._inbox.append(("saved", None))
-            self._changed.notify()
-        if gone:  # its document was deleted meanwhile
-            store.remove(name)
+                self._parked.park(request, cache, (request.ids + array("i", sequence.tokens))[: cache.get_seq_length()])
 
     def session_settings(self, budget: int | None) -> RunSettings | None:
         """Settings of a request that asks for its own budget, at most the server's.

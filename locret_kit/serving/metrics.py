@@ -42,20 +42,20 @@ class Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All figures now."""
-        engine, figures = self.engine, self.engine.figures
+        engine, counters = self.engine, self.engine.counters
         now = [engine.running, engine.waiting, engine.sessions, engine.caches, engine.idle, self.documents]
-        now.append(engine.begun)
+        now.append(engine.prefixes)
         store = engine.store
         now += [0, 0] if store is None else [store.bytes, int(store.failing is not None)]
         for (name, says), value in zip(GAUGES.items(), now, strict=True):
             yield GaugeMetricFamily(name, says, value)
         for name, says in COUNTERS.items():
-            yield CounterMetricFamily(f"locret_{name}", says, getattr(figures, name))
+            yield CounterMetricFamily(f"locret_{name}", says, getattr(counters, name))
         written, failures = (0, 0) if store is None else (store.written, store.failures)
         says = "Files of sessions and documents that"
         yield CounterMetricFamily("locret_saved_files", f"{says} were written", written)
         yield CounterMetricFamily("locret_save_failures", f"{says} could not be written", failures)
-        yield from (*figures.queue_s.collect(), *figures.first_token_s.collect(), *figures.token_s.collect())
+        yield from (*counters.queue_s.collect(), *counters.first_token_s.collect(), *counters.token_s.collect())
 
 
 def metrics_of(engine: Engine, documents: int) -> str:

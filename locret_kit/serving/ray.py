@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..processes import python
-from .sticky import name_of
+from .affinity import affinity_key
 
 LOG = logging.getLogger("ray.serve")
 KNOWN = 4096
@@ -168,7 +168,7 @@ class Front:
                 return problem(413, f"the body must be at most {BODY} bytes")
         headers = {name: value for name, value in request.headers.items() if name not in HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        name = name_of(request.url.path, request.headers, body)
+        name = affinity_key(request.url.path, request.headers, body)
         asked = self._replicas.options(stream=True, multiplexed_model_id=name).answer
         for _ in range(TRIES):
             pieces = asked.remote(request.method, path, headers, body, name)

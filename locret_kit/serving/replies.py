@@ -6,15 +6,17 @@ import json
 from collections.abc import AsyncIterator, Sequence
 
 from ..naming import first_line
-from .answers import Stream
-from .bodies import Generation
+from .answers import AnswerStream
+from .bodies import CompletionBody
 from .errors import Failed, problem
-from .jobs import Stopping
+from .request import Stopping
 
 Logprobs = dict[str, object] | None
 
 
-async def events(answers: Sequence[Stream], body: Generation, kind: str, head: dict[str, object]) -> AsyncIterator[str]:
+async def events(
+    answers: Sequence[AnswerStream], body: CompletionBody, kind: str, head: dict[str, object]
+) -> AsyncIterator[str]:
     """Server-sent events of a streamed answer; choices one after another."""
     name = "chat.completion.chunk" if kind == "chat.completion" else kind
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -57,13 +59,13 @@ def delta(
     return {"index": index, "delta": {"role": "assistant", **said} if first else said, **end}
 
 
-def usage(answers: Sequence[Stream]) -> dict[str, object]:
+def usage(answers: Sequence[AnswerStream]) -> dict[str, object]:
     """Tokens of a request; ``locret`` has the cache's own figures."""
-    jobs = [answer.job for answer in answers]
-    new = sum(len(job.text.tokens) for job in jobs if job.text is not None)
-    prompt = len(jobs[0].ids)
+    requests = [answer.request for answer in answers]
+    new = sum(len(one.sequence.tokens) for one in requests if one.sequence is not None)
+    prompt = len(requests[0].ids)
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": jobs[0].cached_tokens},
-        "locret": {"evictions": max(job.evictions for job in jobs), "kept_rows": max(job.kept_rows for job in jobs)},
+        "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens},
+        "locret": {"evictions": max(one.evictions for one in requests), "kept_rows": max(one.kept_rows for one in requests)},
     }  # fmt: skip

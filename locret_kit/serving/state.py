@@ -40,8 +40,8 @@ class Limits:
 
 
 @dataclass
-class Held:
-    """A document of an owner."""
+class UploadedDocument:
+    """A document of an owner, ready or still being read."""
 
     id: str
     owner: str
@@ -83,7 +83,7 @@ class Server:
     limits: Limits = field(default_factory=Limits)
     hosts: frozenset[str] = frozenset()
     """What it is called beside loopback's names and its address; matters without keys alone."""
-    documents: dict[str, Held] = field(default_factory=dict)
+    documents: dict[str, UploadedDocument] = field(default_factory=dict)
     """By their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     readers: ThreadPoolExecutor = field(
@@ -120,7 +120,7 @@ class Server:
             raise HTTPException(401, "the API key is missing or wrong")
         return known[0]
 
-    def held(self, owner: str, name: str) -> Held:
+    def document(self, owner: str, name: str) -> UploadedDocument:
         """An owner's document. Raises HTTPException 404, for another owner's too."""
         found = self.documents.get(name)
         if found is None or found.owner != owner or found.deleted:
@@ -130,8 +130,8 @@ class Server:
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
         self.ended.set()
-        for held in list(self.documents.values()):
-            held.deleted = True
+        for upload in list(self.documents.values()):
+            upload.deleted = True
         if self.engine is not None:
             self.engine.stop(grace)
         self.readers.shutdown(wait=False, cancel_futures=True)
@@ -158,7 +158,7 @@ class Server:
             except OSError as error:
                 LOG.warning("a document's file cannot be read: %s", first_line(error))
                 continue
-            self.documents[found] = Held(found, whose, document.title or "document", created, document)
+            self.documents[found] = UploadedDocument(found, whose, document.title or "document", created, document)
         if left:
             LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
 
@@ -173,23 +173,25 @@ class Server:
     def _look(self, engine: Engine, store: Store, owner: str, document: str | None) -> None:
         with self._looking:
             store.refresh(owner)
-            for held in [held for held in list(self.documents.values()) if held.owner == owner]:
-                on_disk = store.has(held.id)
-                if held.on_disk and not on_disk:  # another server has deleted it
-                    held.deleted = True
-                    self.documents.pop(held.id, None)
-                held.on_disk = on_disk
+            for upload in [upload for upload in list(self.documents.values()) if upload.owner == owner]:
+                on_disk = store.has(upload.id)
+                if upload.on_disk and not on_disk:  # another server has deleted it
+                    upload.deleted = True
+                    self.documents.pop(upload.id, None)
+                upload.on_disk = on_disk
             if document is not None:
                 self.restore(engine, owner=owner, name=document)
 
     def listed(self, owner: str) -> list[dict[str, object]]:
         """An owner's documents; with status 'saved' those that other servers have read."""
-        mine = [held for held in list(self.documents.values()) if held.owner == owner and not held.deleted]
+        mine = [upload for upload in list(self.documents.values()) if upload.owner == owner and not upload.deleted]
         store = self.engine.store if self.engine is not None else None
         others = []
         if store is not None and store.shares:
             for name, _, created, path in store.documents({owner}):
                 if name not in self.documents:
                     with suppress(FileNotFoundError):  # another server has just removed it
-                        others.append(Held(name, owner, describe(path)[1].title or "document", created).shown())
-        return [held.shown() for held in mine] + [shown | {"status": "saved"} for shown in others]
+                        others.append(
+                            UploadedDocument(name, owner, describe(path)[1].title or "document", created).shown()
+                        )
+        return [upload.shown() for upload in mine] + [shown | {"status": "saved"} for shown in others]

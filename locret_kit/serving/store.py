@@ -21,18 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from transformers import PreTrainedModel
-
 from ..cache.bounded import BoundedCache
 from ..cache.file import LaterVersion, read, read_record, write
 from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
 from ..documents.document import Document
 from ..files import locked, shared, write_beside
-from ..heads import RetainingHeads
 from ..naming import first_line
-from ..policies.policy import Policy
-from ..settings import StoreSettings
-from .past import Past
+from .prefix_key import PrefixKey
+from .session_spec import SessionSpec
 
 LOG = logging.getLogger("locret_kit.serving")
 SUFFIX, SALT = ".locret", "salt"
@@ -47,12 +43,12 @@ MARGIN = 1 << 13
 
 @dataclass(frozen=True)
 class File:
-    """A file in the folder. ``past``: what a session has read; None for a document. ``fits``: this server may load it."""
+    """A file in the folder. ``key``: what a session has read; None for a document. ``usable``: this server may load it."""
 
     path: Path
     bytes: int
-    past: Past | None = None
-    fits: bool = True
+    key: PrefixKey | None = None
+    usable: bool = True
     written: int = 0
     """When its content was, in nanoseconds."""
 
@@ -61,14 +57,14 @@ class Store:
     """The folder. One server at a time has it, or several that all share it: then what one has written the others find.
 
     Args:
-        most: bytes of all files, at most; of servers that share it, each counts the files that it knows.
+        max_bytes: of all files; of servers that share it, each counts the files that it knows.
 
     Raises:
         OSError: it cannot be written, or another server has it.
     """
 
-    def __init__(self, folder: str | Path, most: int, *, shares: bool = False) -> None:
-        self.folder, self.most, self.shares = Path(folder), most, shares
+    def __init__(self, folder: str | Path, max_bytes: int, *, shares: bool = False) -> None:
+        self.folder, self.max_bytes, self.shares = Path(folder), max_bytes, shares
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.chmod(0o700)
@@ -80,7 +76,7 @@ class Store:
         lock.chmod(0o600)
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
-        self._mine: dict[str, dict[str, Past]] = {}
+        self._mine: dict[str, dict[str, PrefixKey]] = {}
         self._origin: Origin | None = None
         self._check: Callable[[Saved, str], None] = lambda saved, about: None
         self._damaged: list[str] = []
@@ -125,14 +121,14 @@ class Store:
         name, owner = path.stem, path.parent.name
         if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
             return None
-        past, fits = None, True
+        key, usable = None, True
         try:
             stat = path.stat()
             record = read_record(path)
             record.pop("digest", None)
             saved = Saved.of(record, path)
             if SESSION.fullmatch(name):
-                past = _past(name, owner, saved.document or {})
+                key = _key_of(name, owner, saved.document or {})
         except FileNotFoundError:
             return None
         except LaterVersion as error:
@@ -143,11 +139,11 @@ class Store:
             path.unlink(missing_ok=True)
             return None
         try:
-            self._check(saved, past.about if past is not None else name)
+            self._check(saved, key.document_id if key is not None else name)
         except ValueError as error:
             self._others.append(f"{path}: {first_line(error)}")
-            past, fits = None, False
-        return File(path, stat.st_size, past, fits, stat.st_mtime_ns)
+            key, usable = None, False
+        return File(path, stat.st_size, key, usable, stat.st_mtime_ns)
 
     def refresh(self, owner: str) -> None:
         """Find what other servers have written and removed of an owner's, where they share the folder."""
@@ -171,7 +167,7 @@ class Store:
         with self._lock:
             return name in self._files
 
-    def sessions(self, owner: str) -> list[Past]:
+    def sessions(self, owner: str) -> list[PrefixKey]:
         """What an owner's sessions have read."""
         with self._lock:
             return list(self._mine.get(owner, {}).values())
@@ -182,7 +178,7 @@ class Store:
             files = list(reversed(self._files.items()))
         for name, file in files:
             owner = file.path.parent.name
-            if DOCUMENT.fullmatch(name) and file.fits and owner in owners:
+            if DOCUMENT.fullmatch(name) and file.usable and owner in owners:
                 try:
                     created = str(read_record(file.path)["created"])
                 except (OSError, ValueError):  # another server has removed it
@@ -198,8 +194,8 @@ class Store:
     def _add(self, name: str, file: File) -> None:
         self._files.pop(name, None)
         self._files[name] = file
-        if file.past is not None:
-            self._mine.setdefault(file.past.owner, {})[name] = file.past
+        if file.key is not None:
+            self._mine.setdefault(file.key.owner, {})[name] = file.key
 
     def _drop(self, name: str) -> File | None:
         file = self._files.pop(name, None)
@@ -217,7 +213,7 @@ class Store:
     def forget(self, document: str) -> None:
         """Remove a document and all sessions about it."""
         with self._lock:
-            about = [name for mine in self._mine.values() for name, past in mine.items() if past.about == document]
+            about = [name for mine in self._mine.values() for name, key in mine.items() if key.document_id == document]
         for name in (document, *about):
             self.remove(name)
 
@@ -231,9 +227,9 @@ class Store:
 
     # ---- writing and reading ---------------------------------------------------------------------------------------
 
-    def save(self, past: Past, cache: BoundedCache) -> None:
+    def save(self, key: PrefixKey, cache: BoundedCache) -> None:
         """Write a session's file. What a disk can do to it is said, and counted, and no error."""
-        about = {"about": past.about, "tokens": past.tokens, "sha256": past.sha256}
+        about = {"about": key.document_id, "tokens": key.tokens, "sha256": key.sha256}
 
         def to(path: Path) -> None:
             record, tensors = export(cache, self._origin)
@@ -241,7 +237,7 @@ class Store:
 
         held = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
         held += cache.host_nbytes
-        self._write(past.name, past.owner, held, to, past)
+        self._write(key.name, key.owner, held, to, key)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""
@@ -249,11 +245,11 @@ class Store:
             name, owner, document.cache.nbytes + document.cache.host_nbytes + 4 * document.tokens, document.save, None
         )
 
-    def _write(self, name: str, owner: str, size: int, to: Callable[[Path], None], past: Past | None) -> None:
+    def _write(self, name: str, owner: str, size: int, to: Callable[[Path], None], key: PrefixKey | None) -> None:
         path = self.folder / owner / f"{name}{SUFFIX}"
         try:
-            if size + MARGIN > self.most:
-                raise OSError(f"{name} has {size} bytes, the folder may have {self.most}")
+            if size + MARGIN > self.max_bytes:
+                raise OSError(f"{name} has {size} bytes, the folder may have {self.max_bytes}")
             self._make_room(size + MARGIN, name)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             to(path)
@@ -270,7 +266,7 @@ class Store:
         self.failing = None
         self.written += 1
         with self._lock:
-            self._add(name, File(path, stat.st_size, past, written=stat.st_mtime_ns))
+            self._add(name, File(path, stat.st_size, key, written=stat.st_mtime_ns))
         self._make_room(0, "")  # where the file was larger than it seemed
 
     def _make_room(self, size: int, name: str) -> None:
@@ -279,7 +275,7 @@ class Store:
             held = sum(file.bytes for other, file in self._files.items() if other != name)
             gone = []
             for other, file in self._files.items():
-                if held + size <= self.most:
+                if held + size <= self.max_bytes:
                     break
                 if other != name:
                     gone.append(other)
@@ -287,43 +283,50 @@ class Store:
         for other in gone:
             self.remove(other)
 
-    def load(
-        self, past: Past, model: PreTrainedModel, heads: RetainingHeads | None, policy: Policy, memory: StoreSettings
-    ) -> BoundedCache | None:
+    def load(self, key: PrefixKey, spec: SessionSpec) -> BoundedCache | None:
         """A session's cache; None for a file that is gone or damaged, which is said and removed, and for one that cannot be read
         now, which stays."""
-        path = self.folder / past.owner / f"{past.name}{SUFFIX}"
+        path = self.folder / key.owner / f"{key.name}{SUFFIX}"
         try:
             record, tensors = read(path)
             saved = Saved.of(record, path)
-            if _past(past.name, past.owner, saved.document or {}) != past:
+            if _key_of(key.name, key.owner, saved.document or {}) != key:
                 if self.shares:  # it went on at another server
-                    self.refresh(past.owner)
+                    self.refresh(key.owner)
                     return None
                 raise ValueError(f"{path}: it has read something else than it had")
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
-            mine = policy if saved.policy == policy.name else None
-            cache = restore(saved, own, model, heads, mine, where=str(path), store=memory, origin=self._origin)
-            if cache.get_seq_length() != past.tokens:
-                raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {past.tokens}")
+            policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
+            cache = restore(
+                saved,
+                own,
+                spec.model,
+                spec.heads,
+                policy,
+                where=str(path),
+                store=spec.settings.store,
+                origin=self._origin,
+            )
+            if cache.get_seq_length() != key.tokens:
+                raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {key.tokens}")
         except (FileNotFoundError, ValueError) as error:
             LOG.warning("a session's file is not usable and removed: %s", first_line(error))
-            self.remove(past.name)
+            self.remove(key.name)
             return None
         except OSError as error:  # such as too many open files
             LOG.warning("a session's file cannot be read: %s", first_line(error))
             return None
-        self.used(past.name)
+        self.used(key.name)
         return cache
 
 
-def _past(name: str, owner: str, about: dict[str, object]) -> Past:
+def _key_of(name: str, owner: str, about: dict[str, object]) -> PrefixKey:
     """What a session's file says that it has read. Raises ValueError."""
     document, tokens, digest = (about.get(field) for field in ("about", "tokens", "sha256"))
     right = isinstance(document, str) and type(tokens) is int and isinstance(digest, str) and len(about) == 3
     if not right:
         raise ValueError(f"{name}{SUFFIX} is no session")
-    return Past(name, owner, str(document), int(str(tokens)), str(digest))
+    return PrefixKey(name, owner, str(document), int(str(tokens)), str(digest))
 
 
 def owner_of(key: str, salt: bytes) -> str:

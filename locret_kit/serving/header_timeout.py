@@ -9,7 +9,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class HeadersInTime(H11Protocol):
+class HeaderTimeout(H11Protocol):
     """A connection that is closed where the headers of a request are not whole after ``seconds``."""
 
     seconds = 10.0

@@ -16,7 +16,7 @@ ERROR: dict[str, object] = {
 }
 
 
-class Opening:
+class LoadingApp:
     """An ASGI application that stands in for ``app`` until that is there."""
 
     app: ASGIApp | None = None

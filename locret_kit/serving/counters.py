@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
-from ..runtime.batch import Text
-from .jobs import Job
+from ..runtime.batch import Sequence
+from .request import ServerRequest
 
 LOG = logging.getLogger("locret_kit.serving")
 BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -21,7 +21,7 @@ def seconds(name: str, says: str) -> Histogram:
 
 
 @dataclass
-class Figures:
+class Counters:
     """Counters since the start, for ``/metrics``."""
 
     requests: int = 0
@@ -39,23 +39,23 @@ class Figures:
     )
     token_s: Histogram = field(default_factory=lambda: seconds("token", "Per token after the first, of each request"))
 
-    def count(self, job: Job, text: Text) -> None:
+    def count(self, request: ServerRequest, sequence: Sequence) -> None:
         """A request that has ended."""
-        if text.error is not None and not isinstance(text.error, ValueError):
-            LOG.error("a request failed", exc_info=text.error)
-        if text.error is not None:
-            text.error.__traceback__ = None  # its frames hold the cache
+        if sequence.error is not None and not isinstance(sequence.error, ValueError):
+            LOG.error("a request failed", exc_info=sequence.error)
+        if sequence.error is not None:
+            sequence.error.__traceback__ = None  # its frames hold the cache
         # A cache that goes on, or that is a copy, counts what was evicted of it before.
-        self.evictions += max(0, job.evictions - text.evictions_before)
-        if job.inner:
+        self.evictions += max(0, request.evictions - sequence.evictions_before)
+        if request.purpose == "prefix":
             return
         self.requests += 1
-        self.cancelled += text.finish_reason == "cancelled"
-        self.failed += text.finish_reason == "error"
-        self.prompt_tokens += len(job.ids)
-        self.cached_tokens += job.cached_tokens
-        self.new_tokens += len(text.tokens)
-        if text.first_token_s is not None and text.ended_s is not None:
-            self.first_token_s.observe(text.first_token_s)
-            if len(text.tokens) > 1:
-                self.token_s.observe((text.ended_s - text.first_token_s) / (len(text.tokens) - 1))
+        self.cancelled += sequence.finish_reason == "cancelled"
+        self.failed += sequence.finish_reason == "error"
+        self.prompt_tokens += len(request.ids)
+        self.cached_tokens += request.cached_tokens
+        self.new_tokens += len(sequence.tokens)
+        if sequence.first_token_s is not None and sequence.ended_s is not None:
+            self.first_token_s.observe(sequence.first_token_s)
+            if len(sequence.tokens) > 1:
+                self.token_s.observe((sequence.ended_s - sequence.first_token_s) / (len(sequence.tokens) - 1))

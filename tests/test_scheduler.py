@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_kit.runtime.turns import LONG, PATIENCE, Turns
+from locret_kit.runtime.scheduler import LONG, PATIENCE, PromptScheduler
 
 
 @dataclass(eq=False)
@@ -16,14 +16,14 @@ class Prompt:
 
     tokens: int
     chunk: int
-    aside: bool = False
+    background: bool = False
     read: int = 0
     others: int = 0
     gaps: list[int] = field(default_factory=list)
 
     @property
     def book(self) -> bool:
-        return self.aside or self.tokens > LONG * self.chunk
+        return self.background or self.tokens > LONG * self.chunk
 
     @property
     def left(self) -> int:
@@ -34,7 +34,7 @@ class Prompt:
         return min(self.chunk, self.left)
 
 
-def simulate(turns: Turns, arrivals: list[tuple[int, Prompt]]) -> tuple[list[Prompt], list[int]]:
+def simulate(scheduler: PromptScheduler, arrivals: list[tuple[int, Prompt]]) -> tuple[list[Prompt], list[int]]:
     """Forwards until all is read: the prompts in the order in which they ended, and the tokens of each forward."""
     queue, inside, done, forwards = [], [], [], []
     arrivals = sorted(arrivals, key=lambda one: one[0])
@@ -42,11 +42,11 @@ def simulate(turns: Turns, arrivals: list[tuple[int, Prompt]]) -> tuple[list[Pro
         while arrivals and arrivals[0][0] <= now:
             queue.append(arrivals.pop(0)[1])
         for prompt in list(queue):
-            if turns.takes(prompt.left, aside=prompt.aside):
-                turns.enter(prompt, prompt.left)
+            if scheduler.takes(prompt.left, background=prompt.background):
+                scheduler.enter(prompt, prompt.left, background=prompt.background)
                 queue.remove(prompt)
                 inside.append(prompt)
-        chosen = turns.pick(inside)
+        chosen = scheduler.pick(inside)
         assert chosen or not inside
         work = {id(prompt): prompt.step for prompt in chosen}
         forwards.append(sum(work.values()))
@@ -65,7 +65,7 @@ def simulate(turns: Turns, arrivals: list[tuple[int, Prompt]]) -> tuple[list[Pro
 
 
 prompts = st.builds(
-    lambda chunks, rest, aside, chunk: (chunks * chunk + rest % chunk + 1, aside),
+    lambda chunks, rest, background, chunk: (chunks * chunk + rest % chunk + 1, background),
     st.sampled_from([0, 0, 0, 1, 1, 2, 5, 15, 16, 40]), st.integers(0, 10_000), st.booleans(), st.just(64),
 )  # fmt: skip
 
@@ -74,9 +74,9 @@ prompts = st.builds(
 @given(st.lists(st.tuples(st.integers(0, 60), prompts), min_size=1, max_size=25), st.sampled_from([64, 100, 512]))
 def test_between_entry_and_first_token_three_chunks_of_others_are_read_at_most(arriving, piece):
     chunk = 64
-    turns = Turns(chunk, piece)
-    made = [(at, Prompt(tokens, chunk, aside and tokens > 3 * chunk)) for at, (tokens, aside) in arriving]
-    done, forwards = simulate(turns, made)
+    scheduler = PromptScheduler(chunk, piece)
+    made = [(at, Prompt(tokens, chunk, background and tokens > 3 * chunk)) for at, (tokens, background) in arriving]
+    done, forwards = simulate(scheduler, made)
     assert len(done) == len(made)
     for prompt in done:
         if not prompt.book:
@@ -88,14 +88,14 @@ def test_between_entry_and_first_token_three_chunks_of_others_are_read_at_most(a
 
 
 def test_short_prompts_come_before_long_ones_and_books_are_not_forgotten():
-    turns, chunk = Turns(64, 64), 64
-    book, long = Prompt(64 * 100, chunk, aside=True), Prompt(64 * 10, chunk)
+    scheduler, chunk = PromptScheduler(64, 64), 64
+    book, long = Prompt(64 * 100, chunk, background=True), Prompt(64 * 10, chunk)
     short = [Prompt(20, chunk) for _ in range(200)]
-    done, _ = simulate(turns, [(0, book), (2, long), *((3 + at // 2, one) for at, one in enumerate(short))])
+    done, _ = simulate(scheduler, [(0, book), (2, long), *((3 + at // 2, one) for at, one in enumerate(short))])
     assert done.index(short[0]) < done.index(long) < done.index(book)
     assert done.index(long) < 20  # three chunks of the short ones, then their turn is over
 
 
 def test_many_short_prompts_share_a_forward():
-    _, forwards = simulate(Turns(64, 64), [(0, Prompt(16, 64)) for _ in range(32)])
+    _, forwards = simulate(PromptScheduler(64, 64), [(0, Prompt(16, 64)) for _ in range(32)])
     assert len(forwards) == 8

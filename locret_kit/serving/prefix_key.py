@@ -1,4 +1,4 @@
-"""What a cache has read, without the text: enough to say whether a prompt begins with it."""
+"""Keys of what caches have read, without the text: enough to say whether a prompt begins with it."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from ..documents.document import hash_ids
 
 
 @dataclass(frozen=True)
-class Past:
-    """What a session has read."""
+class PrefixKey:
+    """A session, and what it has read."""
 
     name: str
     owner: str
-    about: str
+    document_id: str
     """The document that it goes on from; '' for none."""
     tokens: int
     sha256: str
     """Of the token ids, see ``documents``."""
 
     @classmethod
-    def of(cls, name: str, owner: str, about: str, ids: array[int]) -> Past:
-        """What a session has read."""
-        return cls(name, owner, about, len(ids), hash_ids(ids))
+    def of(cls, name: str, owner: str, document_id: str, ids: array[int]) -> PrefixKey:
+        """The key of a session that has read ``ids``."""
+        return cls(name, owner, document_id, len(ids), hash_ids(ids))
 
 
-class Prefixes:
+class PrefixHashes:
     """Hashes of a prompt's beginnings, each made once."""
 
     def __init__(self, ids: array[int]) -> None:
         self._ids = ids
         self._known: dict[int, str] = {}
 
-    def longest(self, pasts: Iterable[Past], owner: str, about: str) -> Past | None:
+    def longest(self, keys: Iterable[PrefixKey], owner: str, document_id: str) -> PrefixKey | None:
         """Of what an owner's caches have read about a document, the longest that the prompt begins with and goes on from."""
-        mine = [past for past in pasts if past.owner == owner and past.about == about and past.tokens < len(self._ids)]
-        mine.sort(key=lambda past: -past.tokens)
-        return next((past for past in mine if self.hash(past.tokens) == past.sha256), None)
+        mine = [
+            key for key in keys if key.owner == owner and key.document_id == document_id and key.tokens < len(self._ids)
+        ]
+        mine.sort(key=lambda key: -key.tokens)
+        return next((key for key in mine if self.hash(key.tokens) == key.sha256), None)
 
     def hash(self, tokens: int) -> str:
         """The hash of the first ``tokens`` ids."""

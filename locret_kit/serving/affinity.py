@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 
 
-def name_of(path: str, headers: Mapping[str, str], body: bytes) -> str:
+def affinity_key(path: str, headers: Mapping[str, str], body: bytes) -> str:
     """The name of what a request goes on from: a document's id, the client's own name of a session (``x-session-id``, Open
     WebUI's chat id), else a hash of how the conversation begins, which every turn sends again. '' for none of them.
     """

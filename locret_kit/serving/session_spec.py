@@ -1,4 +1,4 @@
-"""Which saved caches a server takes: those that one of its sessions could hold."""
+"""What a server's sessions are, and which saved caches one of them could hold."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..policies.policy import Policy
 from ..settings import RunSettings
 
 
-class Fits:
-    """What a server's sessions are.
+class SessionSpec:
+    """Model, settings, heads and policies of a server's sessions.
 
     Args:
         policies: the server's, then those that requests may ask for.

@@ -1,0 +1,97 @@
+"""A request on its way through the engine, and why the engine may refuse it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ..cache.bounded import BoundedCache
+from ..documents.document import Document
+from ..policies.policy import Policy
+from ..runtime.batch import Request, Sequence
+from ..settings import RunSettings
+from .prefix_key import PrefixHashes
+
+
+class Stopping(RuntimeError):
+    """The engine takes nothing more, and what ran is cancelled."""
+
+
+class Busy(Exception):
+    """The queue is full. ``retry_after``: seconds after which another try makes sense."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests wait already")
+        self.retry_after = max(1, waiting)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(eq=False)
+class ServerRequest(Request):
+    """One prompt from the body to the answer.
+
+    Attributes:
+        owner: whose caches it may go on with.
+        purpose: an answer for a client; else what is read: a document, or a prefix that prompts share.
+        document, document_id: the document that the prompt goes on from, and its id. The engine lets go of the document when
+            the request has its own copy.
+        settings, policy: of its own; None for the server's.
+        shared_tokens: tokens with which other prompts may begin too.
+        parks: whether the cache may wait for a next turn.
+        on_change: called by the engine's thread after every token and at the end; must not block.
+        stop_at: asked by the engine's thread after every token; the answer ends where it says how many of its tokens stay.
+        sequence: what the batch knows of it; None while it waits.
+        cache: given with the request, read from a file, or made when it enters; None again at the end.
+        session: name of the session that it goes on; '' for a new one.
+        cancelled: whether it is to end; the engine's thread ends it.
+        loading: whether its session is being read from its file, into a cache that counts already.
+        loads: times that a session was read from its file for it.
+        prefix_read: tokens of a shared prefix that was read because of this request.
+        evictions, kept_rows: of its cache, after the newest token.
+        submitted: when it came, in seconds of ``time.perf_counter``.
+    """
+
+    ids: array[int]
+    _: KW_ONLY
+    owner: str
+    purpose: Literal["answer", "document", "prefix"] = "answer"
+    document: Document | None = None
+    document_id: str = ""
+    settings: RunSettings | None = None
+    policy: Policy | None = None
+    shared_tokens: int = 0
+    parks: bool = True
+    on_change: Callable[[], None] = _nothing
+    stop_at: Callable[[list[int]], int | None] | None = None
+    sequence: Sequence | None = None
+    cache: BoundedCache | None = None
+    session: str = ""
+    cancelled: bool = False
+    loading: bool = False
+    loads: int = 0
+    prefix_read: int = 0
+    evictions: int = 0
+    kept_rows: int = 0
+    submitted: float = field(default_factory=time.perf_counter)
+
+    @cached_property
+    def prefixes(self) -> PrefixHashes:
+        """Hashes of the prompt's beginnings."""
+        return PrefixHashes(self.ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not read again."""
+        return max(0, self.sequence.prompt_read - self.prefix_read) if self.sequence is not None else 0
+
+    @property
+    def has_defaults(self) -> bool:
+        """Whether it runs as the server is set, so that its cache fits other requests."""
+        return self.settings is None and self.policy is None
