@@ -494,13 +494,6 @@ def _check_tensor(name: str, tensor: Tensor | None, kinds: tuple[torch.dtype, ..
         raise ValueError(f"{shown(name)}: {there} in the file, must be {kinds[0]} {shape}")
 
 
-def _check_tokens(tokens_BHS: Tensor, centroids: int, seen: int) -> None:
-    if tokens_BHS.numel() and not (tokens_BHS.min() >= 0 and tokens_BHS.max() <= seen):
-        raise ValueError(f"tokens must be from 0 to {seen}")
-    if int((tokens_BHS > 0).sum(-1).max()) > centroids:
-        raise ValueError(f"tokens: a head has more than {centroids} centroids")
-
-
 def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor]) -> None:
     """Raise ValueError for values that no such layer has, or that would be read out of bounds."""
     if not held:
@@ -512,8 +505,6 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
             raise ValueError(f"{name} must be finite")
     if rows.store is not None:
         rows.store.check(held, torch.empty(0, rows.key_size, dtype=rows.dtype, device="meta"))
-    if rows.centroids:
-        _check_tokens(held["tokens"], rows.centroids, int(counts["seen"]))
     if isinstance(rows, Float8Layer):
         if not all((held[name] > 0).all() and held[name].isfinite().all() for name in ("key_scale", "value_scale")):
             raise ValueError("key_scale and value_scale must be positive and finite")

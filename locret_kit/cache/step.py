@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -190,7 +190,7 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
         seen = mask.visible(part.keys.shape[2], rows.since_eviction)
     keys, values = _picked(part.keys, seen), _picked(part.values, seen)
     n, G, turn, sparse = keys.shape[2], ctx.group, None, ctx.policy.sparse
-    whole = T > 1 and rows.window is None and sparse is None and part.bias is None
+    whole = T > 1 and rows.window is None and sparse is None
     native = ctx.native and whole and prefill.attends(q, keys, values)
     if rope is not None:
         if ctx.positions.by_rank:
@@ -217,8 +217,7 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
         out, counted = prefill.attend(q, keys, values, rows.scaling, want=want, by_head=G > 0, turn=turn)
     # Statistics need the log-sum-exp of every query; without them plain attention is faster.
     elif not want:
-        bias = None if part.bias is None else _picked(part.bias, seen)
-        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend, bias)
+        return attend_rows(q, keys, values, rows.scaling, rows.window, ctx.backend)
     elif ctx.backend == "reference" and q.device.type == "cpu":
         out, counted = attend_and_count(q, keys, values, rows.scaling, want=want, by_head=G > 0)
     else:
@@ -287,17 +286,12 @@ def evict(
         return
     stabilizers = 0 if ctx.schedule.is_last(rows.seen) and not decoding else ctx.schedule.stabilizers
     # The last eviction before the tail protects no newest slots: the tail follows them.
-    slots = own = slots_of(ctx, layer, rows, keep, min(stabilizers, keep - policy.aside), seen)
-    if slots.tokens is not None:  # the merger's own slots are not the policy's to choose
-        own = replace(slots, keep=keep - policy.aside, valid=slots.valid & (slots.tokens == 0))
+    slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
     t0 = time.perf_counter()
-    scores_BHS = policy.score.score_slots(own)
-    rows.set_entry_scores(own.entry_scores)
+    scores_BHS = policy.score.score_slots(slots)
+    rows.set_entry_scores(slots.entry_scores)
     t1 = time.perf_counter()
-    stay_BHS = policy.choose(own, scores_BHS)
-    if policy.merge is not None and slots.tokens is not None:
-        places_BHS = policy.merge.places(slots, stay_BHS)
-        stay_BHS, slots = stay_BHS | places_BHS, replace(slots, tokens=slots.tokens.clamp(min=1).where(places_BHS, 0))
+    stay_BHS = policy.choose(slots, scores_BHS)
     t2 = time.perf_counter()
     # Counted and merged before rows move: positions and slots still belong together.
     counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
@@ -337,5 +331,3 @@ def _merge(
         if merger.remembers and new.gained_R is not None:
             absorbed = rows.head("absorbed", b, h)
             absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
-        if new.tokens_R is not None:
-            rows.head("tokens", b, h)[at] = new.tokens_R.round().int()

@@ -82,8 +82,6 @@ class Slots:
     """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
     ``Score.recent`` asked for."""
     scaling: float = 1.0
-    tokens: Tensor | None = None
-    """``[B, H, S]`` int32: tokens that a slot stands for where it is the merger's own, 0 elsewhere; None without such slots."""
     seed: int = 0
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""

@@ -41,8 +41,6 @@ class EqualLengthHeads:
     """``[statistics, b, h, S]``"""
     positions: Tensor
     """``[b, h, S]``"""
-    bias: Tensor | None = None
-    """``[b, h, S]`` float32, added to the logits of each row; None for nothing."""
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -61,8 +59,6 @@ class BoundedLayer(CacheLayerMixin):
     """``[statistics, B, H, capacity]`` float32."""
     absorbed: Tensor
     """``[B, H, capacity]`` float32, where evicted slots are merged: logarithm of the weight that a slot has taken over."""
-    tokens: Tensor
-    """``[B, H, capacity]`` int32, where evicted slots go into centroids: tokens that a centroid stands for, 0 at other slots."""
     queries: Tensor
     """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
     store: BlockStore | None = None
@@ -76,11 +72,10 @@ class BoundedLayer(CacheLayerMixin):
         recent: int = 0,
         *,
         merges: bool = False,
-        centroids: int = 0,
     ) -> None:
         super().__init__()
         self.capacity, self.window = capacity, window
-        self.statistics, self.recent, self.merges, self.centroids = statistics, recent, merges, centroids
+        self.statistics, self.recent, self.merges = statistics, recent, merges
         self.scaling = 1.0
         self.state: dict[str, Tensor] = {}
         self.rows = 0
@@ -107,14 +102,12 @@ class BoundedLayer(CacheLayerMixin):
     def columns(self) -> dict[str, Column]:
         """Buffers with a row per slot, which move with the rows: ``[B, H, capacity, ...]``."""
         absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
-        tokens: dict[str, Column] = {"tokens": (torch.int32, ())} if self.centroids else {}
         return {
             "keys": (self.dtype, (self.key_size,)),
             "values": (self.dtype, (self.value_size,)),
             "positions": (torch.int32, ()),
             "scores": (torch.float32, ()),
             **absorbed,
-            **tokens,
         }
 
     def _shape(self, rows: int) -> tuple[int, ...]:
@@ -155,8 +148,6 @@ class BoundedLayer(CacheLayerMixin):
             self.stats[..., new] = self.stats.new_zeros(())
         if self.merges:
             self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
-        if self.centroids:
-            self.tokens[..., new] = self.tokens.new_zeros(())
 
     def finish_block(self) -> None:
         """Bring new rows into the form in which they are kept, after their block's attention and eviction."""
@@ -177,7 +168,7 @@ class BoundedLayer(CacheLayerMixin):
         """Whether the newest tokens can be forgotten as though they had never come: they have changed nothing but their own
         rows, and an older one has come since the last eviction."""
         own = self.takes_back and not (self.statistics or self.recent or self.state)
-        own = own and not (self.merges or self.centroids or self.store is not None)
+        own = own and not (self.merges or self.store is not None)
         return own and self.rows > tokens < self.since_eviction and (self.window is None or self.rows == self.seen)
 
     def take_back(self, tokens: int) -> None:
@@ -217,14 +208,13 @@ class BoundedLayer(CacheLayerMixin):
             self.slots("values"),
             self.slots("stats"),
             self.slots("positions"),
-            self.slots("tokens").clamp(min=1).log() if self.centroids else None,
         )
 
     @property
     def reads_flat(self) -> bool:
-        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, which add
-        nothing to logits. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
-        return self.backend != "reference" and not self.centroids
+        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it.
+        PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
+        return self.backend != "reference"
 
     def flat(self) -> VarlenRows:
         """The rows as they lie, of all heads together."""
