@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -156,8 +155,8 @@ def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: in
     out = []
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
-        out.append(_attend_part(ctx, layer, rows, part, q[part.batch, queries]))
-    return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
+        out.append(_attend_part(ctx, layer, rows, part, q[:, queries]))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
 def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Tensor:
@@ -313,21 +312,21 @@ def _merge(
     raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
     rope = ctx.rope(layer)
     told_BHS = merger.told(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
-    B, H, S = stay_BHS.shape
-    for b, h in product(range(B), range(H)):
-        keys, values, positions = (rows.head(name, b, h) for name in ("keys", "values", "positions"))
+    _, H, S = stay_BHS.shape
+    for h in range(H):
+        keys, values, positions = (rows.head(name, h) for name in ("keys", "values", "positions"))
         held = slice(S - len(keys), S)  # slots are padded on the left
-        told_S, stay_S = told_BHS[b, h, held], stay_BHS[b, h, held]
+        told_S, stay_S = told_BHS[0, h, held], stay_BHS[0, h, held]
         if merger.remembers:
-            told_S = torch.logaddexp(told_S, rows.head("absorbed", b, h))
+            told_S = torch.logaddexp(told_S, rows.head("absorbed", h))
         exact = torch.promote_types(keys.dtype, torch.float32)
         keys_SD = keys.to(exact) if raw else turned_back(rope, keys.to(exact), positions)
-        free_S = slice(None) if slots.pinned is None else ~slots.pinned[b, h, held]
+        free_S = slice(None) if slots.pinned is None else ~slots.pinned[0, h, held]
         new = merger.fold(layer, keys_SD[free_S], values.to(exact)[free_S], told_S[free_S], stay_S[free_S])
         at, folded = torch.arange(len(keys), device=keys.device)[free_S][new.slots_R], new.keys_RD
         if not raw:
             folded = rotate(folded, *rope.tables(positions[at], exact))
         keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
         if merger.remembers and new.gained_R is not None:
-            absorbed = rows.head("absorbed", b, h)
+            absorbed = rows.head("absorbed", h)
             absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)

@@ -141,8 +141,6 @@ class NativeDecoder:
             return f"policy={policy.name!r} brings evicted slots back"
         if any(type(rows) not in STORES for rows in cache.bounded):
             return "rows of another kind"
-        if any(rows.is_initialized and rows.B > 1 for rows in cache.bounded):
-            return "several texts in one cache"
         return None
 
     def takes(self, cache: BoundedCache) -> bool:

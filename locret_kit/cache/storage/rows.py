@@ -32,7 +32,6 @@ Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class EqualLengthHeads:
     """View of the heads with equal row counts: input of one attention call."""
 
-    batch: slice
     heads: slice
     keys: Tensor
     """``[b, h, S, D]``"""
@@ -119,8 +118,6 @@ class BoundedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif key_states.shape[0] != self.B:
-            raise ValueError(f"batch={key_states.shape[0]} must be {self.B}, for which this cache has its buffers")
         return key_states, value_states
 
     # ---- new rows ------------------------------------------------------------------------------------------------
@@ -200,10 +197,8 @@ class BoundedLayer(CacheLayerMixin):
 
     def parts(self) -> Iterator[EqualLengthHeads]:
         """The rows as they lie, heads of equal length together."""
-        B, H = self.positions.shape[:2]
         yield EqualLengthHeads(
-            slice(0, B),
-            slice(0, H),
+            slice(0, self.H),
             self.slots("keys"),
             self.slots("values"),
             self.slots("stats"),
@@ -229,9 +224,9 @@ class BoundedLayer(CacheLayerMixin):
     def _flat_rows(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
         return self.keys.flatten(0, 2), self.values.flatten(0, 2)
 
-    def head(self, name: str, b: int, h: int) -> Tensor:
+    def head(self, name: str, h: int) -> Tensor:
         """One head's rows ``[rows, ...]`` of a buffer, in place."""
-        return getattr(self, name)[b, h, : self.rows]
+        return getattr(self, name)[0, h, : self.rows]
 
     def slots(self, name: str) -> Tensor:
         """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right."""
@@ -318,22 +313,6 @@ class BoundedLayer(CacheLayerMixin):
         self.state.clear()
         if self.store is not None:
             self.store.clear()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            beam_idx = beam_idx.to(self.device)
-            self.B = len(beam_idx)
-            for name in self.columns():
-                setattr(self, name, getattr(self, name).index_select(0, beam_idx))
-            self.stats = self.stats.index_select(1, beam_idx)
-            self._reorder_rest(beam_idx)
-
-    def _reorder_rest(self, beam_idx: Tensor) -> None:
-        self.state = {name: value.index_select(0, beam_idx) for name, value in self.state.items()}
-        if self.store is not None:
-            self.store.reorder(beam_idx)
-        if hasattr(self, "queries"):
-            self.queries = self.queries.index_select(0, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
