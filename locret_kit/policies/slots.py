@@ -86,7 +86,7 @@ class Slots:
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
     lengths: Sequence[int] | None = None
-    """Slots of every head, one item of the batch after another, where some are padded; the host knows them."""
+    """Slots of every head, where some are padded; the host knows them."""
     rope: Rope | None = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
     next_position: Tensor | None = None
