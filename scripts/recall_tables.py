@@ -11,7 +11,6 @@ from locret_kit.evals.engine.settings import RANDOM_HEADS, is_oracle
 from locret_kit.evals.report.summary import size
 from locret_kit.evals.report.tables import Table
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.methods.centroids import Centroids
 from locret_kit.policies.policy import Policy
 
 Place = tuple[str, str, int, int]
@@ -27,9 +26,9 @@ def device_rows(policy: str, slots: int) -> int:
 
 
 def remembers(policy: str) -> bool:
-    """Whether what is evicted lives on: in a store, or in centroids."""
+    """Whether what is evicted lives on in a store."""
     made = _parsed(policy)
-    return made is not None and (made.recall is not None or isinstance(made.merge, Centroids))
+    return made is not None and made.recall is not None
 
 
 def is_sparse(policy: str) -> bool:

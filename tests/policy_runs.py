@@ -20,7 +20,7 @@ FITTED = {
     "snapkv": "snapkv(6,3)", "pyramidkv": "pyramidkv(6,3,beta=3)", "ada-snapkv": "ada-snapkv(6,3)",
     "ada-pyramid": "ada-pyramid(6,3,beta=3)", "nacl": "nacl(proxies=5)", "lagkv": "lagkv(lag=7)",
     "expected-attention": "expected-attention(future=9)", "compactor": "compactor(block=8)",
-    "windowed-locret": "windowed-locret(6,2)", "centroids": "centroids(n=5,rounds=1)",
+    "windowed-locret": "windowed-locret(6,2)",
 }  # fmt: skip
 # Those that read the prompt's end twice, which model.generate does not, are in test_answering.py, sparse prefill is in
 # test_sparse_prefill.py, recall in test_recall.py.

@@ -459,14 +459,10 @@ def test_the_table_of_recall_counts_the_rows_that_come_back():
     back = [replace(row, policy="recall(size=32,take=4,reading=false)", budget=384, score=1.0) for row in ours]
     back = [replace(row, prefill_s=8.0, decode_s=3.0) for row in back]
     rows += [*back[:2], replace(back[2], prompt_hash="another text"), replace(back[0], policy="recall", sample=7)]
-    rows += [
-        replace(ours[0], policy="centroids(n=16)", score=0.5, date="2026-01-02"),
-        replace(ours[0], policy="streaming", heads="-"),
-    ]
+    rows.append(replace(ours[0], policy="streaming", heads="-"))
     lines = RESULTS.recall_tables.recall_table(rows, RESULTS.HEADS).splitlines()
     where = f"| {ROW.task} | {ROW.haystack} | {RESULTS.size(ROW.length)} | 512 |"
     assert lines[2:] == [
-        f"{where} `centroids(n=16)` | 0.50 (n=1) | 0.50 (n=1) | 1 of 1 | - | - |",
         f"{where} `recall` | 1 of 1 | - | - | - | - |",
         f"{where} `recall(size=32,take=4,reading=false)` | 3 of 3 | 2 of 2 | 1 of 2 | 2.00 | 3.00 |",
     ]

@@ -116,16 +116,3 @@ def test_a_cache_that_was_reset_reads_another_text_like_a_new_one(policy):
         used.reset()
         assert torch.equal(logits_after(model, used, tokens()), logits_after(model, new, tokens()))
     assert held(used) == held(new) and used.counters.evictions == new.counters.evictions
-
-
-def test_beams_take_the_probability_of_the_next_token_along():
-    model, ids, order = backbone(), torch.tensor([tokens(seed=1), tokens(seed=2)]), torch.tensor([1, 1])
-    caches = [make("score=entropy", length=None) for _ in range(2)]
-    with attach(model), torch.no_grad():
-        model(input_ids=ids, past_key_values=caches[0])
-        caches[0].reorder_cache(order)
-        model(input_ids=ids[order], past_key_values=caches[1])
-        for cache in caches:
-            model(input_ids=torch.tensor([[7], [8]]), past_key_values=cache)
-    mine, fresh = (cache.bounded[0].slots("scores") for cache in caches)
-    torch.testing.assert_close(mine, fresh)

@@ -33,7 +33,7 @@ SPILLS = {
 
 @pytest.mark.parametrize(
     ("choice", "compilations"),
-    [("--arch 89 --head-size 128", 35), ("--arch 80 90 --every 17", 280 // 17)],
+    [("--arch 89 --head-size 128", 32), ("--arch 80 90 --every 17", 256 // 17)],
     ids=["one card and head size", "a round of the other cards"],
 )
 def test_compilations_within_the_table(choice, compilations):
@@ -78,14 +78,14 @@ def keys():
 
 
 def test_every_kernel_is_launched_by_a_case(keys):
-    assert {kernel for kernel, *_ in keys} == launched() and len(launched()) == 16
+    assert {kernel for kernel, *_ in keys} == launched() and len(launched()) == 14
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
 def test_the_table_is_whole(version, keys):
     """Every launch of every kernel on four cards, and of each what a card's speed depends on."""
     rows = [row for row in check.read(TABLE) if row.triton == version]
-    assert {row.key for row in rows} == keys and len(rows) == len(keys) == 560
+    assert {row.key for row in rows} == keys and len(rows) == len(keys) == 512
     assert all(row.blocks >= 1 and row.barriers >= 0 and 1 <= row.registers <= 255 for row in rows)
     with_products = {row.kernel for row in rows if row.layout != "-"}
     assert with_products == PRODUCTS and with_products.isdisjoint(row.kernel for row in rows if row.layout == "-")

@@ -136,6 +136,21 @@ def test_rotate_rows(S, D, R, dtype):
     assert turned.transpose(1, 2).is_contiguous(), "what follows reads it as it lies"
 
 
+@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+@pytest.mark.parametrize("R", [64, 20])
+def test_rotation_by_place(functions, R):
+    x, generator = random(2, 3, 9, 64), torch.Generator().manual_seed(1)
+    place = torch.rand(2, 3, 12, generator=generator).argsort(-1).int()[:, :, :9]
+    angle = 6 * torch.randn(12, R // 2, generator=generator).double()
+    tables = angle.repeat(1, 2).cos().float(), angle.repeat(1, 2).sin().float()
+    with poisoned():
+        mine = functions["rotate_rows"](x, *tables, place)
+    # Pairs (i, i + R / 2) of a row as complex numbers, times e^(i angle).
+    by = angle[place.long()]
+    pairs = torch.complex(x[..., : R // 2].double(), x[..., R // 2 : R].double()) * torch.polar(torch.ones_like(by), by)
+    close(mine, torch.cat((pairs.real, pairs.imag, x[..., R:]), -1).float())
+
+
 def test_what_rotate_rows_refuses():
     x, table = random(1, 1, 4, 64), random(4, 66)
     with pytest.raises(ValueError, match="even number of columns up to 64"):

@@ -183,9 +183,9 @@ def test_pinned_slots_take_nothing_over(policy):
     mine, theirs = merged.bounded[0], full.bounded[0]
     changed = 0
     for h in range(2):
-        values, whole = mine.head("values", 0, h), theirs.head("values", 0, h)
-        keys, whole_keys = mine.head("keys", 0, h), theirs.head("keys", 0, h)
-        for row, position in enumerate(mine.head("positions", 0, h).tolist()):
+        values, whole = mine.head("values", h), theirs.head("values", h)
+        keys, whole_keys = mine.head("keys", h), theirs.head("keys", h)
+        for row, position in enumerate(mine.head("positions", h).tolist()):
             if position in pinned(PINS, LENGTH):
                 torch.testing.assert_close(values[row], whole[position], rtol=1e-9, atol=1e-9)
                 torch.testing.assert_close(keys[row], whole_keys[position], rtol=1e-9, atol=1e-9)

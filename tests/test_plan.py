@@ -122,7 +122,7 @@ SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o rer
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", [*SIZED, "merge", "recency merge=centroids(5)"])
+@pytest.mark.parametrize("policy", [*SIZED, "merge"])
 def test_cache_bytes_of_policies(policy, family):
     assert allocated(policy, family, None) == fit_plan(policy, family, None)
 

@@ -220,31 +220,6 @@ def test_ragged_heads_take_no_more_memory():
     assert ragged.layers[0].keys.shape[0] == 2 * (24 + SMALL["chunk"])
 
 
-def test_a_batch_of_ragged_heads_equals_each_prompt_alone():
-    model = backbone()
-    ids = torch.tensor([tokens(seed=1), tokens(seed=2)])
-    caches = [make("ada-snapkv(6,3)") for _ in range(3)]
-    with attach(model), torch.no_grad():
-        for cache, batch in zip(caches, (ids, ids[:1], ids[1:]), strict=True):
-            model(input_ids=batch, past_key_values=cache)
-    for layer in range(3):
-        both = [[head.tolist() for head in one] for one in caches[0].kept_positions(layer)]
-        assert both == [[head.tolist() for head in cache.kept_positions(layer)[0]] for cache in caches[1:]]
-
-
-def test_beams_of_ragged_heads_can_be_reordered():
-    model = backbone()
-    cache = make("ada-snapkv(6,3)")
-    with attach(model), torch.no_grad():
-        model(input_ids=torch.tensor([tokens(seed=1), tokens(seed=2)]), past_key_values=cache)
-        before = [[head.tolist() for head in one] for one in cache.kept_positions(1)]
-        keys = [part.keys.clone() for part in cache.layers[1].parts()]
-        cache.reorder_cache(torch.tensor([1, 0]))
-        assert [[head.tolist() for head in one] for one in cache.kept_positions(1)] == before[::-1]
-        after = [part.keys for part in cache.layers[1].parts()]
-        assert all(torch.equal(a, b) for a, b in zip(after, keys[2:] + keys[:2], strict=True))
-
-
 # ---- token entropy ----------------------------------------------------------------------------------------------------------
 
 
@@ -289,16 +264,3 @@ def test_a_cache_that_was_reset_is_a_fresh_one(policy):
         assert torch.equal(prefill(model, tokens(seed=2), used), prefill(model, tokens(seed=2), fresh))
     assert held(used) == held(fresh)
     assert used.counters.evicted_rows == fresh.counters.evicted_rows
-
-
-def test_beams_keep_the_state_behind_their_own_last_token():
-    """The entropy of a beam's next token is taken from the hidden state in front of it."""
-    model, swapped, straight = backbone(), make(UNPROTECTED, length=None), make(UNPROTECTED, length=None)
-    ids = torch.tensor([tokens(seed=1), tokens(seed=2)])
-    with attach(model), torch.no_grad():
-        model(input_ids=ids, past_key_values=swapped)
-        model(input_ids=ids.flip(0), past_key_values=straight)
-        swapped.reorder_cache(torch.tensor([1, 0]))
-        for step in torch.tensor([tokens(30, seed=5), tokens(30, seed=6)]).split(1, dim=1):
-            one, other = (model(input_ids=step, past_key_values=cache).logits for cache in (swapped, straight))
-            assert torch.allclose(one, other, atol=1e-9)

@@ -298,7 +298,6 @@ def test_every_named_policy_is_here():
     elsewhere |= {"merge", "merge-locret"}  # test_merging.py
     elsewhere |= {"windowed-locret"}  # test_reading.py
     elsewhere |= {"rereading-locret", "rereading-lookahead-locret"}  # test_answering.py
-    elsewhere |= {"centroids"}  # test_centroids.py
     elsewhere |= {"infllm", "recall", "scaled-infllm"}  # test_recall.py
     elsewhere |= {"minference", "xattention"}  # test_sparse_prefill.py
     assert {policy.split("(")[0] for policy in POLICIES} >= policies().keys() - elsewhere
@@ -377,26 +376,6 @@ def test_decoding_evicts_every_so_many_tokens(policy, every):
     evictions = pair.layers[0].evictions
     pair.decode(9)
     assert pair.layers[0].evictions == evictions + 9 // every
-
-
-@pytest.mark.parametrize("policy", ["h2o", "roco", "ada-snapkv(window=6)", "nacl", "kvcrush(base=tova)", "ada-locret"])
-def test_sequences_of_a_batch_do_not_meet(policy):
-    """Two sequences together keep what each keeps alone."""
-    H, G, length = 2, 2, 50
-    heads = retaining_heads(H, G, 1) if "locret" in policy else None
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (1.5 * torch.randn(2, n, length, D, generator=g, dtype=torch.float64) for n in (H * G, H, H))
-
-    def run(b: slice) -> list[list[list[int]]]:
-        cache = BoundedCache(14, policy, heads, chunk=9, prompt_length=length, stabilizers=3, local_len=4)
-        cache.bind(backbone(H, G, 1))
-        cache.layers[0].update(k[b], v[b])
-        cache.attend(0, q[b], k[b], v[b], D**-0.5)
-        return [[head.tolist() for head in sequence] for sequence in cache.kept_positions(0)]
-
-    together, first, second = run(slice(0, 2)), run(slice(0, 1)), run(slice(1, 2))
-    assert together == first + second
-    assert first != second
 
 
 @st.composite

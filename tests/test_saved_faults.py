@@ -190,7 +190,6 @@ def changed_fields(name: str) -> Iterator[Mutant]:
 def changed_field(name: str, body: Body, path: tuple) -> Iterator[Mutant]:
     label, old, own = ".".join(map(str, path)), at(body.record, path), path != ("digest",)
     words = tuple(str(key) for key in path if isinstance(key, str))
-    words += ("keys",) if path == ("batch",) else ()  # the first tensor of another size
 
     def mutant(how: str, change: Callable[[dict | list, object], object], *, again: bool, fits: bool = False,
                text: Callable[[str], str] = str, names: tuple = words) -> Mutant:  # fmt: skip

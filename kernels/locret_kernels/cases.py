@@ -104,15 +104,6 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
 
     held = torch.zeros(1, H, S, dtype=torch.bool, device=device).scatter_(-1, stay, True)
     yield case("kept_rows", f"S={S} K={budget}", held, budget, nbytes=held.nbytes + stay.nbytes)
-    order = torch.arange(S, dtype=torch.int32, device=device).repeat(
-        2, 1, H, 1
-    )  # row of each slot, and slot of each row
-    yield case(
-        "reuse_rows", f"S={S} K={budget}", held, *order, budget, nbytes=held.nbytes + 2 * order.nbytes, state=(*order,)
-    )
-    moves = backend.function("reuse_rows", "reference")(held, *order.clone(), budget)
-    moved = 2 * sum(t[:, :, : min(budget, T)].nbytes for t in buffers)
-    yield case("move_rows", f"S={S} M={min(budget, T)}", buffers, *moves, nbytes=moved, state=buffers)
     scores, most = x(1, H, S, dtype=torch.float32), torch.full((1, H), budget, device=device)
     marks = torch.zeros_like(held), torch.ones_like(held)
     yield case("select_rows", f"S={S} K={budget}", scores, *marks, most, nbytes=scores.nbytes + 3 * held.nbytes)
@@ -125,25 +116,24 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
 
     table, one, row = x(S, D // 2).repeat(1, 2), q[:, :, 0].contiguous(), q[:, :, :1]
     yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
-    yield case("rotate_rows, placed", f"S={S}", k, table, table, order[0], nbytes=2 * k.nbytes)
+    place = torch.arange(S, dtype=torch.int32, device=device).repeat(1, H, 1)
+    yield case("rotate_rows, placed", f"S={S}", k, table, table, place, nbytes=2 * k.nbytes)
     flat = (k.reshape(-1, D), v.reshape(-1, D))
     lengths = torch.full((1, H), S, device=device)
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
-    places = torch.arange(S, dtype=torch.int32, device=device).repeat(H)
     forms = (
         ("", None, False),
         (", keys rotated", Rotation(table, table), False),
-        (", keys placed, received", Rotation(table, table, places), True),
+        (", keys placed, received", Rotation(table, table, place.flatten()), True),
     )
 
     def decoding() -> torch.Tensor:
         return F.scaled_dot_product_attention(row, k, v, scale=scaling, enable_gqa=Q > H)
 
-    ranked = (", keys ranked", Rotation(table, table, None, places.short()), False)
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
     eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, device=device) for _ in range(2)))
-    yield case("ragged_decode 8 bits, keys ranked", f"S={S}", one, eight, spans, scaling, ranked[1], nbytes=k.nbytes)
-    for form, turn, received in (forms[0], ranked, forms[2]):
+    yield case("ragged_decode 8 bits, keys rotated", f"S={S}", one, eight, spans, scaling, forms[1][1], nbytes=k.nbytes)
+    for form, turn, received in forms:
         peer = None if turn else decoding
         nbytes = 2 * k.nbytes
         yield case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -49,22 +48,3 @@ def check_scores(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, m
             raise ValueError(f"{name} {tuple(x.shape)} must have the shape of scores {tuple(scores_BHS.shape)}")
     if most_BH.shape != scores_BHS.shape[:2]:
         raise ValueError(f"most {tuple(most_BH.shape)} must be {tuple(scores_BHS.shape[:2])}, a number of each head")
-
-
-def check_reuse(stay_BHS: Tensor, row_BHC: Tensor, slot_BHC: Tensor, keep: int) -> None:
-    """Raise ValueError unless between one and all slots stay, and two permutations (laid out alike) have room for them."""
-    S = stay_BHS.shape[-1]
-    if not 1 <= keep <= S:
-        raise ValueError(f"keep={keep} rows must be at least 1 and at most the {S} slots of stay")
-    alike = row_BHC.shape == slot_BHC.shape and row_BHC.stride() == slot_BHC.stride()
-    if not alike or row_BHC.shape[:2] != stay_BHS.shape[:2] or row_BHC.shape[2] < S:
-        raise ValueError(
-            f"row {tuple(row_BHC.shape)} and slot {tuple(slot_BHC.shape)} must be alike, with room for the slots of stay "
-            f"{tuple(stay_BHS.shape)}"
-        )
-    if row_BHC.dtype != slot_BHC.dtype or row_BHC.dtype not in (torch.int16, torch.int32):
-        raise ValueError(
-            f"row is {row_BHC.dtype} and slot is {slot_BHC.dtype}: both must be torch.int16 or torch.int32"
-        )
-    if row_BHC.shape[2] > torch.iinfo(row_BHC.dtype).max:
-        raise ValueError(f"row has {row_BHC.shape[2]} slots, more than {row_BHC.dtype} counts")

@@ -23,8 +23,8 @@ def _refuse_padding(mask: object) -> None:
         raise ValueError(f"attention_mask={shape}: a bounded cache is causal, it takes ones [batch, tokens] or none")
     if mask is not None and mask.shape[1] > 1 and not bool(mask.all()):
         raise ValueError(
-            f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes unpadded batches: "
-            "run prompts of different length one by one"
+            f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes one text, and a "
+            "padded batch a BatchCache"
         )
 
 

@@ -171,25 +171,14 @@ def attend_rows(
     scaling: float,
     window: int | None = None,
     backend: str = "reference",
-    bias_BHS: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention ``[B, Q, T, D]`` where rows are ordered by age and the last ``T`` rows are the new tokens.
 
-    A window counts rows, so the rows of a windowed layer must be contiguous in the text. A bias is added to the logits of each
-    row; with one, a mask ``[B, Q, T, S]`` exists at once.
+    A window counts rows, so the rows of a windowed layer must be contiguous in the text.
     """
     B, Q, T, D = q_BQTD.shape
     H, S = k_BHSD.shape[1:3]
     G = Q // H
-    if bias_BHS is not None:
-        bias_BH1S = bias_BHS.to(q_BQTD.dtype)[:, :, None]
-        if T == 1:
-            q_BHGD = q_BQTD.reshape(B, H, G, D)
-            out = F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, attn_mask=bias_BH1S, scale=scaling)
-            return out.reshape(B, Q, 1, -1)
-        mask_TS = lower_right_mask(T, S, window, q_BQTD.dtype, q_BQTD.device)
-        mask = mask_TS + bias_BH1S.repeat_interleave(G, 1)
-        return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
     if T == 1 and (
         window is None or window >= S
     ):  # decoding: fold the group into the query axis, no mask, no copy of k

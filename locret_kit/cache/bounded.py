@@ -191,7 +191,13 @@ class BoundedCache(Cache, Handler):
     def attend_scored(
         self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, score_BHT: Tensor | None
     ) -> Tensor:
-        """``attend``, where the new tokens' entry scores may be known already."""
+        """``attend``, where the new tokens' entry scores may be known already.
+
+        Raises:
+            ValueError: several texts.
+        """
+        if len(q_BQTD) != 1:
+            raise ValueError(f"batch={len(q_BQTD)} must be 1: a BoundedCache takes one text, a BatchCache several")
         rows, ctx = self.bounded[layer], self.context
         rows.scaling = scaling
         if self.fixed is not None:  # evictions and counts are then the static decoder's
@@ -403,9 +409,7 @@ class BoundedCache(Cache, Handler):
             self.layers = [was if was.capacity == now.capacity else now for was, now in pairs]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.last_hidden is not None:
-            self.last_hidden = self.last_hidden.index_select(0, beam_idx.to(self.last_hidden.device))
+        raise ValueError("a BoundedCache takes one text: beams are texts of a BatchCache")
 
     # ---- what the rest of transformers and the report ask ----------------------------------------------------------
 

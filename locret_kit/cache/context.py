@@ -129,12 +129,6 @@ class Context:
         if policy.sparse is not None:
             policy.sparse.bind(spec)
         budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
-        least = min((budget for budget in budgets if budget), default=0) - s.tail
-        if policy.aside and any(budgets) and policy.aside >= least:
-            raise ValueError(
-                f"merge={policy.merge} sets {policy.aside} slots of each head aside, which must be below the {least} that the "
-                f"smallest layer's budget leaves beside the prompt's tail of {s.tail}"
-            )
         if policy.keeps_everything or None not in spec.windows:  # rows of a window keep their place in the text
             span = s.prompt_length or 0
         else:

@@ -39,7 +39,7 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
     count, and its passages must hold them: no layers are passed then."""
     if ctx.policy.keeps_everything or not any(ctx.budgets) or not pins:
         return
-    s, aside, reread = ctx.schedule, ctx.policy.aside, None if layers else ctx.policy.reread
+    s, reread = ctx.schedule, None if layers else ctx.policy.reread
     # What is still to come counts in full; of what was read, the slots that are left.
     coming = count(without(pins, 0, layers[0].get_seq_length() if layers else 0))
     asked = [coming] * len(ctx.budgets)
@@ -48,9 +48,9 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
             asked[i] += _held(rows, pins)
     # Budgets may differ, and what a layer still holds: the one with the least beyond that decides.
     layer = min((i for i, budget in enumerate(ctx.budgets) if budget), key=lambda i: ctx.budgets[i] - asked[i])
-    budget, beside, centroids = ctx.budgets[layer], max(s.stabilizers, s.tail), f", {aside} centroids" if aside else ""
-    most = budget - aside - beside - 1
-    why = f"its {beside} stabilizers or tail tokens{centroids} and one slot more need room too"
+    budget, beside = ctx.budgets[layer], max(s.stabilizers, s.tail)
+    most = budget - beside - 1
+    why = f"its {beside} stabilizers or tail tokens and one slot more need room too"
     if reread is not None and (size := reread.size(budget, s.tail)) <= most:
         most, why = size - 1, f"{size} tokens are read again, one of them by choice"
     if asked[layer] > most:

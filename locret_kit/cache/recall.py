@@ -85,12 +85,12 @@ def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, 
     local = resolve_count(recall.local, ctx.budgets[layer]) if in_tail(ctx, rows, T + later) else 0
     out, G = [], q_BQTD.shape[1] // rows.H
     for part in rows.parts():
-        at = part.batch, slice(part.heads.start * G, part.heads.stop * G)
-        shown = chosen_BHK[part.batch, part.heads] if local else None
-        back = recalled.of(part.batch, part.heads)
-        block = _Block(q_BQTD[at], first, part.keys.shape[2] - later, back, shown, local)
+        queries = slice(part.heads.start * G, part.heads.stop * G)
+        shown = chosen_BHK[:, part.heads] if local else None
+        back = recalled.of(part.heads)
+        block = _Block(q_BQTD[:, queries], first, part.keys.shape[2] - later, back, shown, local)
         out.append(_attend_part(ctx, recall, layer, rows, part, block))
-    return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q_BQTD.shape[:3], -1)
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
 def _choose(

@@ -89,7 +89,8 @@ class Saved:
     ropes: list[dict[str, object]] | None
     """See ``rotations``."""
     dtype: str
-    batch: Annotated[int, Interval(ge=1, le=INT32_MAX)]
+    batch: Annotated[int, Interval(ge=1, le=1)]
+    """A cache takes one text."""
     prompt_length: Count | None
     counters: dict[str, int | float | str]
     layers: list[dict[str, int | float]]
@@ -210,7 +211,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
         "settings": cache.settings.portable,
         "ropes": rotations(ctx),
         "dtype": str(ctx.model.dtype).removeprefix("torch."),
-        "batch": cache.bounded[0].B if cache.get_seq_length() else 1,
+        "batch": 1,
         "prompt_length": cache.schedule.prompt_length,
         "counters": asdict(cache.counters),
         "layers": layers,
@@ -338,7 +339,7 @@ def _refuse(there: dict[str, Any], here: dict[str, Any]) -> None:
 def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:
     """Check the tensors against the record, then take them. Errors as in ``load_cache``."""
     ctx = cache.context
-    spec, B, dtype = ctx.spec, saved.batch, DTYPES[saved.dtype]
+    spec, dtype = ctx.spec, DTYPES[saved.dtype]
     if len(saved.layers) != len(cache.bounded):
         raise ValueError(f"layers: {len(saved.layers)} in the file, {len(cache.bounded)} here")
     if len({counts.get("seen") for counts in saved.layers}) != 1:
@@ -356,23 +357,21 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], wher
         elif name not in (REREAD, HIDDEN):
             raise ValueError(f"{shown(name)}: no such tensor")
     # First pass: every layer is checked against shapes that take no memory ([B, H, 0, D] on no device).
-    meta = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=dtype, device="meta")
+    meta = torch.empty(1, spec.n_kv_heads, 0, spec.head_dim, dtype=dtype, device="meta")
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         with blaming(f"layers.{number}", ValueError):
             _check_counts(rows, counts, ctx.policy.keeps_everything)
             rows.measure(meta, meta)
             _check_layout(rows, counts, held[number], ctx)
             _check_values(rows, counts, held[number])
-    if not saved.layers[0]["seen"] and B != 1:
-        raise ValueError(f"batch={B} must be 1 before the first token")
     reread = _reread(ctx.schedule, tensors.get(REREAD))
     hidden = tensors.get(HIDDEN)
     if ctx.policy.needs_logits and saved.layers[0]["seen"]:
-        _check_tensor(HIDDEN, hidden, (dtype,), (B, 1, text_config(ctx.model).hidden_size))
+        _check_tensor(HIDDEN, hidden, (dtype,), (1, 1, text_config(ctx.model).hidden_size))
     elif hidden is not None:
         raise ValueError(f"{HIDDEN}: no such tensor")
     # Second pass: all is known to fit together, so buffers are made and filled.
-    k_BH0D = torch.empty(B, spec.n_kv_heads, 0, spec.head_dim, dtype=ctx.model.dtype, device=ctx.model.device)
+    k_BH0D = torch.empty(1, spec.n_kv_heads, 0, spec.head_dim, dtype=ctx.model.dtype, device=ctx.model.device)
     try:
         torch.empty(_room(cache.bounded, saved.layers), dtype=torch.uint8, device=ctx.model.device)
     except RuntimeError as error:  # of this machine, not of the file
@@ -457,23 +456,22 @@ def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
     lengths: Sequence[int] = []
     if rows.ragged and counts["seen"]:
         stored = held.get("lengths")
-        if stored is None or stored.dtype != torch.int64 or tuple(stored.shape) != (rows.B * rows.H,):
-            raise ValueError(f"lengths: must be {rows.B * rows.H} numbers of int64")
-        # Heads may differ, their sum per text may not: [B * H] -> [B].
-        total_B = stored.view(rows.B, rows.H).sum(-1)
-        if not ((stored >= 0) & (stored <= counts["seen"])).all() or (total_B != rows.H * counts["rows"]).any():
+        if stored is None or stored.dtype != torch.int64 or tuple(stored.shape) != (rows.H,):
+            raise ValueError(f"lengths: must be {rows.H} numbers of int64")
+        # Heads may differ, their sum may not.
+        if not ((stored >= 0) & (stored <= counts["seen"])).all() or stored.sum() != rows.H * counts["rows"]:
             raise ValueError(
                 f"lengths={shown(stored.tolist())} must be at least 0 and make {counts['rows']} rows per head"
             )
         lengths = stored.tolist()
     layout = rows.layout(counts, lengths, ctx.spec.n_heads) if counts["seen"] else {}
     if rows.store is not None and layout:
-        like = torch.empty(rows.B, rows.H, 0, rows.key_size, dtype=rows.dtype, device="meta")
+        like = torch.empty(1, rows.H, 0, rows.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, int(counts["seen"]))
     for name, (dtype, shape) in layout.items():
         _check_tensor(name, held.get(name), (dtype,), shape)
     # A score names the axes of its state by letters; one that is not known here takes the size that it has first.
-    sizes = {"B": rows.B, "H": rows.H, "Q": ctx.spec.n_heads, "D": rows.key_size}
+    sizes = {"B": 1, "H": rows.H, "Q": ctx.spec.n_heads, "D": rows.key_size}
     kinds = rows.dtype, torch.promote_types(rows.dtype, torch.float32), torch.float32
     memory = ctx.policy.score.memory(int(counts["seen"])) if rows.window is None else {}
     for name, axes in memory.items():
@@ -494,13 +492,6 @@ def _check_tensor(name: str, tensor: Tensor | None, kinds: tuple[torch.dtype, ..
         raise ValueError(f"{shown(name)}: {there} in the file, must be {kinds[0]} {shape}")
 
 
-def _check_tokens(tokens_BHS: Tensor, centroids: int, seen: int) -> None:
-    if tokens_BHS.numel() and not (tokens_BHS.min() >= 0 and tokens_BHS.max() <= seen):
-        raise ValueError(f"tokens must be from 0 to {seen}")
-    if int((tokens_BHS > 0).sum(-1).max()) > centroids:
-        raise ValueError(f"tokens: a head has more than {centroids} centroids")
-
-
 def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor]) -> None:
     """Raise ValueError for values that no such layer has, or that would be read out of bounds."""
     if not held:
@@ -512,8 +503,6 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
             raise ValueError(f"{name} must be finite")
     if rows.store is not None:
         rows.store.check(held, torch.empty(0, rows.key_size, dtype=rows.dtype, device="meta"))
-    if rows.centroids:
-        _check_tokens(held["tokens"], rows.centroids, int(counts["seen"]))
     if isinstance(rows, Float8Layer):
         if not all((held[name] > 0).all() and held[name].isfinite().all() for name in ("key_scale", "value_scale")):
             raise ValueError("key_scale and value_scale must be positive and finite")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -153,8 +152,8 @@ def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: in
     out = []
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
-        out.append(_attend_part(ctx, layer, rows, part, q[part.batch, queries]))
-    return out[0] if len(out) == 1 else torch.cat(out, dim=1).view(*q.shape[:3], -1)
+        out.append(_attend_part(ctx, layer, rows, part, q[:, queries]))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
 def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Tensor:
@@ -263,17 +262,12 @@ def evict(
         return
     stabilizers = 0 if ctx.schedule.is_last(rows.seen) and not decoding else ctx.schedule.stabilizers
     # The last eviction before the tail protects no newest slots: the tail follows them.
-    slots = own = slots_of(ctx, layer, rows, keep, min(stabilizers, keep - policy.aside), seen)
-    if slots.tokens is not None:  # the merger's own slots are not the policy's to choose
-        own = replace(slots, keep=keep - policy.aside, valid=slots.valid & (slots.tokens == 0))
+    slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
     t0 = time.perf_counter()
-    scores_BHS = policy.score.score_slots(own)
-    rows.set_entry_scores(own.entry_scores)
+    scores_BHS = policy.score.score_slots(slots)
+    rows.set_entry_scores(slots.entry_scores)
     t1 = time.perf_counter()
-    stay_BHS = policy.choose(own, scores_BHS)
-    if policy.merge is not None and slots.tokens is not None:
-        places_BHS = policy.merge.places(slots, stay_BHS)
-        stay_BHS, slots = stay_BHS | places_BHS, replace(slots, tokens=slots.tokens.clamp(min=1).where(places_BHS, 0))
+    stay_BHS = policy.choose(slots, scores_BHS)
     t2 = time.perf_counter()
     # Counted and merged before rows move: positions and slots still belong together.
     counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
@@ -295,23 +289,21 @@ def _merge(
     raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
     rope = ctx.rope(layer)
     told_BHS = merger.told(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
-    B, H, S = stay_BHS.shape
-    for b, h in product(range(B), range(H)):
-        keys, values, positions = (rows.head(name, b, h) for name in ("keys", "values", "positions"))
+    _, H, S = stay_BHS.shape
+    for h in range(H):
+        keys, values, positions = (rows.head(name, h) for name in ("keys", "values", "positions"))
         held = slice(S - len(keys), S)  # slots are padded on the left
-        told_S, stay_S = told_BHS[b, h, held], stay_BHS[b, h, held]
+        told_S, stay_S = told_BHS[0, h, held], stay_BHS[0, h, held]
         if merger.remembers:
-            told_S = torch.logaddexp(told_S, rows.head("absorbed", b, h))
+            told_S = torch.logaddexp(told_S, rows.head("absorbed", h))
         exact = torch.promote_types(keys.dtype, torch.float32)
         keys_SD = keys.to(exact) if raw else turned_back(rope, keys.to(exact), positions)
-        free_S = slice(None) if slots.pinned is None else ~slots.pinned[b, h, held]
+        free_S = slice(None) if slots.pinned is None else ~slots.pinned[0, h, held]
         new = merger.fold(layer, keys_SD[free_S], values.to(exact)[free_S], told_S[free_S], stay_S[free_S])
         at, folded = torch.arange(len(keys), device=keys.device)[free_S][new.slots_R], new.keys_RD
         if not raw:
             folded = rotate(folded, *rope.tables(positions[at], exact))
         keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
         if merger.remembers and new.gained_R is not None:
-            absorbed = rows.head("absorbed", b, h)
+            absorbed = rows.head("absorbed", h)
             absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
-        if new.tokens_R is not None:
-            rows.head("tokens", b, h)[at] = new.tokens_R.round().int()

@@ -48,7 +48,6 @@ def slots_of(
         values=lambda: rows.slots("values"),
         raw_keys=lambda: _raw_keys(ctx, layer, rows),
         queries=lambda: _queries(ctx, layer, rows, seen),
-        tokens=rows.slots("tokens") if rows.centroids else None,
         scaling=rows.scaling,
         seed=ctx.settings.seed,
         target=ctx.heads.config.target if ctx.heads is not None else "logit",

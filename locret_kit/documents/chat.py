@@ -204,7 +204,7 @@ class Chat:
     def _with_history(self, cache: BoundedCache, start: int) -> BoundedCache:
         """A copy with slots for the turns, whose first ``start`` positions are pinned. Stabilizers beyond the turns' slots, for
         which the document leaves no room, are fewer."""
-        budget, most = cache.settings.budget + self.history, max(0, self.history - cache.policy.aside - 1)
+        budget, most = cache.settings.budget + self.history, max(0, self.history - 1)
         grown = cache.with_budget(budget)
         try:
             grown.pin(0, start)

@@ -423,8 +423,6 @@ class Document:
         with blaming(str(path), ValueError):
             if found := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
                 raise ValueError(found)
-            if saved.batch != 1:
-                raise ValueError(f"batch={saved.batch} must be 1")
             stream = _stream(tokenizer, about.chat)
             stream.ids = stored_ids(tensors.pop(IDS, None), len(tokenizer)) if about.text else array("i")
             stream.text, stream.done = about.open, about.done

@@ -216,7 +216,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
             quantised_bytes(spec, item, rows, setting.run.kv_bits, spare, ragged=ragged) for rows in capacities
         )
         scratch = H * row * max(capacities, default=0)
-    absorbed = 4 if policy.merge is not None and (policy.merge.remembers or policy.aside) else 0
+    absorbed = 4 if policy.merge is not None and policy.merge.remembers else 0
     full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
     recalled = 0 if setting.recall is None else recall.device_bytes(spec, setting.recall, setting.context, item)
     return stored + scratch + H * full + queries * len(capacities) + recalled
@@ -280,8 +280,6 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     ):  # keys and values that are seen, side by side
         seen = sum(len(range(S)[piece]) for piece in pieces) * spec.n_kv_heads * spec.head_dim
         phases["pick"] = held + (2 + ROTATION_COPIES) * seen
-    if policy.aside:  # a mask [Q, T, S] with the centroids' counts in it
-        phases["weigh centroids"] = phases["attend"] + spec.n_heads * T * S
     cache = cache_bytes(spec, setting)
     transient = {name: elements * item for name, elements in phases.items()}
     transient["mlp"] = always * item + _mlp(backbone, T, item, setting.weight_bits)

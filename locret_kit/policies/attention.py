@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import ClassVar
 
 import torch
@@ -33,12 +32,12 @@ def recent_attention(slots: Slots, newest: int, but: int = 0) -> Tensor:
 
     if slots.lengths is None:
         return attention(q_BQWD, k_BHSD)
-    B, H, S = slots.positions.shape
-    out_BHS = torch.zeros(B, H, S, device=k_BHSD.device)
+    _, H, S = slots.positions.shape
+    out_BHS = torch.zeros(1, H, S, device=k_BHSD.device)
     G = q_BQWD.shape[1] // H
-    for (b, h), n in zip(product(range(B), range(H)), slots.lengths, strict=True):
-        q_1GWD, k_11ND = q_BQWD[b : b + 1, h * G : (h + 1) * G], k_BHSD[b : b + 1, h : h + 1, S - n :]
-        out_BHS[b, h, S - n :] = attention(q_1GWD, k_11ND)[0, 0]
+    for h, n in enumerate(slots.lengths):
+        q_1GWD, k_11ND = q_BQWD[:, h * G : (h + 1) * G], k_BHSD[:, h : h + 1, S - n :]
+        out_BHS[0, h, S - n :] = attention(q_1GWD, k_11ND)[0, 0]
     return out_BHS
 
 

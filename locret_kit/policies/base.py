@@ -216,8 +216,6 @@ class Folded:
     values_RD: Tensor
     gained_R: Tensor | None = None
     """Logarithm of the weight that each takes over, where a merger remembers it."""
-    tokens_R: Tensor | None = None
-    """Tokens that each stands for now, where a merger has slots of its own."""
 
 
 class Merge(Part, Protocol):
@@ -225,16 +223,6 @@ class Merge(Part, Protocol):
 
     remembers: ClassVar[bool]
     """Whether a slot carries the weight that it took over."""
-
-    @property
-    def aside(self) -> int:
-        """Slots of each head that are the merger's own, if it has any: score, scopes and selection choose among the others, with
-        so many fewer. ``log`` of the tokens that such a slot stands for is added to its logits."""
-        return 0
-
-    def places(self, slots: Slots, stay_BHS: Tensor) -> Tensor:
-        """Boolean ``[B, H, S]``: the merger's own slots, ``aside`` of each head. ``stay``: those that the policy keeps."""
-        return torch.zeros_like(stay_BHS)
 
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Make ready for a backbone. Raises ValueError where it does not fit."""

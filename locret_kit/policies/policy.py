@@ -53,7 +53,6 @@ class Policy:
     def __post_init__(self) -> None:
         """Raise ValueError where parts do not go together."""
         self._check_sparse()
-        self._check_aside()
         self._check_recall()
 
     def _check_recall(self) -> None:
@@ -65,19 +64,6 @@ class Policy:
                 "an evicted slot is merged or stored" if found[0] == "merge" else "both choose what a token attends to"
             )
             raise ValueError(f"policy={self.name!r}: recall does not go with {found[0]}, since {why}: leave one out")
-
-    def _check_aside(self) -> None:
-        """A merger's own slots are the same number in each head, and no places in the text."""
-        if self.aside == 0:
-            return
-        reasons = {
-            "heads of one layer may evict nothing (allocation)": self.allocation.ragged,
-            "score or scope sum attention while it is computed": bool(self.statistics - {"count"}),
-            "a centroid is no passage to read again (reread)": self.reread is not None,
-            "a centroid's count is no part of sparse prefill": self.sparse is not None,
-        }
-        if found := [reason for reason, here in reasons.items() if here]:
-            raise ValueError(f"policy={self.name!r}: merge={self.merge} does not go with it: {found[0]}")
 
     def _check_sparse(self) -> None:
         """Sparse prefill leaves attention out."""
@@ -96,11 +82,6 @@ class Policy:
     def needs_heads(self) -> bool:
         """Whether retaining heads are needed."""
         return self.score.needs_heads
-
-    @property
-    def aside(self) -> int:
-        """Slots of each head that are the merger's own."""
-        return 0 if self.merge is None else self.merge.aside
 
     @property
     def needs_adapter(self) -> bool:

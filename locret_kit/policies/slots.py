@@ -87,13 +87,11 @@ class Slots:
     """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
     ``Score.recent`` asked for."""
     scaling: float = 1.0
-    tokens: Tensor | None = None
-    """``[B, H, S]`` int32: tokens that a slot stands for where it is the merger's own, 0 elsewhere; None without such slots."""
     seed: int = 0
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
     lengths: Sequence[int] | None = None
-    """Slots of every head, one item of the batch after another, where some are padded; the host knows them."""
+    """Slots of every head, where some are padded; the host knows them."""
     rope: Rope | None = None
     """The layer's ``Rope``; None where the architecture has no adapter."""
     next_position: Tensor | None = None

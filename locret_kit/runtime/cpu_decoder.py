@@ -142,8 +142,6 @@ class CpuDecoder:
             return f"policy={policy.name!r} brings evicted slots back"
         if any(type(rows) not in STORES for rows in cache.bounded):
             return "rows of another kind"
-        if any(rows.is_initialized and rows.B > 1 for rows in cache.bounded):
-            return "several texts in one cache"
         return None
 
     def takes(self, cache: BoundedCache) -> bool:

@@ -51,8 +51,6 @@ class SessionSpec:
         if not any(saved.parts == parts_of(policy) for policy in policies):
             allowed = ", ".join(policy.name for policy in policies)
             raise ValueError(f"policy={saved.policy[:64]!r} is not allowed here; allowed: {allowed}")
-        if saved.batch != 1:
-            raise ValueError(f"batch={saved.batch} must be 1")
         mine = settings_of(self.settings, self.policies[0], self.heads, saved.prompt_length)
         theirs = saved.resolved
         if theirs.share is not None:

@@ -31,8 +31,6 @@ class Rotation(NamedTuple):
     sin_SR: Tensor
     place_N: Tensor | None = None
     """Integer: a row is rotated to its rank within its head, or to this place where it is higher."""
-    rank_N: Tensor | None = None
-    """Integer: rank of each row within its head, where that is not the order in which they lie."""
 
 
 FullRows = tuple[Tensor, Tensor]
@@ -174,8 +172,7 @@ def _decode(
             row_S = (starts_BH[b, h] + rank_S.where(there_S, 0)).clamp(max=N - 1)
             k, v = (x.to(dtype) for x in read(b * H + h, row_S, there_S))  # [S, D]
             if turn is not None:
-                place_S = rank_S if turn.rank_N is None else turn.rank_N[row_S].long()
-                place_S = place_S if turn.place_N is None else torch.maximum(place_S, turn.place_N[row_S])
+                place_S = rank_S if turn.place_N is None else torch.maximum(rank_S, turn.place_N[row_S])
                 k = _rotated(k, turn.cos_SR[place_S].to(dtype), turn.sin_SR[place_S].to(dtype))
             group = slice(h * G, (h + 1) * G)
             logits_GS = (q_BQD[b, group].to(dtype) @ k.T * scaling).masked_fill(~there_S, float("-inf"))

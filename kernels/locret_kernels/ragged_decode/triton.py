@@ -55,13 +55,10 @@ def _turn(x, other, cos, sin, places, keep, FIRST: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def _places(place, rank, rows, keep, PLACED: tl.constexpr, RANKED: tl.constexpr):
+def _places(place, rows, keep, PLACED: tl.constexpr):
     """Places ``[rows]`` to which rows are rotated: their rank, or the given place where it is higher."""
-    at = rows
-    if RANKED:
-        rows = tl.load(rank + at, mask=keep, other=0).to(tl.int32)
     if PLACED:
-        rows = tl.maximum(rows, tl.load(place + at, mask=keep, other=0).to(tl.int32))
+        return tl.maximum(rows, tl.load(place + rows, mask=keep, other=0).to(tl.int32))
     return rows
 
 
@@ -76,9 +73,9 @@ def _float8(codes):
 
 @triton.jit
 def _ragged_decode(
-    q, keys, values, key_scale, value_scale, starts, lengths, cos, sin, place, rank, logits, out, norm, scale, stride_qb,
+    q, keys, values, key_scale, value_scale, starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb,
     stride_qh, H, stride_k, stride_v, S, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, BLOCK_S: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr, RANKED: tl.constexpr,
+    D1: tl.constexpr, BLOCK_S: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr,
     RECEIVED: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Program axes: key/value heads of all batches, splits of a head's rows (read BS at a time). BG is the group, padded. The
@@ -95,7 +92,6 @@ def _ragged_decode(
     keys += start * stride_k
     values += start * stride_v
     place += start
-    rank += start
     logits += (head.to(tl.int64) * G + members)[:, None] * S  # [BG, 1] of [B * Q, S]
     larger = 1.0  # factor of the values
     if FLOAT8:
@@ -115,7 +111,7 @@ def _ragged_decode(
         if FLOAT8:
             k0, k1 = _float8(k0).to(q0.dtype), _float8(k1).to(q0.dtype)
         if ROTATE > 0:
-            places = _places(place, rank, rows, there, PLACED, RANKED)
+            places = _places(place, rows, there, PLACED)
             k0 = _rotated(k0, keys, rows, places, there, stride_k, cos, sin, 0, D0, ROTATE, FLOAT8)
             if D1 > 0:
                 k1 = _rotated(k1, keys, rows, places, there, stride_k, cos, sin, D0, D1, ROTATE, FLOAT8)
@@ -215,9 +211,9 @@ def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST:
 @triton.jit
 def _packed_decode(
     q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
-    starts, lengths, cos, sin, place, rank, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,
+    starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr, RANKED: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr,
     RECEIVED: tl.constexpr,
 ):  # fmt: skip
     """As ``_ragged_decode``; rows before ``first_of_tail`` are codes, those from there on are in the tail."""
@@ -238,7 +234,6 @@ def _packed_decode(
     value_zero += start * GROUPS
     groups += start
     place += start
-    rank += start
     logits += (head.to(tl.int64) * G + members)[:, None] * S  # [BG, 1] of [B * Q, S]
     key_step += (head // sharing).to(tl.int64) * M * D
     key_zero += (head // sharing).to(tl.int64) * M * D
@@ -256,7 +251,7 @@ def _packed_decode(
         there = (rows < length) & (rows < begin + per_split)
         packed, newest = there & (rows < first_of_tail), there & (rows >= first_of_tail)  # [BS], disjoint
         group = tl.load(groups + rows, mask=packed, other=0).to(tl.int32)  # [BS]
-        places = _places(place, rank, rows, there, PLACED, RANKED)  # [BS]
+        places = _places(place, rows, there, PLACED)  # [BS]
         k0 = _turned_keys(key_codes, group, key_step, key_zero, tail_keys, rows, first_of_tail, packed, newest,
                           cos, sin, places, there, 0, D0, ROTATE, BITS, D).to(q0.dtype)  # fmt: skip
         k1 = k0
@@ -349,17 +344,17 @@ def _launch(
         if turn.cos_SR.shape != turn.sin_SR.shape or R > D or R % 2 or places < longest:
             raise ValueError(f"{tables} must be [at least {longest}, even and at most {D}], and sin alike")
     # `q` stands in for tables that the kernel does not read. Given places may not reach past the tables; nothing checks that.
-    cos, sin, place, rank = (q_BQD if x is None else x.contiguous() for x in turn or (None,) * 4)
+    cos, sin, place = (q_BQD if x is None else x.contiguous() for x in turn or (None,) * 3)
     splits, per_split = split_rows(longest, block_s, B * H)
     exact = dict(dtype=torch.float32, device=q_BQD.device)
     out, norm = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, **exact)
     logits_BQS = torch.full((B, Q, longest), float("-inf"), **exact) if received else out
     common.launch(
-        kernel, (B * H, splits), q_BQD, *rows, starts_BH.contiguous(), lengths_BH.contiguous(), cos, sin, place, rank,
+        kernel, (B * H, splits), q_BQD, *rows, starts_BH.contiguous(), lengths_BH.contiguous(), cos, sin, place,
         logits_BQS, out, norm, scaling, *q_BQD.stride()[:2], H, *sizes, longest, per_split,
         G=Q // H, BLOCK_G=max(16, triton.next_power_of_2(Q // H)), D0=D0, D1=D1, BLOCK_S=block_s, **constants,
         ROTATE=0 if turn is None else turn.cos_SR.shape[1], PLACED=turn is not None and turn.place_N is not None,
-        RANKED=turn is not None and turn.rank_N is not None, RECEIVED=received, num_warps=num_warps, num_stages=2,
+        RECEIVED=received, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     out_BQD, norm_BQ = merge_splits(out, norm, dtype)
     if not received:

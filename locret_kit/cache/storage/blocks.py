@@ -34,9 +34,9 @@ class Recalled:
     valid: Tensor
     """``[B, H, R]`` bool: False where a row holds no slot."""
 
-    def of(self, batch: slice, heads: slice) -> Recalled:
-        """Those of some texts and heads."""
-        return Recalled(*(x[batch, heads] for x in (self.keys, self.values, self.positions, self.valid)))
+    def of(self, heads: slice) -> Recalled:
+        """Those of some heads."""
+        return Recalled(*(x[:, heads] for x in (self.keys, self.values, self.positions, self.valid)))
 
 
 class BlockStore:
@@ -275,15 +275,6 @@ class BlockStore:
         )
         new.share(self)
         return new
-
-    def reorder(self, beam_idx: Tensor) -> None:
-        """Text ``i`` becomes a copy of text ``beam_idx[i]``."""
-        if hasattr(self, "rows"):
-            self.rows.reorder(beam_idx.cpu())
-            for name in ("held", "index", "worth"):
-                buffer = getattr(self, name)
-                setattr(self, name, buffer.index_select(0, beam_idx.to(buffer.device)))
-        self.last = None
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -16,8 +16,8 @@ from .quantised import QuantisedLayer
 
 
 def fits(rows: QuantisedLayer) -> bool:
-    """Whether the calls take a layer: heads of equal length, of one text, and keys as wide as values."""
-    alike = rows.B == 1 and rows.key_size == rows.value_size and not rows.ragged
+    """Whether the calls take a layer: heads of equal length, and keys as wide as values."""
+    alike = rows.key_size == rows.value_size and not rows.ragged
     return alike and rows.group.dtype == torch.int16 and rows.device.type == "cpu" and rows.dtype in cpp.TYPES
 
 

@@ -81,7 +81,7 @@ class Float8Layer(BoundedLayer):
         keys, values = self.keys.flatten(0, 2), self.values.flatten(0, 2)
         return Float8Rows(keys, values, self.key_scale.flatten(), self.value_scale.flatten())
 
-    def head(self, name: str, b: int, h: int) -> Tensor:
+    def head(self, name: str, h: int) -> Tensor:
         raise ValueError("rows in 8 bits are not merged in place")
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
@@ -104,7 +104,3 @@ class Float8Layer(BoundedLayer):
         super().reset()
         if self.is_initialized:
             self.clipped.zero_()
-
-    def _reorder_rest(self, beam_idx: Tensor) -> None:
-        super()._reorder_rest(beam_idx)
-        self.key_scale, self.value_scale = (x.index_select(0, beam_idx) for x in (self.key_scale, self.value_scale))

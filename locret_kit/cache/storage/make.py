@@ -65,4 +65,4 @@ def _store(
         return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
     make = RaggedLayer if policy.ragged else BoundedLayer
     merges = policy.merge is not None and policy.merge.remembers
-    return make(capacity, None, statistics, recent, merges=merges, centroids=policy.aside)
+    return make(capacity, None, statistics, recent, merges=merges)

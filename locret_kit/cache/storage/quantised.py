@@ -448,9 +448,3 @@ class QuantisedLayer(BoundedLayer):
         groups = tensors["key_step"].shape[2]  # a larger room has a larger table
         for name in ("key_step", "key_zero"):
             getattr(self, name)[:, :, :groups] = tensors[name].to(self.device)
-
-    def _reorder_rest(self, beam_idx: Tensor) -> None:
-        super()._reorder_rest(beam_idx)
-        for name in ("key_step", "key_zero", "tail_keys", "tail_values"):
-            setattr(self, name, getattr(self, name).index_select(0, beam_idx))
-        self.scratch.owner = None

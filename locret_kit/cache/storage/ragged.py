@@ -89,11 +89,11 @@ class RaggedLayer(BoundedLayer):
 
     def parts(self) -> Iterator[EqualLengthHeads]:
         keys, values = self.buffer("keys"), self.buffer("values")
-        for i, (start, length) in enumerate(self._stretches):
+        for h, (start, length) in enumerate(self._stretches):
             # A stretch is contiguous, so a head is read in place: [1, 1, length, D].
-            b, h, rows = i // self.H, i % self.H, slice(start, start + length)
+            rows = slice(start, start + length)
             yield EqualLengthHeads(
-                slice(b, b + 1), slice(h, h + 1), keys[None, None, rows], values[None, None, rows],
+                slice(h, h + 1), keys[None, None, rows], values[None, None, rows],
                 self.stats[:, None, None, rows], self.positions[None, None, rows],
             )  # fmt: skip
 
@@ -108,8 +108,8 @@ class RaggedLayer(BoundedLayer):
     def _flat_rows(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
         return self.keys, self.values
 
-    def head(self, name: str, b: int, h: int) -> Tensor:
-        start, length = self._stretches[b * self.H + h]
+    def head(self, name: str, h: int) -> Tensor:
+        start, length = self._stretches[h]
         return self.buffer(name)[start : start + length]
 
     @property
@@ -195,14 +195,3 @@ class RaggedLayer(BoundedLayer):
         super().reset()
         if self.is_initialized:
             self._lay_out(torch.zeros_like(self.lengths))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            beam_idx = beam_idx.to(self.device)
-            # [batch] -> the heads [P] of the chosen batch items
-            heads = (beam_idx[:, None] * self.H + torch.arange(self.H, device=self.device)).flatten()
-            rows = [
-                torch.arange(start, start + length) for start, length in (self._stretches[i] for i in heads.tolist())
-            ]
-            self._move(torch.cat(rows).to(self.device), self.lengths[heads])
-            self._reorder_rest(beam_idx)

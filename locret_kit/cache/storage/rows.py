@@ -32,7 +32,6 @@ Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class EqualLengthHeads:
     """View of the heads with equal row counts: input of one attention call."""
 
-    batch: slice
     heads: slice
     keys: Tensor
     """``[b, h, S, D]``"""
@@ -41,8 +40,6 @@ class EqualLengthHeads:
     """``[statistics, b, h, S]``"""
     positions: Tensor
     """``[b, h, S]``"""
-    bias: Tensor | None = None
-    """``[b, h, S]`` float32, added to the logits of each row; None for nothing."""
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -61,8 +58,6 @@ class BoundedLayer(CacheLayerMixin):
     """``[statistics, B, H, capacity]`` float32."""
     absorbed: Tensor
     """``[B, H, capacity]`` float32, where evicted slots are merged: logarithm of the weight that a slot has taken over."""
-    tokens: Tensor
-    """``[B, H, capacity]`` int32, where evicted slots go into centroids: tokens that a centroid stands for, 0 at other slots."""
     queries: Tensor
     """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
     store: BlockStore | None = None
@@ -76,11 +71,10 @@ class BoundedLayer(CacheLayerMixin):
         recent: int = 0,
         *,
         merges: bool = False,
-        centroids: int = 0,
     ) -> None:
         super().__init__()
         self.capacity, self.window = capacity, window
-        self.statistics, self.recent, self.merges, self.centroids = statistics, recent, merges, centroids
+        self.statistics, self.recent, self.merges = statistics, recent, merges
         self.scaling = 1.0
         self.state: dict[str, Tensor] = {}
         self.rows = 0
@@ -107,14 +101,12 @@ class BoundedLayer(CacheLayerMixin):
     def columns(self) -> dict[str, Column]:
         """Buffers with a row per slot, which move with the rows: ``[B, H, capacity, ...]``."""
         absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
-        tokens: dict[str, Column] = {"tokens": (torch.int32, ())} if self.centroids else {}
         return {
             "keys": (self.dtype, (self.key_size,)),
             "values": (self.dtype, (self.value_size,)),
             "positions": (torch.int32, ()),
             "scores": (torch.float32, ()),
             **absorbed,
-            **tokens,
         }
 
     def _shape(self, rows: int) -> tuple[int, ...]:
@@ -126,8 +118,6 @@ class BoundedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif key_states.shape[0] != self.B:
-            raise ValueError(f"batch={key_states.shape[0]} must be {self.B}, for which this cache has its buffers")
         return key_states, value_states
 
     # ---- new rows ------------------------------------------------------------------------------------------------
@@ -155,8 +145,6 @@ class BoundedLayer(CacheLayerMixin):
             self.stats[..., new] = self.stats.new_zeros(())
         if self.merges:
             self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
-        if self.centroids:
-            self.tokens[..., new] = self.tokens.new_zeros(())
 
     def finish_block(self) -> None:
         """Bring new rows into the form in which they are kept, after their block's attention and eviction."""
@@ -177,7 +165,7 @@ class BoundedLayer(CacheLayerMixin):
         """Whether the newest tokens can be forgotten as though they had never come: they have changed nothing but their own
         rows, and an older one has come since the last eviction."""
         own = self.takes_back and not (self.statistics or self.recent or self.state)
-        own = own and not (self.merges or self.centroids or self.store is not None)
+        own = own and not (self.merges or self.store is not None)
         return own and self.rows > tokens < self.since_eviction and (self.window is None or self.rows == self.seen)
 
     def take_back(self, tokens: int) -> None:
@@ -209,22 +197,19 @@ class BoundedLayer(CacheLayerMixin):
 
     def parts(self) -> Iterator[EqualLengthHeads]:
         """The rows as they lie, heads of equal length together."""
-        B, H = self.positions.shape[:2]
         yield EqualLengthHeads(
-            slice(0, B),
-            slice(0, H),
+            slice(0, self.H),
             self.slots("keys"),
             self.slots("values"),
             self.slots("stats"),
             self.slots("positions"),
-            self.slots("tokens").clamp(min=1).log() if self.centroids else None,
         )
 
     @property
     def reads_flat(self) -> bool:
-        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, which add
-        nothing to logits. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
-        return self.backend == "triton" and not self.centroids
+        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it.
+        PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
+        return self.backend == "triton"
 
     def flat(self) -> VarlenRows:
         """The rows as they lie, of all heads together."""
@@ -239,9 +224,9 @@ class BoundedLayer(CacheLayerMixin):
     def _flat_rows(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
         return self.keys.flatten(0, 2), self.values.flatten(0, 2)
 
-    def head(self, name: str, b: int, h: int) -> Tensor:
+    def head(self, name: str, h: int) -> Tensor:
         """One head's rows ``[rows, ...]`` of a buffer, in place."""
-        return getattr(self, name)[b, h, : self.rows]
+        return getattr(self, name)[0, h, : self.rows]
 
     def slots(self, name: str) -> Tensor:
         """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right."""
@@ -328,22 +313,6 @@ class BoundedLayer(CacheLayerMixin):
         self.state.clear()
         if self.store is not None:
             self.store.clear()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            beam_idx = beam_idx.to(self.device)
-            self.B = len(beam_idx)
-            for name in self.columns():
-                setattr(self, name, getattr(self, name).index_select(0, beam_idx))
-            self.stats = self.stats.index_select(1, beam_idx)
-            self._reorder_rest(beam_idx)
-
-    def _reorder_rest(self, beam_idx: Tensor) -> None:
-        self.state = {name: value.index_select(0, beam_idx) for name, value in self.state.items()}
-        if self.store is not None:
-            self.store.reorder(beam_idx)
-        if hasattr(self, "queries"):
-            self.queries = self.queries.index_select(0, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(

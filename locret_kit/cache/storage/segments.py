@@ -189,12 +189,3 @@ class Segments:
         new.place, new.used = self.place[:blocks].clone(), self.used[:blocks].clone()
         new.grow(room)
         return new
-
-    def reorder(self, beam_idx: Tensor) -> None:
-        """Text ``i`` becomes a copy of text ``beam_idx[i]``."""
-        self.heads = len(beam_idx), self.heads[1]
-        made = [Segment(one.first, self._buffers(one.places)) for one in self.segments]
-        for one, new in zip(self.segments, made, strict=True):
-            for rows, target in zip(one.rows, new.rows, strict=True):
-                target.copy_(rows[beam_idx])
-        self.segments = made
