@@ -441,7 +441,7 @@ def test_the_short_table_of_needles(tmp_path):
     ]
     rows = [replace(row, score=float(row.sample > 0)) for row in ours]
     rows += [replace(row, policy="full", heads="-", budget=0, score=1.0) for row in ours[:2]]
-    for policy, score in (("h2o", 0.0), ("compactor", 1.0), ("keydiff", 1.0), ("h2o answering=reread", 1.0)):
+    for policy, score in (("h2o", 0.0), ("compactor", 1.0), ("keydiff", 1.0), ("h2o reread=passages", 1.0)):
         rows += [replace(row, policy=policy, heads="-", score=score) for row in ours]
     rows += [replace(row, policy="lookahead-locret", score=0.5) for row in ours[:4]]
     rows += [replace(row, policy="rereading-locret", dtype="bfloat16") for row in ours]
