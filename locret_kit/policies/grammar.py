@@ -193,24 +193,6 @@ def parts_of(policy: Policy) -> dict[str, str]:
     }
 
 
-def spelled_out(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts of a file with every parameter written out: one that the kit has gained since stands at its default. Nothing is
-    made of them, and what cannot be read stays as it is."""
-    return {
-        kind: "+".join(_spelled_out(kind, text) for text in split_outside(whole, "+")) for kind, whole in parts.items()
-    }
-
-
-def _spelled_out(kind: str, text: str) -> str:
-    try:
-        made, given = _call(text, kind, parts_named(kind))
-    except (ValueError, KeyError):
-        return text
-    defaults = {name: parameter.default for name, parameter in parameters_of(made).items()}
-    inside = ",".join(f"{name}={given.get(name, default)}" for name, default in defaults.items())
-    return text.split("(")[0] + (f"({inside})" if inside else "")
-
-
 def composed_of(policy: Policy) -> str:
     """The policy written out in the grammar; '-' for one that keeps every slot and attends to all."""
     if not policy.keeps_everything:
