@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..cache.bounded import BoundedCache
     from ..settings import RunSettings
 
-IDLE = ("file", "question", "question_file", "save_cache", "cache", "report", "graph")
+IDLE = ("file", "question", "question_file", "report", "graph")
 """Options of one text."""
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""

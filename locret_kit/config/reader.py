@@ -57,6 +57,8 @@ class Command(Generic[T]):
     """The options that bare words are, in order; the last takes the rest of them."""
     short: Mapping[str, str] = field(default_factory=dict)
     """Options by short flag, such as ``{"-o": "--out"}``."""
+    gone: Mapping[str, str] = field(default_factory=dict)
+    """Options that there were, and the command that does their work."""
     complete: Callable[[Values], Values] = dict
     """Values to build the options from, made of those that are given."""
 
@@ -121,6 +123,8 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
     known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
+        if name in command.gone:
+            raise UsageError(f"--{name.replace('_', '-')} is no option any more: {command.gone[name]}")
         if name not in known:
             raise UsageError(unknown(name, known))
         texts.setdefault(name, []).append(text)
