@@ -28,12 +28,13 @@ from locret_kit.cache.fork import CannotFork
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.evaluate import load_eval_config
+from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import prefix, runner
 from locret_kit.evals.engine.measure import Prompt
 from locret_kit.evals.engine.prefix import Beginning, shared_lengths
 from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
 from locret_kit.evals.engine.settings import Group
-from locret_kit.evals.report.summary import summarize, to_csv
+from locret_kit.evals.report.summary import to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import session

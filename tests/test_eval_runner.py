@@ -25,10 +25,11 @@ from locret_kit.cli.eval import main
 from locret_kit.cli.eval_engine import load_parts
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.config.reader import split_list
+from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import measure
 from locret_kit.evals.engine.rows import KEY, Row, Shard, read_kept, read_rows
 from locret_kit.evals.report import page
-from locret_kit.evals.report.summary import summarize, to_csv
+from locret_kit.evals.report.summary import to_csv
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.provenance import weights_hash

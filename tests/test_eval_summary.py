@@ -17,20 +17,10 @@ from hypothesis import strategies as st
 from scripts_loaded import load_script
 
 from locret_kit.cli.eval import main
+from locret_kit.evals.cells import Cell, mean_and_stderr, summarize, wilson
 from locret_kit.evals.engine.rows import Row, read_rows
 from locret_kit.evals.groups import GROUPS, MEANS
-from locret_kit.evals.report.summary import (
-    Cell,
-    mean_and_stderr,
-    overview,
-    score_table,
-    score_tables,
-    summarize,
-    to_csv,
-    to_markdown,
-    wilson,
-    write_summary,
-)
+from locret_kit.evals.report.summary import overview, score_table, score_tables, to_csv, to_markdown, write_summary
 from locret_kit.evals.tasks import known_tasks, row_names
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -157,8 +157,9 @@ def _report(config: FolderConfig) -> None:
 
 
 def _table(config: TableConfig) -> None:
+    from ..evals.cells import summarize
     from ..evals.report.latex import to_latex
-    from ..evals.report.summary import overview, score_tables, summarize
+    from ..evals.report.summary import overview, score_tables
 
     rows = chosen_rows(config)
     every = overview(rows, config.interval)
