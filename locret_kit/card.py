@@ -17,8 +17,9 @@ from typing import Any
 
 from .backbones.load import resolve_model
 from .checkpoint import FORMAT
+from .evals.cells import Cell, summarize
 from .evals.engine.rows import KEY, Row, check_cells
-from .evals.report.summary import Cell, show, summarize
+from .evals.report.summary import show
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import HeadsConfig, RetainingHeads
 from .hub import REPO, push

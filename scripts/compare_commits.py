@@ -68,7 +68,7 @@ class Example:
             f"model={BACKBONE}", f"out={out}", "chunk=256",
         ]  # fmt: skip
         words += [f"kv_bits={self.kv_bits}"] if self.kv_bits else []
-        return words + (["prefill=one-shot"] if self.one_shot else [])
+        return words + (["one_shot=true"] if self.one_shot else [])
 
     def __str__(self) -> str:
         more = (f" {self.kv_bits} bits" if self.kv_bits else "") + (" one-shot" if self.one_shot else "")

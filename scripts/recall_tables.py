@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
+from locret_kit.evals.cells import size
 from locret_kit.evals.engine.rows import Row, label_of
 from locret_kit.evals.engine.settings import RANDOM_HEADS, is_oracle
-from locret_kit.evals.report.summary import size
 from locret_kit.evals.report.tables import Table
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy
@@ -47,7 +47,7 @@ def recall_table(rows: Sequence[Row], heads: str) -> str:
     found: dict[tuple[Place, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row.score is not None and row.heads in (heads, "-") and (row.policy == "locret" or remembers(row.policy)):
-            place = row.task, row.haystack, row.length, device_rows(row.policy, row.slots or int(row.budget))
+            place = row.task, row.haystack, row.length, device_rows(row.policy, row.slots)
             found[place, label_of(row.policy, "-")].append(row)
     lines = []
     for (place, label), own in sorted(found.items(), key=lambda item: item[0]):
@@ -84,7 +84,7 @@ def sparse_table(rows: Sequence[Row]) -> str:
 
 
 def paired(own: Iterable[Row], others: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """Rows of the same prompt. An older row has no hash of its prompt: then the answer must be the same."""
+    """Rows of the same prompt. Where a hash of it is not known, the answer must be the same."""
     by_form = {form(row): row for row in others}
     found = [(row, by_form[form(row)]) for row in own if form(row) in by_form]
     return [(a, b) for a, b in found if a.prompt_hash == b.prompt_hash or (not b.prompt_hash and a.answer == b.answer)]

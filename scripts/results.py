@@ -19,17 +19,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from locret_kit.evals.cells import Cell, size, summarize
 from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.report.summary import (
-    PRECISION,
-    Cell,
-    score_table,
-    score_tables,
-    size,
-    summarize,
-    to_markdown,
-    usual_dtype,
-)
+from locret_kit.evals.report.summary import PRECISION, score_table, score_tables, to_markdown, usual_dtype
 from locret_kit.evals.report.tables import line
 from locret_kit.files import write_beside
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from locret_kit.evals.report.summary import mean_and_stderr
+from locret_kit.evals.cells import mean_and_stderr
 from locret_kit.evals.report.tables import Table
 from locret_kit.files import read_json, write_text
 

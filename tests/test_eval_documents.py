@@ -85,6 +85,7 @@ def test_leval_asks_every_document_before_it_asks_one_again(tmp_path):
     asked = [example("leval.coursera", tmp_path, i, 30_000)[1] for i in range(3)]
     assert [made.answer for made in asked] == ["A", "C D", "B"]
     assert ["First book." in made.prompt for made in asked] == [True, False, True]
+    assert [made.document for made in asked] == [0, 1, 0]
     assert "Question: Q3?." in asked[1].prompt and asked[0].extra == {"several": True}
     assert find_tasks(["leval.coursera"], data=[str(tmp_path)], samples=2)[0].size == 2
 

@@ -1,9 +1,8 @@
-"""PrefixCache that prompts have in common: read once, and nothing of a row changes."""
+"""Beginnings that prompts have in common: read once, and nothing of a row changes."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations, groupby, zip_longest
 from pathlib import Path
 from unittest import mock
 
@@ -25,12 +25,16 @@ from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.fork import CannotFork
+from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.evaluate import load_eval_config
+from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import prefix, runner
-from locret_kit.evals.engine.prefix import PrefixCache, max_shared_prefix, order_by_prefix, turns
+from locret_kit.evals.engine.measure import Prompt
+from locret_kit.evals.engine.prefix import Beginning, shared_lengths
 from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
-from locret_kit.evals.report.summary import summarize, to_csv
+from locret_kit.evals.engine.settings import Group
+from locret_kit.evals.report.summary import to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import session
@@ -62,6 +66,20 @@ class Tokens:
         self.ids = list(ids)
 
 
+def read_all(prompts: Sequence[array], shared: Sequence[int]) -> int:
+    """Tokens that are read of beginnings; every prompt goes on from its own."""
+    Tokens.total = 0
+    with (
+        mock.patch.object(prefix, "attach", lambda model: nullcontext()),
+        mock.patch.object(prefix, "prefill", lambda model, ids, cache: cache.read(ids)),
+    ):
+        beginning = Beginning(None, lambda tokens: Tokens(), max(map(len, prompts)))
+        for ids, length in zip(prompts, shared, strict=True):
+            start = beginning.start(ids, length)
+            assert start.cache.ids == ids[:length].tolist() and start.shared == length
+    return Tokens.total
+
+
 def common(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens in which two prompts agree from the first on."""
     n = 0
@@ -71,9 +89,8 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @st.composite
-def prompts_and_limits(draw):
-    """Prompts of two letters, many of which begin alike; some may share less than they have."""
-    chunk = draw(st.integers(1, 3))
+def prompts_that_begin_alike(draw):
+    """Prompts of two letters in any order, many of which begin alike."""
     prompts: list[array] = []
     for _ in range(draw(st.integers(1, 12))):
         start: list[int] = []
@@ -81,57 +98,71 @@ def prompts_and_limits(draw):
             base = draw(st.sampled_from(prompts))
             start = base[: draw(st.integers(0, len(base)))].tolist()
         prompts.append(array("i", start + draw(st.lists(st.integers(0, 1), min_size=1, max_size=6))))
-    limits = [draw(st.integers(0, (len(one) - 1) // chunk)) * chunk for one in prompts]
-    return chunk, prompts, limits
+    return prompts
 
 
-@given(prompts_and_limits())
+@given(prompts_that_begin_alike(), st.integers(1, 3), st.integers(0, 3))
 @settings(max_examples=200)
-def test_every_beginning_is_read_once(drawn):
-    chunk, prompts, limits = drawn
-    Tokens.total = 0
-    with (
-        mock.patch.object(prefix, "attach", lambda model: nullcontext()),
-        mock.patch.object(prefix, "prefill", lambda model, ids, cache: cache.read(ids)),
-    ):
-        beginnings = PrefixCache(None, lambda tokens: Tokens(), max(map(len, prompts)))
-        order = list(turns(prompts, chunk, limits))
-        for i, held in order:
-            ids, shared = prompts[i], max(held, default=0)
-            start = beginnings.start(ids, held)
-            assert start.cache.ids == ids[:shared].tolist() and start.shared == shared
-            assert len(beginnings._held) == len(held) <= 1 + math.log2(len(prompts))
-    assert sorted(i for i, _ in order) == list(range(len(prompts)))
+def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
+    shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
+    assert shared == sorted(shared) and all(length % chunk == 0 for length in shared)
+    for ids, length in zip(prompts, shared, strict=True):
+        assert length <= max(0, len(ids) - 1 - tail)
+    assert read_all(prompts, shared) == shared[-1]
+
+
+def in_order(*examples: tuple[array, float | None, int | None]) -> list[Prompt]:
+    """Prompts as a process answers them, of ids, depth and document each."""
+    prompts = [Prompt(Group(None, 0, 0), Example("", depth=d, document=n), ids) for ids, d, n in examples]
+    return sorted(prompts, key=runner._place)
+
+
+@st.composite
+def questions_about_documents(draw):
+    """Ids and document of several questions about each document, round by round."""
+    rounds = []
+    for document in range(draw(st.integers(1, 4))):
+        text = [document, *range(100, 100 + draw(st.integers(1, 20)))]
+        asked = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=4), min_size=2, max_size=5))
+        rounds.append([(array("i", text + question), None, document) for question in asked])
+    return [one for some in zip_longest(*rounds) for one in some if one is not None]
+
+
+@given(questions_about_documents(), st.integers(1, 4), st.integers(0, 3))
+@settings(max_examples=200)
+def test_a_document_is_read_once_for_its_questions(examples, chunk, tail):
+    for _, group in groupby(in_order(*examples), lambda prompt: prompt.example.document):
+        prompts = [prompt.ids for prompt in group]
+        document = min(common(a, b) for a, b in combinations(prompts, 2))
+        shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
+        for ids, length in zip(
+            [*prompts[:-1], prompts[-2]], shared, strict=True
+        ):  # the last shares with the one before
+            assert length >= max(0, min(document, len(ids) - 1 - tail)) // chunk * chunk
+
+
+@given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=2, max_size=8), st.integers(1, 4), st.integers(0, 3))
+@settings(max_examples=200)
+def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
+    text = range(100, 100 + size)
+    hidden = [array("i", [*text[:n], i, *text[n:]]) for i, n in enumerate(places)]
+    prompts = [p.ids for p in in_order(*((ids, n / size, None) for ids, n in zip(hidden, places, strict=True)))]
     pieces = set()
-    for i, held in order:
-        shared = max(held, default=0)
-        others = [
-            min(common(prompts[i], prompts[j]), limits[i], limits[j]) // chunk * chunk
-            for j in range(len(prompts))
-            if j != i
-        ]
-        assert shared == max(others, default=0)
-        pieces |= {tuple(prompts[i][: end + chunk]) for end in range(0, shared, chunk)}
-    assert Tokens.total == chunk * len(pieces)  # each piece that two prompts share, once
-
-
-@given(prompts_and_limits())
-def test_neighbours_have_most_in_common(drawn):
-    _, prompts, _ = drawn
-    order = order_by_prefix(prompts)
-    assert sorted(order) == list(range(len(prompts)))
-    for place, i in enumerate(order):
-        beside = [order[j] for j in (place - 1, place + 1) if 0 <= j < len(order)]
-        best = max((common(prompts[i], prompts[j]) for j in range(len(prompts)) if j != i), default=0)
-        assert max((common(prompts[i], prompts[j]) for j in beside), default=0) == best
+    for a, b in combinations(prompts, 2):
+        end = max(0, min(common(a, b), size - tail)) // chunk * chunk
+        pieces |= {tuple(a[: at + chunk]) for at in range(0, end, chunk)}
+    shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
+    assert read_all(prompts, shared) == chunk * len(pieces)
 
 
 def test_a_shared_beginning_ends_before_the_tail():
-    from locret_kit.cache.geometry.schedule import Schedule
-
     schedule = Schedule(48, 32, stabilizers=4, local_len=8, prompt_length=200)
-    assert [max_shared_prefix(schedule, n) for n in (5, 40, 41, 72, 73, 200)] == [0, 0, 32, 32, 64, 160]
-    assert max_shared_prefix(Schedule(48, 200, prompt_length=200, one_shot=True), 200) == 0
+    for tokens, length in ((5, 0), (40, 0), (41, 32), (72, 32), (73, 64), (200, 160)):
+        ids = array("i", range(tokens))
+        assert shared_lengths([ids, ids], schedule) == [length, length]
+        assert shared_lengths([ids, array("i", range(300))], schedule) == [length, length]
+    once = Schedule(48, 200, prompt_length=200, one_shot=True)
+    assert shared_lengths([array("i", range(200))] * 2, once) == [0, 0]
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------------
@@ -320,15 +351,15 @@ def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, m
 
 
 def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):
-    start, dropped = PrefixCache.start, []
+    start, dropped = Beginning.start, []
 
-    def no_room(self, ids, held, pins):
-        if held:
-            dropped.append(held)
+    def no_room(self, ids, shared, pins):
+        if shared:
+            dropped.append(shared)
             raise torch.OutOfMemoryError("no room")
-        return start(self, ids, held, pins)
+        return start(self, ids, shared, pins)
 
-    monkeypatch.setattr(PrefixCache, "start", no_room)
+    monkeypatch.setattr(Beginning, "start", no_room)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret,random]", tasks="[passkey]")) == 0
     wanted = figures(alone)

@@ -25,10 +25,11 @@ from locret_kit.cli.eval import main
 from locret_kit.cli.eval_engine import load_parts
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.config.reader import split_list
+from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import measure
 from locret_kit.evals.engine.rows import KEY, Row, Shard, read_kept, read_rows
 from locret_kit.evals.report import page
-from locret_kit.evals.report.summary import summarize, to_csv
+from locret_kit.evals.report.summary import to_csv
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.provenance import weights_hash
@@ -436,17 +437,15 @@ def test_a_damaged_configuration_is_one_line(heads, finished, tmp_path, capsys, 
     assert len(said) == 1 and "config.json" in said[0], said
 
 
-def test_a_folder_of_an_older_version_goes_on(heads, finished, tmp_path, capsys):
-    """Settings that it does not know have their defaults; ``one_shot`` was ``prefill``."""
+def test_settings_that_a_folder_does_not_name_have_their_defaults(heads, finished, tmp_path, capsys):
     (tmp_path / "rows.0.jsonl").write_bytes((finished / "rows.0.jsonl").read_bytes())
     given = json.loads((finished / "config.json").read_text())
     given = {name: value for name, value in given.items() if name not in ("one_shot", "decode_every", "weight_bits")}
-    (tmp_path / "config.json").write_text(json.dumps({**given, "prefill": "one-shot"}))
-    assert main(words(heads, tmp_path)) == 1
-    assert "holds rows with one_shot=True, not one_shot=False" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text(json.dumps({**given, "prefill": "chunked"}))
-    assert main(words(heads, tmp_path, seed=1)) == 1
-    assert "holds rows with seed=0, not seed=1" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert main(words(heads, tmp_path)) == 0
+    capsys.readouterr()
+    assert main(words(heads, tmp_path, one_shot="true")) == 1
+    assert "holds rows with one_shot=False, not one_shot=True" in capsys.readouterr().err
 
 
 def test_a_folder_of_other_settings_is_refused(heads, finished, capsys):

@@ -49,6 +49,9 @@ ONLY = {
 }
 """Libraries that only some rooms know; Triton is known to the kernels alone."""
 
+COMES_BACK = {("locret_kit.cache.storage.make", "locret_kit.cache.context")}
+"""Imports out of a folder that come back to it."""
+
 
 @cache
 def modules() -> dict[str, Path]:
@@ -80,6 +83,22 @@ def imports(module: str) -> frozenset[str]:
 def room(module: str) -> str:
     """The room of a module of the kit: ``cache`` of ``locret_kit.cache.storage.rows``."""
     return module.split(".")[1] if "." in module else module
+
+
+def folder(module: str) -> str:
+    """The package in which a module lies; a package lies in itself."""
+    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def reached(module: str) -> set[str]:
+    """A module and all that it imports of its own room, directly or not."""
+    found, to_follow = {module}, [module]
+    while to_follow:
+        targets = imports(to_follow.pop()) & modules().keys()
+        new = {target for target in targets if room(target) == room(module)} - found
+        found |= new
+        to_follow += new
+    return found
 
 
 def arrows() -> Iterator[tuple[str, str]]:
@@ -134,6 +153,17 @@ def test_no_circle():
 
     for module in sorted(modules()):
         follow(module, ())
+
+
+def test_who_looks_out_of_a_folder_does_not_come_back():
+    """Within a room a folder imports what is above or beside it only where that knows nothing of the folder's modules."""
+    back = {
+        (module, target)
+        for module, target in arrows()
+        if room(module) == room(target) and not f"{folder(target)}.".startswith(f"{folder(module)}.")
+        if any(f"{one}.".startswith(f"{folder(module)}.") for one in reached(target) - {folder(module)})
+    }
+    assert back == COMES_BACK
 
 
 @pytest.mark.parametrize("library", ONLY)

@@ -8,7 +8,8 @@ import pytest
 from lm_eval.api.registry import get_model
 from tiny_tokenizer import save_tiny_backbone
 
-from locret_kit.lm_eval import Locret, main
+from locret_kit.cli.eval import main
+from locret_kit.lm_eval import Locret
 
 
 def test_the_command_line_is_the_harness_s_with_one_model_more(monkeypatch):

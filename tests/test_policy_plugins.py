@@ -16,7 +16,7 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from locret_kit.cli.infer import main
 from locret_kit.policies import registry
 from locret_kit.policies.base import PolicyWarning
-from locret_kit.policies.grammar import describe_policies, parse_policy, parts_of, spell
+from locret_kit.policies.grammar import describe_policies, parse_policy, spell
 
 VATP = '''"""VATP, arXiv 2406.12335: attention times the L1 norm of the value. The file has no postponed annotations."""
 
@@ -250,15 +250,3 @@ def test_what_a_budget_has_no_room_for_is_said(policy, budget, said):
     assert len(told) == (said is not None)
     if said is not None:
         assert said in told[0] and f"policy={policy!r} at a budget of {budget} slots" in told[0] and "\n" not in told[0]
-
-
-def test_former_spellings_work():
-    for old, new in (
-        ("locret reading=recent(newest=64)", "locret prefill_mask=sliding(newest=64)"),
-        ("h2o answering=reread(256)", "h2o reread=passages(256)"),
-        ("h2o reread=reread(256)", "h2o reread=passages(256)"),
-    ):
-        mine, theirs = parse_policy(old), parse_policy(new)
-        assert mine.name == old and parts_of(mine) == parts_of(theirs)
-    with pytest.raises(ValueError, match="'reread' is given twice"):
-        parse_policy("h2o answering=reread reread=passages")

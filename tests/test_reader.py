@@ -59,7 +59,7 @@ class Options:
     """A file."""
 
 
-ONE = Command("x", Options, "usage: x", positional=("file",), old={"count": "number", "form=old": "on=true"})
+ONE = Command("x", Options, "usage: x", positional=("file",))
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,6 @@ def test_words_that_look_like_others(argv, values):
 def test_a_misspelt_option_is_named_before_its_value():
     with pytest.raises(UsageError, match="unknown key 'modle'. Did you mean 'model'?"):
         given_by(PLAN, ["--modle", "x"])
-
-
-def test_old_names_go_on_working_and_say_the_new_one(capsys):
-    assert given_by(ONE, ["--count", "2", "form=old"]) == {"number": 2, "on": True}
-    assert capsys.readouterr().err.splitlines() == [
-        "x: count is called number=2 now", "x: form=old is called on=true now",
-    ]  # fmt: skip
-    assert given_by(EVAL, ["prefill=one-shot"]) == {"one_shot": True}
 
 
 @pytest.mark.parametrize(

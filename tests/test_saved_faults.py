@@ -214,8 +214,7 @@ def changed_field(name: str, body: Body, path: tuple) -> Iterator[Mutant]:
         for value in POISON:
             if value != old or type(value) is not type(old):
                 yield mutant(f"{value!r:.40}", put(value), again=again, fits=may_load(path, value))
-        gained = "counters.computed_pairs", "counters.dense_pairs", "settings.store_bits"  # older files are without
-        fits = label in ("document.names.model", "pins.0", *gained)
+        fits = label in ("document.names.model", "pins.0")
         yield mutant("missing", lambda where, key: where.pop(key), again=again, fits=fits)
     for how, text in RAW.items():
         yield mutant(
@@ -514,22 +513,6 @@ def test_another_model_tokenizer_or_heads_are_refused_with_the_first_difference(
         Document.load(path, model, tokenizer, heads, policy="h2o")
     again = tiny_model("llama", vocab_size=400).double()  # the same by content
     assert Document.load(path, again, tokenizer, heads).tokens
-
-
-def test_a_part_that_gained_a_parameter_reads_older_files(tmp_path):
-    """A file of before names the part without it: the default stands for what the part did then. Another value does not."""
-    model, tokenizer, heads = parts("llama")
-    body = Body.of(base("bits"))
-    assert body.record["parts"]["score"] == "cis(decay=0.0,lookahead=0)"
-    for older in ("cis", "cis()", "cis(decay=0.0)"):
-        body.record["parts"]["score"] = older
-        (tmp_path / "older.locret").write_bytes(body.file())
-        assert Document.load(tmp_path / "older.locret", model, tokenizer, heads).tokens
-    for other in ("cis(decay=0.5)", "cis(age=0.0)", "no-such(decay=0.0)"):
-        body.record["parts"]["score"] = other
-        (tmp_path / "other.locret").write_bytes(body.file())
-        with pytest.raises(ValueError, match="parts.score: .* in the file, .* here"):
-            Document.load(tmp_path / "other.locret", model, tokenizer, heads)
 
 
 def test_another_factor_of_longrope_is_refused(tmp_path):

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from study import Prompt, Study, chosen, read, scores, watch
 from torch import Tensor
 
+from locret_kit.evals.cells import size
 from locret_kit.evals.figures.style import MAP, line, panels, shared_legend
-from locret_kit.evals.report.summary import size
 from locret_kit.policies.methods.snapkv import WindowAttention
 
 WINDOW = 32

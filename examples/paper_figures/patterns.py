@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from study import Prompt, Study, bin_edges, held, read, scores, share_held
 
+from locret_kit.evals.cells import size
 from locret_kit.evals.figures.style import MAP, line, panels
-from locret_kit.evals.report.summary import size
 
 
 def retained(study: Study) -> Figure:

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from study import Prompt, Study, last_hidden, read, recorded, varied
 
+from locret_kit.evals.cells import mean_and_stderr, size
 from locret_kit.evals.engine.rows import Row
 from locret_kit.evals.engine.settings import Engine
 from locret_kit.evals.figures.style import line, panels, score_axis, shared_legend
-from locret_kit.evals.report.summary import mean_and_stderr, size
 
 SCOPES = {"window": "newest slots", "deviation": "highest deviation"}
 

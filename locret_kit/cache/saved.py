@@ -24,7 +24,7 @@ from locret_kernels.provenance import versions
 from ..backbones.families import text_config
 from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
 from ..naming import blaming, first_line
-from ..policies.grammar import parse_policy, parts_of, spelled_out
+from ..policies.grammar import parse_policy, parts_of
 from ..policies.policy import Policy
 from ..policies.registry import parts_named
 from ..settings import INT32_MAX, Resolved, StoreSettings
@@ -129,12 +129,7 @@ class Saved:
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew, and where recall stores is said at hand."""
         with blaming("settings", ValueError):
-            return replace(made(Resolved, {**vars(StoreSettings()), **self.stated}, whole=True), backend=None)
-
-    @property
-    def stated(self) -> dict[str, object]:
-        """The settings as today's files state them: older ones of this version have no bits of recall."""
-        return {"store_bits": None, **self.settings}
+            return replace(made(Resolved, {**vars(StoreSettings()), **self.settings}, whole=True), backend=None)
 
 
 @dataclass(frozen=True)
@@ -296,12 +291,12 @@ def restore(
             "heads": known.heads,
             "pool": _pool(cache.policy),
         }
-        _refuse({name: getattr(saved, name) for name in here} | {"parts": spelled_out(saved.parts)}, here)
+        _refuse({name: getattr(saved, name) for name in here}, here)
         # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
         cache.bind(model)
         _refuse({"ropes": saved.ropes}, {"ropes": rotations(cache.context)})
         _refuse(
-            {"settings": saved.stated}, {"settings": cache.settings.portable | {"backend": saved.settings["backend"]}}
+            {"settings": saved.settings}, {"settings": cache.settings.portable | {"backend": saved.settings["backend"]}}
         )
         # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
         stored, wanted = DTYPES[saved.dtype], model.dtype
@@ -345,9 +340,7 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], wher
     if len({counts.get("seen") for counts in saved.layers}) != 1:
         raise ValueError("layers have seen different numbers of tokens")
     with blaming("counters", ValueError):
-        # Files of the first version have no counts of sparse prefill.
-        given = {"computed_pairs": 0, "dense_pairs": 0, **saved.counters}
-        check(counters := made(CacheCounters, given, "counter", whole=True))
+        check(counters := made(CacheCounters, saved.counters, "counter", whole=True))
     # Tensors by layer: "layers.3.keys" is held[3]["keys"]. A number of many digits is no layer.
     held: list[dict[str, Tensor]] = [{} for _ in saved.layers]
     for name, tensor in tensors.items():

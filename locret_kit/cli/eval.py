@@ -62,12 +62,10 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
     before: dict[str, Any] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
         before = read_config(out)
-        before.setdefault("one_shot", before.get("prefill") == "one-shot")  # its older name
-        older = () if "heads" in before else ("model", "adapter")  # which wrote these as they were given, mostly null
         defaults = {item.name: item.default for item in fields(config)}
         for key in FIXED:
             then = before.get(key, defaults[key])
-            if key not in older and then != now[key]:
+            if then != now[key]:
                 raise ValueError(
                     f"out={config.out} holds rows with {key}={then}, not {key}={now[key]}: choose another out"
                 )
@@ -159,8 +157,9 @@ def _report(config: FolderConfig) -> None:
 
 
 def _table(config: TableConfig) -> None:
+    from ..evals.cells import summarize
     from ..evals.report.latex import to_latex
-    from ..evals.report.summary import overview, score_tables, summarize
+    from ..evals.report.summary import overview, score_tables
 
     rows = chosen_rows(config)
     every = overview(rows, config.interval)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from .loading import (
     idle_stabilizers,
     idle_store,
     not_shown,
-    open_document,
     prompt_ids,
 )
 from .terminal import (
@@ -43,11 +42,6 @@ if TYPE_CHECKING:
     from ..runtime.session import Answer, Sampling
 
 Say = Callable[[str], None]
-AS_READ = (
-    *(item.name for item in fields(RunSettings) if item.name not in ("seed", "store_memory", "store_file")),
-    "chat",
-)
-"""Options that say how a text is read."""
 
 
 def run(args: InferOptions) -> int:
@@ -55,17 +49,12 @@ def run(args: InferOptions) -> int:
     questions = questions_of(args)
     if args.report:
         check_target(Path(args.report), "report")
-    if args.save_cache:
-        check_target(Path(args.save_cache), "save_cache", replace=False)
     if questions == [None]:
-        why = "without --question: the text is then the whole prompt"
-        refuse(args, ("chat", "save_cache", "cache"), why)
-    if args.cache:
-        refuse(args, ("file", "save_cache", "gpu_memory", *AS_READ), "with --cache, whose text was read before")
+        refuse(args, ("chat",), "without --question: the text is then the whole prompt")
     sampling = check_sampling(args)
     found: list[dict[str, object]] = []
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    ready = of_file(args, questions, sampling) if args.cache else of_text(args, questions, sampling, say)
+    ready = of_text(args, questions, sampling, say)
     for question, answer in zip(questions, ready.answers, strict=True):
         for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not found else ():
             if line:
@@ -98,15 +87,6 @@ class Ready:
     """To be read when the first answer is begun."""
 
 
-def of_file(args: InferOptions, questions: Sequence[str | None], sampling: Sampling) -> Ready:
-    """Answers about a text that was read before."""
-    document, chosen = open_document(
-        str(args.cache), args, args.ckpt, args.model, args.adapter, args.policy, store=args.store
-    )
-    warnings = [*chosen.warnings, idle_store(args.store, chosen.policy)]
-    return Ready(chosen, document.model, about(document, args, questions, sampling), warnings)
-
-
 def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampling, say: Say) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
     from ..backbones.load import load_tokenizer
@@ -119,7 +99,7 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     check_run(args, chosen.config)
     say(f"backbone: {chosen.backbone}")
     text: Iterable[str] = text_of(args.file)
-    if len(questions) > 1 or args.save_cache:
+    if len(questions) > 1:
         text = list(text)
     tokenizer = load_tokenizer(chosen.backbone)
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
@@ -139,15 +119,13 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
             graph=args.graph, progress=shown and shown(),
         )  # fmt: skip
 
-    if not (args.save_cache or (len(questions) > 1 and reads_once(args, chosen, tokenizer))):
+    if len(questions) == 1 or not reads_once(args, chosen, tokenizer):
         return Ready(chosen, model, map(alone, questions, prompts), warnings)
     document = Document.read(
         model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
         progress=shown and shown(),
     )  # fmt: skip
     warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-    if args.save_cache:
-        document.save(args.save_cache, names=chosen.names)
     return Ready(chosen, model, about(document, args, questions, sampling), warnings)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ..cache.bounded import BoundedCache
 
-IDLE = ("file", "question", "question_file", "save_cache", "cache", "report", "graph")
+IDLE = ("file", "question", "question_file", "report", "graph")
 """Options of one text."""
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""

@@ -159,10 +159,7 @@ class NoConfig:
     """No options."""
 
 
-EVAL = Command(
-    "locret-eval", EvalConfig, USAGE,
-    old={"prefill=one-shot": "one_shot=true", "prefill=chunked": "one_shot=false"},
-)  # fmt: skip
+EVAL = Command("locret-eval", EvalConfig, USAGE)
 PAIRED = Command(
     "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
 )

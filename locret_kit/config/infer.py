@@ -38,10 +38,6 @@ class Text:
     """The question, from a file."""
     chat: bool = True
     """Use the chat template; without, nothing follows the question: it may end with the answer's first words."""
-    save_cache: str | None = None
-    """A new file for the text as it was read, for locret-ask; as locret-read writes it."""
-    cache: str | None = None
-    """A file of locret-read, instead of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,4 +116,12 @@ class Prompt(Generation):
             raise ValueError("text and question go together; a text that is to be continued is a prompt")
 
 
-INFER = Command("locret-infer", InferOptions, USAGE, positional=("file",), short={"-o": "--out"})
+_READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.locret answers about it"
+INFER = Command(
+    "locret-infer",
+    InferOptions,
+    USAGE,
+    positional=("file",),
+    short={"-o": "--out"},
+    gone={"save_cache": _READ_ONCE, "cache": _READ_ONCE},
+)

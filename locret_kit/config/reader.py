@@ -11,7 +11,6 @@ import inspect
 import operator
 import re
 import shutil
-import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,8 +57,8 @@ class Command(Generic[T]):
     """The options that bare words are, in order; the last takes the rest of them."""
     short: Mapping[str, str] = field(default_factory=dict)
     """Options by short flag, such as ``{"-o": "--out"}``."""
-    old: Mapping[str, str] = field(default_factory=dict)
-    """Deprecated: a name, or ``name=value``, and what it is called now."""
+    gone: Mapping[str, str] = field(default_factory=dict)
+    """Options that there were, and the command that does their work."""
     complete: Callable[[Values], Values] = dict
     """Values to build the options from, made of those that are given."""
 
@@ -124,6 +123,8 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
     known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
+        if name in command.gone:
+            raise UsageError(f"--{name.replace('_', '-')} is no option any more: {command.gone[name]}")
         if name not in known:
             raise UsageError(unknown(name, known))
         texts.setdefault(name, []).append(text)
@@ -168,16 +169,10 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
             text = rest.popleft() if rest and rest[0] in ("true", "false") else "true"
         elif not equals and name.startswith("no_") and _is_switch(known, name[3:]):
             name, text = name[3:], "false"
-        elif not equals and (name in known or name in command.old):
+        elif not equals and name in known:
             if not rest or re.match(r"--[a-z][\w.-]*(=|$)", rest[0]):
                 raise UsageError(f"{word} needs a value: {word} VALUE or {name}=VALUE")
             text = rest.popleft()
-        for before in (f"{name}={text}", name):
-            if before in command.old:
-                now = command.old[before] if "=" in before else f"{command.old[before]}={text}"
-                print(f"{command.name}: {before} is called {now} now", file=sys.stderr)
-                name, _, text = now.partition("=")
-                break
         yield name, text
 
 

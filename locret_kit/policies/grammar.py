@@ -20,9 +20,6 @@ UNBOUNDED = "kvzip"
 ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"
 DEPTH = 16
 """Parentheses within parentheses, at most."""
-OLD_KINDS = {"reading": "prefill_mask", "answering": "reread"}
-OLD_PARTS = {("prefill_mask", "recent"): "sliding", ("reread", "reread"): "passages"}
-"""Former spellings, which published rows and heads use."""
 _CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 E = TypeVar("E", type, Named)
 
@@ -71,7 +68,6 @@ def _parts(items: list[str]) -> Parts:
     given: dict[str, str] = {}
     for item in items:
         key, eq, value = item.partition("=")
-        key = OLD_KINDS.get(key, key)
         if not eq or key not in KINDS:
             raise ValueError(f"policy part {item!r} is unknown.{nearest(key, KINDS)} Parts: {', '.join(KINDS)}.")
         if key in given:
@@ -124,7 +120,6 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
     if not match:
         raise ValueError(f"{kind}={text!r} does not read as name or name(key=value)")
     name, inside = match.groups()
-    name = OLD_PARTS.get((kind, name), name)
     if name not in known:
         raise ValueError(f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}.")
     entry = known[name]
@@ -196,24 +191,6 @@ def parts_of(policy: Policy) -> dict[str, str]:
     return {
         kind: "+".join(map(spell, parts)) for kind, parts in made.items() if any(part is not None for part in parts)
     }
-
-
-def spelled_out(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts of a file with every parameter written out: one that the kit has gained since stands at its default. Nothing is
-    made of them, and what cannot be read stays as it is."""
-    return {
-        kind: "+".join(_spelled_out(kind, text) for text in split_outside(whole, "+")) for kind, whole in parts.items()
-    }
-
-
-def _spelled_out(kind: str, text: str) -> str:
-    try:
-        made, given = _call(text, kind, parts_named(kind))
-    except (ValueError, KeyError):
-        return text
-    defaults = {name: parameter.default for name, parameter in parameters_of(made).items()}
-    inside = ",".join(f"{name}={given.get(name, default)}" for name, default in defaults.items())
-    return text.split("(")[0] + (f"({inside})" if inside else "")
 
 
 def composed_of(policy: Policy) -> str:

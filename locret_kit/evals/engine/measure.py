@@ -21,7 +21,7 @@ from ...samples.chat import protected_spans
 from ..metrics.benchmarks import get_metric
 from ..tasks.base import Example
 from . import fidelity, oracle
-from .prefix import PrefixCache, Start
+from .prefix import Beginning, Start
 from .rows import Key, Row
 from .settings import RANDOM_HEADS, Engine, Group, Run, Variant, is_oracle, key_of
 
@@ -59,13 +59,13 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
 
 
 def measure_row(
-    run: Run, variant: Variant, prompt: Prompt, held: tuple[int, ...], beginnings: PrefixCache, reference: Row | None
+    run: Run, variant: Variant, prompt: Prompt, shared: int, beginning: Beginning, reference: Row | None
 ) -> Fields:
-    """Fields of one example's row. ``held``: see `prefix.Turn`; ``reference``: the row of full attention."""
+    """Fields of one example's row. ``shared``: see `prefix.shared_lengths`; ``reference``: the row of full attention."""
     if is_oracle(variant.policy):
         start = oracle.start(run.engine, variant, prompt.ids, chat=not prompt.example.special)
     else:
-        start = beginnings.start(prompt.ids, held, _pins(run.engine, variant, prompt))
+        start = beginning.start(prompt.ids, shared, _pins(run.engine, variant, prompt))
     kind = prompt.group.task.kind
     if kind.startswith("nll"):
         return _score_likelihood(run.engine, prompt, start)

@@ -16,15 +16,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ...files import read_json
 from ...settings import RunSettings
-from ...validation import checked
+from ...validation import annotations_of, checked
 from ..metrics import Answer
 from .settings import ORACLES, UNTRAINED
 
@@ -40,7 +39,7 @@ SCHEDULED = ("chunk", "stabilizers", "local_len")
 """Of these, what says nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
 share of the prompt, which differs from one prompt to the next."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
-"""Fields that are '' in older rows."""
+"""Fields that are '' where a run has not recorded them."""
 Key = tuple[str | int | float, ...]
 COLUMN = KEY[:3]
 """Fields that the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
@@ -49,7 +48,7 @@ COLUMN = KEY[:3]
 @dataclass(frozen=True, kw_only=True)
 class Row(RunSettings):
     """One example under one policy, with the settings of its run (see ``RunSettings``; ``chunk``, ``stabilizers`` and
-    ``local_len`` in tokens and slots). Rows of older files lack the later fields, which then have these defaults."""
+    ``local_len`` in tokens and slots)."""
 
     task: str
     """Name in the registry, such as 'R.PassKey', 'ruler.vt' or 'leval.coursera'."""
@@ -99,9 +98,9 @@ class Row(RunSettings):
     computed_share: float | None = None
     """Share of the prompt's attention that sparse prefill computed, 0 to 1; None where prefill was not sparse."""
     slots: int = 0
-    """Slots that the budget came to; 0 for `full`, and in older rows, whose ``budget`` says it."""
+    """Slots that the budget came to; 0 for `full`."""
     ending: str = ""
-    """How a hidden-digits prompt ends, see `evals.tasks.base.ending_of`; '' for other tasks, and 'line' in the oldest rows."""
+    """How a hidden-digits prompt ends, see `evals.tasks.base.ending_of`; '' for other tasks."""
     wording: int = 0
     """How its digits are said and asked for, see `samples.needles.WORDINGS`."""
     offset: int = 0
@@ -110,15 +109,15 @@ class Row(RunSettings):
     """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
     text_hash: str = ""
     """First 16 hexadecimal digits of the SHA-256 of the haystack's text (UTF-8), which may change under the same name; ''
-    for tasks that make or bring their own text, and in older rows."""
+    for tasks that make or bring their own text, or where it is not known."""
     kept: str | None = None
     """Stem of the file in ``kept/`` (see `read_kept`), for the first examples of a task."""
     model: str = ""
-    """The backbone, as it was named; '' in older rows."""
+    """The backbone, as it was named; '' where it is not known."""
     adapter: str | None = None
     """PEFT adapter on the backbone."""
     heads_hash: str = ""
-    """See `provenance.weights_hash`; '' for policies without heads, and in older rows."""
+    """See `provenance.weights_hash`; '' for policies without heads, or where it is not known."""
     device: str = ""
     """'cpu', 'cuda:0', ..."""
     dtype: str = ""
@@ -128,7 +127,7 @@ class Row(RunSettings):
     rank: int = 0
     """The process that made the row."""
     date: str = ""
-    """UTC, ISO 8601 to the second (older rows: the day)."""
+    """UTC, ISO 8601 to the second."""
     error: str | None = None
     """Kind and message of the exception that this example ended with; None for a whole one."""
 
@@ -164,7 +163,8 @@ class Row(RunSettings):
 
     @classmethod
     def from_dict(cls, record: object) -> Row:
-        """A row of this version or an older one; fields of neither are left aside.
+        """A row of a file. Fields that it lacks have their defaults, so that files of other versions are read; unknown ones are
+        left aside.
 
         Raises:
             ValueError: no JSON object, one of `KEY` is missing, or a field of another type (NaN included); names it.
@@ -174,14 +174,8 @@ class Row(RunSettings):
         missing = [name for name in KEY if name not in record]
         if missing:
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
-        given = {name: kind for name, kind in _kinds().items() if name in record}
+        given = {name: kind for name, kind in annotations_of(Row).items() if name in record}
         return cls(**dict[str, Any]((name, checked(name, kind, record[name])) for name, kind in given.items()))
-
-
-@cache
-def _kinds() -> dict[str, object]:
-    """Types of the fields, without the bounds of today's settings: older rows have '' and 0 where nothing was said."""
-    return {**get_type_hints(Row), "kv_bits": int | None, "backend": str | None}
 
 
 def _json(value: object) -> str:

@@ -1,6 +1,6 @@
 """Answer every example of a run that has no row yet, in this process's share of them.
 
-Prompts are dealt to processes by their number, those that begin alike in stretches of neighbours, so that any number of
+Prompts are dealt to processes by their number, those about one document in stretches of neighbours, so that any number of
 processes, and any number of interruptions, give the same rows. A row is on the disk before the next example begins; an
 example that fails is a row with its error.
 """
@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import groupby
 
 import torch
 from tqdm import tqdm
 
+from ...cache.geometry.schedule import Schedule
 from ...planning.memory import OutOfMemory
 from ...runtime.tokens import stream_ids
 from ...samples.text import TooShort
@@ -24,7 +26,7 @@ from ..metrics.benchmarks import get_metric
 from ..tasks.base import REFERRED, Request, Task
 from . import oracle
 from .measure import Fields, NotStored, Prompt, cache_for, measure_row
-from .prefix import PrefixCache, Turn, max_shared_prefix, order_by_prefix, turns
+from .prefix import Beginning, shared_lengths
 from .rows import FORM, KEY, Key, Row, Shard, read_rows
 from .settings import Engine, Group, Run, Variant, is_oracle, key_of
 
@@ -164,7 +166,7 @@ def _answer_batch(run: Run, batch: list[Group], part: slice, done: Rows, known: 
         _require_same(group, prompt, known)
     failed = {group: error for group, error in made.items() if isinstance(error, Exception)}
     prompts = [prompt for prompt in made.values() if isinstance(prompt, Prompt)]
-    mine = [*(prompts[i] for i in order_by_prefix([prompt.ids for prompt in prompts])), *failed][part]
+    mine = [*sorted(prompts, key=_place), *failed][part]
     for group in (one for one in mine if isinstance(one, Group)):
         yield from (_failed(run, group, variant, failed[group]) for variant in _missing(run, group, done))
     prompts = [one for one in mine if isinstance(one, Prompt)]
@@ -183,6 +185,13 @@ def _answer_batch(run: Run, batch: list[Group], part: slice, done: Rows, known: 
         yield from (row for _, row in _answers(run, variant, some, references))
 
 
+def _place(prompt: Prompt) -> tuple[int, float]:
+    """Sorts prompts by document, and those that hide something in one haystack by its depth: each has then no less in common
+    with the next than with the one before."""
+    example = prompt.example
+    return (0, example.depth or 0.0) if example.document is None else (example.document, len(prompt.ids))
+
+
 def _prompt(engine: Engine, group: Group) -> Prompt | Exception:
     """The group's prompt, or the reason why it cannot be made."""
     try:
@@ -199,27 +208,27 @@ def _prompt(engine: Engine, group: Group) -> Prompt | Exception:
 def _answers(
     run: Run, variant: Variant, prompts: list[Prompt], references: dict[Group, Row]
 ) -> Iterator[tuple[Prompt, Row]]:
-    """Prompts with their rows, in the order in which what they have in common is read once."""
+    """Prompts with their rows, document by document."""
     engine = run.engine
-    longest = max((len(prompt.ids) for prompt in prompts), default=0)
-    beginnings = PrefixCache(engine.model, lambda tokens: cache_for(engine, variant, tokens), longest)
-    for i, held in _turns(engine, variant, prompts):
-        prompt = prompts[i]
-        yield prompt, _answer(run, variant, prompt, held, beginnings, references.get(prompt.group))
+    for _, group in groupby(prompts, lambda prompt: prompt.example.document):
+        some = list(group)
+        longest = max(len(prompt.ids) for prompt in some)
+        beginning = Beginning(engine.model, lambda tokens: cache_for(engine, variant, tokens), longest)
+        for prompt, shared in zip(some, _shared(engine, variant, some, longest), strict=True):
+            yield prompt, _answer(run, variant, prompt, shared, beginning, references.get(prompt.group))
 
 
-def _turns(engine: Engine, variant: Variant, prompts: list[Prompt]) -> Iterable[Turn]:
-    """The order of the prompts, each by itself where the policy or the kind of task reads it otherwise."""
+def _shared(engine: Engine, variant: Variant, prompts: list[Prompt], longest: int) -> list[int]:
+    """See `shared_lengths`; zeros where the policy or the kind of task reads a beginning otherwise."""
     alone = is_oracle(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
     if len(prompts) < 2 or alone or prompts[0].group.task.kind == "nll_prefill":
-        return [(i, ()) for i in range(len(prompts))]
-    schedule = cache_for(engine, variant, max(len(prompt.ids) for prompt in prompts)).schedule
-    limits = [max_shared_prefix(schedule, len(prompt.ids)) for prompt in prompts]
-    return turns([prompt.ids for prompt in prompts], schedule.chunk, limits)
+        return [0] * len(prompts)
+    schedule = Schedule.of(engine.settings_for(variant, longest), longest)
+    return shared_lengths([prompt.ids for prompt in prompts], schedule)
 
 
 def _answer(
-    run: Run, variant: Variant, prompt: Prompt, held: tuple[int, ...], beginnings: PrefixCache, reference: Row | None
+    run: Run, variant: Variant, prompt: Prompt, shared: int, beginning: Beginning, reference: Row | None
 ) -> Row:
     """The row of one example; an exception becomes its error. Out of memory, a prompt is tried once more by itself."""
     group, known, device = prompt.group, _example_fields(prompt), run.engine.model.device
@@ -228,17 +237,17 @@ def _answer(
     try:
         if reference is not None and reference.error is not None:
             raise ValueError(f"full attention, the reference, failed: {reference.error}")
-        return _row(run, group, variant, {**known, **measure_row(run, variant, prompt, held, beginnings, reference)})
+        return _row(run, group, variant, {**known, **measure_row(run, variant, prompt, shared, beginning, reference)})
     except NotStored:
         raise
     except Exception as error:
-        beginnings.drop()
+        beginning.drop()
         failed = _failed(run, group, variant, error, known)
         no_memory = isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
     if no_memory:  # out here, where the error no longer holds what the example had allocated
         torch.cuda.empty_cache()
-        if held:
-            return _answer(run, variant, prompt, (), beginnings, reference)
+        if shared:
+            return _answer(run, variant, prompt, 0, beginning, reference)
     return failed
 
 

@@ -84,7 +84,7 @@ class Run:
     retry_errors: bool = False
     """Do examples again that ended with an error."""
     share_prefix: bool = True
-    """Read what prompts of a task have in common at their beginning once, see `prefix`."""
+    """Read what prompts about one document have in common once, see `prefix`."""
     rank: int = 0
     world_size: int = 1
 

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..cells import Cell, mean_and_stderr, size, summarize
 from ..engine.rows import Row
-from ..report.summary import Cell, mean_and_stderr, size, summarize
 from ..tasks.base import asked_depth
 from .style import MAP, line, panels, score_axis, shared_legend, token_axis
 

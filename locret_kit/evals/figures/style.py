@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from ...config.figures import Look
 from ...files import write_beside
-from ..report.summary import LIKELIHOOD, size
+from ..cells import LIKELIHOOD, size
 
 S = TypeVar("S")
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ...naming import nearest
+from ..cells import Cell, size, summarize
 from ..engine.rows import KEY, RUN, SETTINGS, Row
-from ..report.summary import Cell, size, summarize
 from .results import over, policy_labels, whisker
 from .style import line, panels, score_axis, shared_legend, token_axis
 

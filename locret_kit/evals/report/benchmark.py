@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ...config.benchmark import GRIDS, QUESTIONS
 from ...files import write_text
+from ..cells import LIKELIHOOD, mean_and_stderr, size
 from ..engine.rows import Row
 from .paired import Difference, differences
-from .summary import LIKELIHOOD, mean_and_stderr, size
 from .tables import Table
 
 BEGIN, END = "<!-- heads:begin -->\n", "<!-- heads:end -->"

@@ -16,11 +16,12 @@ from pathlib import Path
 from ...files import write_beside
 from ...naming import first_line
 from ...runtime.kept import token_texts
+from ..cells import Cell, summarize
 from ..engine.rows import KEY, SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
 from .heat import environment, script_data
 from .kept import shares, tokenizer_of
-from .summary import Cell, overview, score_tables, summarize
+from .summary import overview, score_tables
 from .tables import Table
 
 PAGE = "report.html"

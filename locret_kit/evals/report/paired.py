@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...naming import nearest
+from ..cells import LIKELIHOOD, mean_and_stderr, size
 from ..engine.rows import Row
-from .summary import LIKELIHOOD, mean_and_stderr, size
 from .tables import Table
 
 Key = tuple[str, str, int, int | float, str, str]

@@ -60,6 +60,8 @@ class Example:
     continuation: str = ""
     """The text whose likelihood is measured (kind 'nll')."""
     extra: Extra = field(default_factory=dict)
+    document: int | None = None
+    """Number of the document that it asks about; None where its text is its own, or a haystack that others share."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from itertools import chain, islice
@@ -31,6 +31,8 @@ BENCHMARKS = {"infinitebench": "infinitebench.", "leval": "leval.", "longbench":
 """Tables by name, and what their tasks' names begin with."""
 Record = dict[str, Any]
 """A document with its questions and answers, as the data set has it."""
+Numbered = tuple[int, Record]
+"""A record with its document's number."""
 PromptOf = Callable[[str], tuple[str, bool]]
 """Gives the prompt of a text, and whether the tokenizer adds its special tokens to it."""
 TRUNCATE = ("middle", "end", "start", "never")
@@ -85,7 +87,7 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
     return task_of(entry, _examples(entry, _records(entry, data)), samples, _shots(entry, data))
 
 
-def task_of(entry: Entry, records: Iterable[Record], samples: int, shots: str = "") -> Task:
+def task_of(entry: Entry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
     """The task of an entry over records, of which the first ``samples`` are read; ``shots`` stands in front of each prompt.
 
     Raises:
@@ -96,9 +98,10 @@ def task_of(entry: Entry, records: Iterable[Record], samples: int, shots: str = 
         raise ValueError(f"task={entry.name}: its data set holds no example")
 
     def make(request: Request) -> Example:
-        return _example(entry, examples[request.sample], shots, request)
+        number, record = examples[request.sample]
+        return replace(_example(entry, record, shots, request), document=0 if shots else number)
 
-    _rendered(entry, examples[0], shots)  # a missing field shows before the run
+    _rendered(entry, examples[0][1], shots)  # a missing field shows before the run
     return Task(
         entry.name, make, entry.metric, entry.max_new_tokens, kind=entry.kind, size=len(examples),
         begins_alike=bool(entry.each or entry.shots),
@@ -162,10 +165,10 @@ def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterat
         ) from error
 
 
-def _examples(entry: Entry, records: Iterator[Record]) -> Iterator[Record]:
+def _examples(entry: Entry, records: Iterator[Record]) -> Iterator[Numbered]:
     """Records, or with ``each`` the n-th items of every record's lists for n = 0, 1, ..."""
     if not entry.each:
-        yield from records
+        yield from enumerate(records)
         return
     everything = list(records)
     for record in everything:
@@ -173,9 +176,9 @@ def _examples(entry: Entry, records: Iterator[Record]) -> Iterator[Record]:
             raise ValueError(f"task={entry.name}: a record has no {missing[0]!r}; it has {', '.join(map(str, record))}")
     counts = [min(len(record[many]) for many in entry.each.values()) for record in everything]
     for n in range(max(counts, default=0)):
-        for record, count in zip(everything, counts, strict=True):
+        for number, (record, count) in enumerate(zip(everything, counts, strict=True)):
             if n < count:
-                yield {**record, **{one: record[many][n] for one, many in entry.each.items()}}
+                yield number, {**record, **{one: record[many][n] for one, many in entry.each.items()}}
 
 
 def _shots(entry: Entry, data: Sequence[str]) -> str:

@@ -53,7 +53,7 @@ def questions_task(haystack: str, text: str | None) -> Task:
             room -= over
         prompt, special = prompt_of(document, asked)
         form = {"ending": ending_of(request, chat)}
-        return Example(prompt, keys[asked], special, depth=_depth(asked), extra=form)
+        return Example(prompt, keys[asked], special, depth=_depth(asked), extra=form, document=number)
 
     return Task("questions", make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=True)
 

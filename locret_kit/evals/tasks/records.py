@@ -30,7 +30,7 @@ def records_task(path: str, samples: int) -> Task:
         raise FileNotFoundError(f"task={path}: there is no such file")
     name = Path(path).name
     entry = Entry(name, "{prompt}", "qa_f1", file=name, hub={}, answer="answer")
-    return task_of(entry, _questions(path), samples)
+    return task_of(entry, enumerate(_questions(path)), samples)
 
 
 def _questions(path: str) -> Iterator[dict[str, Any]]:
