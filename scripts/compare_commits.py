@@ -188,18 +188,14 @@ def main(argv: list[str] | None = None) -> int:
             outs = [runs / f"{i}-{side.commit}" for side in sides]
             compare(name, pool.map(answer, sides, [policy] * 2, [words] * 2, outs))
         if args.steps:
-            steps = [args.steps] * 2
-            whole = compare(
-                f"{args.steps} training steps: losses and heads",
-                pool.map(train, sides, [runs / f"whole-{side.commit}" for side in sides], steps),
-            )
-            resumed = compare(
-                "the same, killed after a third and resumed",
-                pool.map(train, sides, [runs / f"resumed-{side.commit}" for side in sides], steps, [True, True]),
-            )
-            compare(
-                "the resumed heads and those of the whole run", [{"heads": x[1]["heads"]} for x in (whole, resumed)]
-            )
+            trained = []
+            for kill, name in (
+                (False, f"{args.steps} training steps: losses and heads"),
+                (True, "the same, killed and resumed"),
+            ):
+                outs = [runs / f"{'resumed' if kill else 'whole'}-{side.commit}" for side in sides]
+                trained.append(compare(name, pool.map(train, sides, outs, [args.steps] * 2, [kill] * 2)))
+            compare("the resumed heads and those of the whole run", [{"heads": new["heads"]} for _, new in trained])
     if not args.work:
         for side in sides:
             subprocess.run(["git", "worktree", "remove", "--force", str(side.folder)], cwd=ROOT, check=True)

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -34,15 +34,9 @@ COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
 OF_EVAL = {
-    "paired": PAIRED,
-    "benchmark": BENCHMARK,
-    "table": TABLE,
-    "figure": FIGURE,
-    "figure sweep": SWEEP,
-    "kept": EVAL_KEPT,
-    "summary": folder_command("summary"),
-    "report": folder_command("report"),
-}
+    "paired": PAIRED, "benchmark": BENCHMARK, "table": TABLE, "figure": FIGURE, "figure sweep": SWEEP, "kept": EVAL_KEPT,
+    "summary": folder_command("summary"), "report": folder_command("report"),
+}  # fmt: skip
 PYTHON: dict[str, Sequence[str]] = {
     "locret_kit.Document": ("read", "append", "prepare", "ask", "chat", "save", "load"),
     "locret_kit.Chat": ("say", "undo", "retry", "pin"),
@@ -294,18 +288,24 @@ def policies() -> str:
 
 
 def recipes() -> str:
-    """Every recipe, as its file has it."""
-    blocks = [
-        "`locret-train recipe=NAME key=value ...` takes one of these, or the path of a YAML file of the same form. Keys are "
-        "those of [`locret-train`](commands.md#locret-train)."
-    ]
-    for name in recipe_files.known_recipes():
-        text = (recipe_files.recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-        blocks += [f"## {name}", f"```yaml\n{text.strip()}\n```"]
-    for path in sorted((recipe_files.recipes_folder() / "trials").glob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        blocks += [f"## trials.file={path.stem}", f"```yaml\n{text.strip()}\n```"]
-    return page("Recipes", *blocks)
+    """Every recipe, with the comment that its file begins with."""
+    folder = recipe_files.recipes_folder()
+    rows = []
+    for path in (
+        *(folder / f"{name}.yaml" for name in recipe_files.known_recipes()),
+        *sorted(folder.glob("trials/*.yaml")),
+    ):
+        first = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        name = path.stem if path.parent == folder else f"trials.file={path.stem}"
+        said = (f"`{line[1:].strip()}`" if line.startswith("#  ") else line[2:] for line in first)
+        rows.append((f"`{name}`", " ".join(said)))
+    return page(
+        "Recipes",
+        "`locret-train recipe=NAME key=value ...` takes one of these, or the path of a YAML file of the same form; with "
+        "`--print-config` it prints every setting. Keys are those of [`locret-train`](commands.md#locret-train), files are in "
+        "`recipes/`.",
+        table(("recipe", "what it is"), rows),
+    )
 
 
 def tasks() -> str:
@@ -352,9 +352,8 @@ def signature(made: Callable[..., object], name: str) -> str:
             if one.kind == one.KEYWORD_ONLY and "*" not in words:
                 words.append("*")
             words.append(re.sub(r"^([*\w]+: )'([^']*)'", r"\1\2", str(one)))
-    back = (
-        f" -> {sign.return_annotation}" if isinstance(sign.return_annotation, str) and not inspect.isclass(made) else ""
-    )
+    returns = sign.return_annotation
+    back = f" -> {returns}" if isinstance(returns, str) and not inspect.isclass(made) else ""
     line = f"{name}({', '.join(words)}){back}"
     if len(line) > 100:
         line = "\n    ".join([f"{name}(", *(f"{word}," for word in words)]) + f"\n){back}"
@@ -456,14 +455,7 @@ def metrics() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "commands.md": commands,
-    "settings.md": settings,
-    "policies.md": policies,
-    "recipes.md": recipes,
-    "tasks.md": tasks,
-    "python.md": python,
-    "files.md": files,
-    "metrics.md": metrics,
+    f"{make.__name__}.md": make for make in (commands, settings, policies, recipes, tasks, python, files, metrics)
 }
 
 
