@@ -15,11 +15,7 @@ if sys.version_info < (3, 11):
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_WHEEL = {
-    "locret_kit": "locret_kit",
-    "kernels/locret_kernels": "locret_kernels",
-    "recipes": "locret_recipes",
-}
+IN_WHEEL = {"locret_kit": "locret_kit", "kernels/locret_kernels": "locret_kernels", "recipes": "locret_recipes"}
 """Folders of which every file that is no bytecode must be in the wheel, and what they are called there."""
 IN_SDIST = ("docs", "examples", "scripts", "tests", "recipes", "locret_kit", "kernels")
 
@@ -57,13 +53,7 @@ def missing_of_sdist(sdist: tarfile.TarFile) -> list[str]:
     names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = [f"{folder}/{file}" for folder in IN_SDIST for file in files_below(folder)]
     wanted += [
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "constraints.txt",
+        path.name for pattern in ("*.md", "LICENSE", "CITATION.cff", "constraints.txt") for path in ROOT.glob(pattern)
     ]
     return [f"sdist: {name}" for name in wanted if name not in names]
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,55 +45,29 @@ MERGING = ("merge-locret",)
 """Policies that are not stored in 4 bits."""
 TASKS = ("passkey", "number", "perplexity", "fidelity.continue")
 LENGTHS, BUDGETS = (768, 1536, 3072), (192, 384)
+FIGURES = ("prompt_hash", "tokens", "new_tokens", "output", "score", "scores")
 MACHINE = ("tok/s", "time", "memory", "peak", "seconds", "_s")
 """Columns of a curve that belong to the machine, by a part of their name."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """One prompt under one policy."""
-
-    policy: str
-    task: str
-    length: int
-    budget: int
-    seed: int
-    kv_bits: int | None = None
-    one_shot: bool = False
-
-    def command(self, out: Path) -> list[str]:
-        """Arguments of ``locret-eval``, in the words of both commits."""
-        words = [
-            f"tasks=[{self.task}]", f"policies=[{self.policy}]", f"lengths=[{self.length}]", f"budgets=[{self.budget}]",
-            "haystacks=[jargon]", "samples=1", "keep=1", f"seed={self.seed}", f"ckpt=[{HEADS}]", "dtype=float32",
-            f"model={BACKBONE}", f"out={out}", "chunk=256",
-        ]  # fmt: skip
-        words += [f"kv_bits={self.kv_bits}"] if self.kv_bits else []
-        return words + (["one_shot=true"] if self.one_shot else [])
-
-    def __str__(self) -> str:
-        more = (f" {self.kv_bits} bits" if self.kv_bits else "") + (" one-shot" if self.one_shot else "")
-        return f"{self.policy:<22} {self.task:<18} {self.length:>5} tokens, {self.budget} slots{more}"
-
-
-def draw(n: int, seed: int) -> list[Example]:
-    """Examples: the policies that are always there, then six others, in turn; lengths, tasks and settings at random."""
+def draw(n: int, seed: int) -> list[tuple[str, str, list[str]]]:
+    """Examples: name, policy, and the words of ``locret-eval`` that both commits know. The policies that are always there, then
+    six others, in turn; lengths, tasks and settings at random."""
     pick = random.Random(seed)
     policies = [*ALWAYS, *pick.sample(OTHERS, 6)]
     found = []
     for i in range(n):
-        policy = policies[i % len(policies)]
-        found.append(
-            Example(
-                policy=policy,
-                task=pick.choice(TASKS),
-                length=LENGTHS[i % len(LENGTHS)] + pick.randrange(100),
-                budget=pick.choice(BUDGETS),
-                seed=pick.randrange(1000),
-                kv_bits=4 if i % 3 == 1 and policy not in MERGING else None,
-                one_shot=i % 7 == 6 and policy not in ("rereading-locret", "windowed-locret"),
-            )
-        )
+        policy, task = policies[i % len(policies)], pick.choice(TASKS)
+        length, budget = LENGTHS[i % len(LENGTHS)] + pick.randrange(100), pick.choice(BUDGETS)
+        words = [
+            f"tasks=[{task}]", f"policies=[{policy}]", f"lengths=[{length}]", f"budgets=[{budget}]", "haystacks=[jargon]",
+            "samples=1", "keep=1", f"seed={pick.randrange(1000)}", f"ckpt=[{HEADS}]", "dtype=float32", f"model={BACKBONE}",
+            "chunk=256",
+        ]  # fmt: skip
+        words += ["kv_bits=4"] * (i % 3 == 1 and policy not in MERGING)
+        words += ["one_shot=true"] * (i % 7 == 6 and policy not in ("rereading-locret", "windowed-locret"))
+        name = f"{policy:<22} {task:<18} {length:>5} tokens, {budget} slots {' '.join(words[12:])}"
+        found.append((name, policy, words))
     return found
 
 
@@ -141,34 +116,32 @@ class Checkout:
             sys.exit(f"{self.commit}: locret-{command} {' '.join(words)} failed:\n{log.read_text()[-2000:]}")
 
 
-def answer(checkout: Checkout, example: Example, out: Path) -> dict[str, str]:
+def answer(checkout: Checkout, policy: str, words: list[str], out: Path) -> dict[str, str]:
     """One commit's result for an example: every figure, the text, and the positions that each head keeps."""
-    checkout.run("eval", example.command(out), out.with_suffix(".log"))
+    checkout.run("eval", [*words, f"out={out}"], out.with_suffix(".log"))
     rows = [json.loads(line) for line in (out / "rows.0.jsonl").read_bytes().splitlines()]
-    (row,) = (row for row in rows if row["policy"] == example.policy)  # fidelity adds full attention's
+    (row,) = (row for row in rows if row["policy"] == policy)  # fidelity adds full attention's
     if row["error"] is not None:
-        sys.exit(f"{checkout.commit}: {example}: {row['error']}")
-    found = {
-        name: json.dumps(row[name]) for name in ("prompt_hash", "tokens", "new_tokens", "output", "score", "scores")
-    }
+        sys.exit(f"{checkout.commit}: {policy}: {row['error']}")
+    figures = {name: json.dumps(row[name]) for name in FIGURES}
     if row.get("kept"):
         with np.load(next((out / "kept").glob("*.npz"))) as kept:
-            for name in sorted(kept.files):
-                found[f"kept {name}"] = hashlib.sha256(kept[name].tobytes()).hexdigest()
-    return found
+            figures |= {f"kept {name}": hashlib.sha256(kept[name].tobytes()).hexdigest() for name in sorted(kept.files)}
+    return figures
 
 
-def train(checkout: Checkout, out: Path, steps: int, *, kill_after: int | None = None) -> dict[str, str]:
-    """Losses of every step and the heads of a short training, killed after a saved step and resumed where asked."""
+def train(checkout: Checkout, out: Path, steps: int, kill: bool = False) -> dict[str, str]:
+    """Losses of every step and the heads of a short training; with ``kill``, killed after a third of it and resumed."""
+    third = steps // 3
     words = [
         "recipe=smollm2-135m", f"backbone.model={BACKBONE}", "data.max_tokens=256", "data.val_samples=0",
-        f"optim.steps={steps}", "optim.warmup_steps=5", f"trainer.val_every={steps // 3}", f"trainer.save_every={steps // 3}",
+        f"optim.steps={steps}", "optim.warmup_steps=5", f"trainer.val_every={third}", f"trainer.save_every={third}",
         "trainer.accelerator=cpu", f"out={out}",
     ]  # fmt: skip
     log = out.with_suffix(".log")
-    if kill_after is not None:
+    if kill:
         child = checkout.start("train", words, log)
-        while child.poll() is None and not list(out.glob(f"**/*step*{kill_after}*")):
+        while child.poll() is None and not list(out.glob(f"**/*step*{third}*")):
             time.sleep(0.2)
         child.send_signal(signal.SIGKILL)
         child.wait()
@@ -182,11 +155,6 @@ def train(checkout: Checkout, out: Path, steps: int, *, kill_after: int | None =
     weights = (out / "heads" / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(weights[:8], "little")  # the header may say more than it did
     return {"curve": json.dumps(curve), "heads": hashlib.sha256(weights[start:]).hexdigest()}
-
-
-def differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """Names of what is not equal."""
-    return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,27 +174,28 @@ def main(argv: list[str] | None = None) -> int:
     print(f"old {sides[0].commit}, new {sides[1].commit}, seed {args.seed}", flush=True)
     wrong = 0
 
-    def report(what: object, results: list[dict[str, str]]) -> None:
+    def compare(name: str, results: Iterable[dict[str, str]]) -> list[dict[str, str]]:
+        """Print whether the two commits' results are equal; give them back."""
         nonlocal wrong
-        found = differences(*results)
-        wrong += bool(found)
-        print(f"{'differs: ' + ', '.join(found) if found else 'equal':<12} {what}", flush=True)
+        old, new = both = list(results)
+        differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+        wrong += bool(differ)
+        print(f"{'differs: ' + ', '.join(differ) if differ else 'equal':<12} {name}", flush=True)
+        return both
 
-    with ThreadPoolExecutor(len(sides)) as both:
-        for i, example in enumerate(draw(args.examples, args.seed)):
-            made = both.map(
-                lambda side, i=i, example=example: answer(side, example, runs / f"{i}-{side.commit}"), sides
-            )
-            report(example, list(made))
+    with ThreadPoolExecutor(len(sides)) as pool:
+        for i, (name, policy, words) in enumerate(draw(args.examples, args.seed)):
+            outs = [runs / f"{i}-{side.commit}" for side in sides]
+            compare(name, pool.map(answer, sides, [policy] * 2, [words] * 2, outs))
         if args.steps:
-            whole = list(both.map(lambda side: train(side, runs / f"whole-{side.commit}", args.steps), sides))
-            report(f"{args.steps} training steps: losses and heads", whole)
-            third = args.steps // 3
-            again = list(
-                both.map(lambda side: train(side, runs / f"again-{side.commit}", args.steps, kill_after=third), sides)
-            )
-            report(f"the same, killed after step {third} and resumed", again)
-            report("the resumed heads and those of the whole run", [{"heads": x[1]["heads"]} for x in (whole, again)])
+            trained = []
+            for kill, name in (
+                (False, f"{args.steps} training steps: losses and heads"),
+                (True, "the same, killed and resumed"),
+            ):
+                outs = [runs / f"{'resumed' if kill else 'whole'}-{side.commit}" for side in sides]
+                trained.append(compare(name, pool.map(train, sides, outs, [args.steps] * 2, [kill] * 2)))
+            compare("the resumed heads and those of the whole run", [{"heads": new["heads"]} for _, new in trained])
     if not args.work:
         for side in sides:
             subprocess.run(["git", "worktree", "remove", "--force", str(side.folder)], cwd=ROOT, check=True)

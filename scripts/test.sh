@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
 # Every check: style, types, tests. Arguments go to pytest.
+# Usage: scripts/test.sh [--fast] [ARGUMENTS]
+# --fast runs a sample of the tests (tests/conftest.py says which): three minutes on two cores, without the demo backbone, a
+# browser or a terminal.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
-python scripts/fetch_backbone.py
-missing=()
-command -v tmux >/dev/null || missing+=(tmux) # the chat's terminal
-command -v chromium >/dev/null || missing+=(chromium) # the pages' browser
-if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    { apt-get -qq update && apt-get -qq install --yes "${missing[@]}"; } >&2 || echo "${missing[*]}: not installed" >&2
+if [ "${1:-}" != --fast ]; then
+    python scripts/fetch_backbone.py
+    missing=()
+    command -v tmux >/dev/null || missing+=(tmux) # the chat's terminal
+    command -v chromium >/dev/null || missing+=(chromium) # the pages' browser
+    if [ ${#missing[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        { apt-get -qq update && apt-get -qq install --yes "${missing[@]}"; } >&2 || echo "${missing[*]}: not installed" >&2
+    fi
 fi
 ruff check .
 ruff format --check .

@@ -1,6 +1,8 @@
 import os
 import signal
 import sys
+from collections import defaultdict
+from hashlib import sha256
 from pathlib import Path
 
 # One thread a process: OpenMP's threads do not survive `os.fork`, and a forked process would wait for them forever.
@@ -17,9 +19,63 @@ settings.register_profile("locret", deadline=None, derandomize=True)  # the same
 settings.load_profile("locret")
 
 
-def pytest_collection_modifyitems(items):
-    """The longest first, so that no process waits for them at the end: those that run the demo backbone."""
+WHOLE = (
+    "test_imports", "test_layout", "test_readme", "test_docs", "test_command",
+    "test_saved_files::test_a_file_is_little_more_than_its_cache", "test_checkpoint::test_round_trip",
+    "test_training::test_it_learns_and_exports", "test_infer_cli::test_answers_and_reports",
+    "test_eval_runner::test_a_run_writes_rows_and_summary", "test_serving::test_an_answer_whole_and_streamed",
+    "test_serve_command::test_curl", "test_light_install::test_help_and_plans_need_no_extra",
+)  # fmt: skip
+"""Files and tests that ``--fast`` runs: imports, pages and their commands, and each command once. None needs the demo backbone, a
+browser or a terminal."""
+SAMPLED = (
+    "test_policies_oracle", "test_bounded_cache", "test_attention", "test_cis", "test_positions", "test_families",
+    "test_attach", "test_decoding", "test_batch", "test_quantised", "test_documents", "test_kernels_attend",
+)  # fmt: skip
+"""Files of whose tests ``--fast`` runs ``SETS`` sets of parameters; of the oracle's (the first), as many of each policy."""
+SETS = 2
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="run a sample of the tests")
+
+
+def pytest_ignore_collect(collection_path, config):
+    names = {name.partition("::")[0] for name in (*WHOLE, *SAMPLED)}
+    is_test = collection_path.name.startswith("test_")
+    return True if config.getoption("--fast") and is_test and collection_path.stem not in names else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """With ``--fast`` a sample. The longest first, so that no process waits for them at the end: those that run the demo
+    backbone."""
+    if config.getoption("--fast"):
+        chosen = sample(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     items.sort(key=lambda item: item.get_closest_marker("backbone") is None)
+
+
+def sample(items):
+    """The tests of ``WHOLE``, and ``SETS`` of each in ``SAMPLED``: the same on every machine.
+
+    Raises:
+        pytest.UsageError: a file that was collected lacks a test that ``WHOLE`` names.
+    """
+    chosen, sets, names = set(), defaultdict(list), set()
+    for item in items:
+        file, name = item.path.stem, f"{item.path.stem}::{item.originalname}"
+        names |= {file, name}
+        if file in WHOLE or name in WHOLE:
+            chosen.add(item)
+        elif file in SAMPLED:
+            policy = item.callspec.params.get("policy") if file == SAMPLED[0] and hasattr(item, "callspec") else None
+            sets[name, policy].append(item)
+    if wrong := [name for name in WHOLE if name.partition("::")[0] in names and name not in names]:
+        raise pytest.UsageError(f"--fast: there is no {', '.join(wrong)}")
+    for found in sets.values():
+        chosen.update(sorted(found, key=lambda item: sha256(item.nodeid.encode()).digest())[:SETS])
+    return chosen
 
 
 @pytest.fixture

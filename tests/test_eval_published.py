@@ -7,17 +7,14 @@ the published functions (run from checkouts, nothing of them is kept here):
 - OpenLMLab/LEval cd34b05, Evaluation/auto_eval.py with em.py and f1.py; ROUGE by rouge-score 0.1.2 as in rouge.py
 - THUDM/LongBench 2e00731, LongBench/eval.py and metrics.py with fuzzywuzzy 0.18.0, rouge 1.0.1, jieba 0.42.1
 
-`scripts/compare_metrics.py` makes the same comparison on the predictions that the benchmarks publish.
+`scripts/research/compare_metrics.py` makes the same comparison on the predictions that the benchmarks publish.
 """
 
 # ruff: noqa: RUF001
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from scripts_loaded import load_script
 
 from locret_kit.evals.metrics.benchmarks import get_metric
 from locret_kit.evals.tasks.documents import entries
@@ -124,84 +121,3 @@ def test_corners_of_the_published_scripts(task, output, answer, published):
 def test_every_metric_of_the_three_benchmarks_is_compared():
     used = {entry.metric for name, entry in entries().items() if "." in name}
     assert used == {entries()[task].metric for task, *_ in CASES}
-
-
-# ---- the script that compares on published predictions -------------------------------------------------------------
-
-AUTO_EVAL = """
-import argparse, json, os, datasets, nltk
-parser = argparse.ArgumentParser()
-parser.add_argument("--pred_file")
-path = parser.parse_args().pred_file
-class Exam(datasets.Metric):
-    def _compute(self, predictions, references):
-        assert nltk.sent_tokenize("x") and self.config_name == "exam"
-        return {"exact_match": 100 * sum(p == r for p, r in zip(predictions, references)) / len(predictions)}
-rows = [json.loads(line) for line in open(path)]
-print(Exam(config_name="exam").compute([r["m_pred"] for r in rows], [r["gt"] for r in rows]))
-"""
-COMPUTE_SCORES = """
-import json, sys, evaluate
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-path = f"{options['--output_dir']}/{options['--model_name']}/preds_{options['--task']}.jsonl"
-rows = [json.loads(line) for line in open(path)]
-rouge = evaluate.load("rouge")
-found = [rouge.compute(predictions=[r["pred"]], references=[r["label"]], use_aggregator=False) for r in rows]
-print(sum(one["rougeLsum"][0] for one in found) / len(rows))
-"""
-
-EVAL = """
-import json, sys
-with open(f"pred/{sys.argv[2]}/trec.jsonl") as rows, open(f"pred/{sys.argv[2]}/result.json", "w") as out:
-    json.dump({"trec": 100 * sum(row["pred"] in row["answers"] for row in map(json.loads, rows))}, out)
-"""
-
-
-@pytest.fixture
-def checkouts(tmp_path):
-    """Three checkouts in miniature, with scripts of ours that ask for what the published ones ask for."""
-
-    def write(path, *lines):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    write(tmp_path / "leval/Evaluation/auto_eval.py", AUTO_EVAL)
-    answers = [{"gt": "A", "m_pred": "A", "evaluation": "exam"}, {"gt": "B", "m_pred": "C", "evaluation": "exam"}]
-    write(tmp_path / "leval/Predictions/exam_eval/one/tpo.pred.jsonl", *map(json.dumps, answers))
-    write(tmp_path / "infinitebench/src/compute_scores.py", COMPUTE_SCORES)
-    summaries = [{"pred": "b c", "label": ["x y", "b c"]}, {"pred": "b c", "label": ["b d"]}]
-    write(tmp_path / "infinitebench/results/two/preds_longbook_sum_eng.jsonl", *map(json.dumps, summaries))
-    write(tmp_path / "longbench/eval.py", EVAL)
-    label = {"pred": "Food", "answers": ["Food"], "all_classes": ["Food", "Group"]}
-    write(tmp_path / "longbench/pred/three/trec.jsonl", json.dumps(label))
-    return tmp_path
-
-
-def test_comparison_on_checkouts(checkouts, capsys):
-    main = load_script("scripts/compare_metrics.py").main
-    folders = [
-        part for name in ("leval", "infinitebench", "longbench") for part in (f"--{name}", str(checkouts / name))
-    ]
-    assert main(folders) == 0
-    said = capsys.readouterr().out
-    assert "| L-Eval | one | tpo | accuracy | 2 | 50.00 | 50.00 | +0.00 |" in said
-    assert "| InfiniteBench | two | longbook_sum_eng | rougeLsum | 2 | 75.00 | 75.00 | +0.00 |" in said
-    assert "| LongBench | three | trec | accuracy | 1 | 100.00 | 100.00 | +0.00 |" in said
-    assert not (checkouts / "longbench/pred/three/result.json").exists()
-
-    script = checkouts / "infinitebench/src/compute_scores.py"
-    script.write_text(COMPUTE_SCORES + "print(0.752)\n", encoding="utf-8")
-    assert main(folders[2:4]) == 1
-    assert "75.20 | 75.00 | -0.20 |" in capsys.readouterr().out
-
-
-def test_comparison_without_anything_to_compare(checkouts, capsys):
-    main = load_script("scripts/compare_metrics.py").main
-    assert main(["--leval", str(checkouts)]) == 1
-    assert "holds no predictions of leval" in capsys.readouterr().err
-    (checkouts / "infinitebench/src/compute_scores.py").write_text("raise ValueError('no')\n", encoding="utf-8")
-    assert main(["--infinitebench", str(checkouts / "infinitebench")]) == 1
-    said = capsys.readouterr().err
-    assert "left out: results/two/preds_longbook_sum_eng.jsonl: src/compute_scores.py fails: ValueError: no" in said
-    with pytest.raises(SystemExit):
-        main([])

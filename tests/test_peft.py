@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
-from scripts_loaded import load_script
 from tiny_lora import make_lora
 from tiny_tokenizer import save_tiny_backbone
 
@@ -17,8 +16,6 @@ from locret_kit import RetainingHeads
 from locret_kit.backbones.load import choose_adapter, load_backbone
 from locret_kit.cli import infer
 from locret_kit.cli.train import main as train
-from locret_kit.samples.synthetic import synthetic_sample
-from locret_kit.samples.text import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "The harbour was quiet when the boats came in. The pass key is 12345. " * 20
@@ -136,20 +133,3 @@ def test_the_adapter_of_the_heads_unless_another_is_named(tmp_path, monkeypatch)
         adapter, warning = choose_adapter(recorded, given)
         assert adapter == chosen
         assert (warning is None) == (words is None) and (words or "") in (warning or "")
-
-
-def test_the_script_makes_an_adapter_that_lowers_the_loss(backbone, tmp_path, capsys):
-    script = load_script("scripts/train_lora.py")
-    made = tmp_path / "made"
-    assert script.main(["--model", str(backbone), "--to", str(made), "--steps", "12", "--lr", "0.05"]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
-    model, tokenizer = load_backbone(str(backbone), dtype="float32")
-    adapted, _ = load_backbone(str(backbone), dtype="float32", adapter=str(made))
-    samples = [synthetic_sample(tokenizer, [load_text("pydoc")], 512, 1, i, 0.3) for i in range(12)]
-    with torch.no_grad():
-        before, after = ([script.answer_loss(m, sample).item() for sample in samples] for m in (model, adapted))
-    assert lines[0] == f"step 1/12: loss {before[0]:.4f}"
-    assert sum(after) / 12 < sum(before) / 12 - 0.03
-    assert fit(backbone, tmp_path / "run", f"backbone.adapter={made}") == 0
-    assert script.main(["--model", "checkpoints/none"]) == 1
-    assert "no such folder" in capsys.readouterr().err

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripts_loaded import load_script
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
+from locret_kit import BoundedCache, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.press import LocretPress
-
-script = load_script("scripts/compare_kvpress.py")
+from locret_kit.runtime.session import prefill
 
 
 def heads_of(model) -> RetainingHeads:
@@ -39,10 +38,13 @@ def test_the_best_of_its_scores_are_what_our_cache_keeps(family, lookahead):
     model(torch.tensor([ids]), past_key_values=cache)
     for layer in model.model.layers:
         layer.self_attn._forward_hooks.clear()
-    kept = script.ours(model, ids, f"score=cis(lookahead={lookahead}) scope=window(5)", 20, press.heads)
-    for score_BHT, held_HT in zip(found, kept, strict=True):
-        best = torch.zeros_like(held_HT).scatter(1, score_BHT[0].topk(20).indices, True)
-        assert torch.equal(best, held_HT)
+    policy = f"score=cis(lookahead={lookahead}) scope=window(5)"
+    ours = BoundedCache(20, policy, press.heads, prompt_length=len(ids), positions="original", one_shot=True)
+    with attach(model):
+        prefill(model, ids, ours)
+    for layer, score_BHT in enumerate(found):
+        best_HS = score_BHT[0].topk(20).indices.sort(-1).values
+        assert torch.equal(best_HS, ours.kept_positions(layer)[0].sort(-1).values.long())
 
 
 def test_what_it_refuses(tmp_path):

@@ -58,10 +58,9 @@ def resolve_model(name: str, field: str = "model") -> str:
     if beside.exists():
         return str(beside)
     if name.startswith(("checkpoints/", "./", "/")):
-        script = {"checkpoints/SmolLM2-135M-Instruct": "fetch_backbone", "checkpoints/smollm2-135m-lora": "train_lora"}
-        hint = f" (in a clone, python scripts/{script[name]}.py makes it)" if name in script else ""
-        hint += ": on the Hub it is HuggingFaceTB/SmolLM2-135M-Instruct" if "fetch" in hint else ""
-        raise FileNotFoundError(f"{field}={name!r}: no such folder{hint}")
+        hint = " (in a clone, python scripts/fetch_backbone.py makes it): on the Hub it is HuggingFaceTB/SmolLM2-135M-Instruct"
+        demo = name == "checkpoints/SmolLM2-135M-Instruct"
+        raise FileNotFoundError(f"{field}={name!r}: no such folder{hint if demo else ''}")
     return name
 
 

@@ -1,6 +1,8 @@
-"""Say what a run of trials has learned, each signal at its best rate: recall of its own target, from the curves.
+"""Last used 2026-11-23, for docs/results/heads.md.
 
-    python scripts/signal_curves.py runs/signals/heads --last 20 [--write docs/results/heads.md]
+Say what a run of trials has learned, each signal at its best rate: recall of its own target, from the curves.
+
+    python scripts/research/signal_curves.py runs/signals/heads --last 20 [--write docs/results/heads.md]
 
 A step's recall is taken before its update, on a sample that is new. Of each signal the rate (NAME@RATE) with the highest recall
 over the ``last`` steps before those of the table is taken. Recalls of different targets do not compare; signals with the same
@@ -73,7 +75,7 @@ def table(run: Path, last: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2], allow_abbrev=False)
     parser.add_argument("run", type=Path, help="the folder heads of a run with trials.rates")
     parser.add_argument("--last", type=int, default=20, help="steps that count")
     parser.add_argument("--write", type=Path, help="page whose table is rewritten")

@@ -1,7 +1,9 @@
-"""Count the 13-grams of evaluation texts that training texts have too.
+"""Last used 2026-11-23, for docs/results/overlap.md.
 
-    python scripts/overlap.py TRAINING... --against EVALUATION... [--write docs/results/overlap.md]
-    python scripts/overlap.py pydoc wording FOLDER --against repeated jargon R.PassKey ruler OTHER_FOLDER
+Count the 13-grams of evaluation texts that training texts have too.
+
+    python scripts/research/overlap.py TRAINING... --against EVALUATION... [--write docs/results/overlap.md]
+    python scripts/research/overlap.py pydoc wording FOLDER --against repeated jargon R.PassKey ruler OTHER_FOLDER
 
 TRAINING is a recipe, a folder of heads with a training.json, what ``data.texts`` takes, or 'wording', the facts, prompts and
 sentences of synthetic samples. EVALUATION is 'repeated' or another haystack, a folder of them (a row each), or a synthetic task,
@@ -114,7 +116,7 @@ def table(training: Sequence[str], evaluation: Sequence[str], tokenizer: str) ->
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2], allow_abbrev=False)
     parser.add_argument("training", nargs="+")
     parser.add_argument("--against", nargs="+", required=True, metavar="EVALUATION")
     parser.add_argument("--tokenizer", default=BACKBONE, help=f"of tasks' prompts (default {BACKBONE})")

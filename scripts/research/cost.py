@@ -1,7 +1,9 @@
-"""Seconds a prompt token at each length and policy, in turn, in one process; with --full beside model.generate's prefill.
+"""Last used 2026-11-23, for docs/results/cost.md.
 
-    python scripts/cost.py --ckpt checkpoints/smollm2-135m-locret --length 8192 65536 --budget 1024
-    python scripts/cost.py --ckpt ... --length 16384 --budget 512 --policy recency h2o roco snapkv nacl 'kvcrush(base=snapkv)'
+Seconds a prompt token at each length and policy, in turn, in one process; with --full beside model.generate's prefill.
+
+    python scripts/research/cost.py --ckpt checkpoints/smollm2-135m-locret --length 8192 65536 --budget 1024
+    python scripts/research/cost.py --ckpt ... --length 16384 --budget 512 --policy recency h2o snapkv 'kvcrush(base=snapkv)'
 
 Nothing else should run meanwhile. A line holds one measurement; the first policy is what ratios are taken against.
 """

@@ -14,8 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.backbones.load import load_backbone
 
-load_script("scripts/fetch_backbone.py")  # the script that is tested takes what it shares from there
-script = load_script("scripts/convert_gguf.py")
+script = load_script("scripts/fetch_backbone.py")
 
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -68,7 +67,7 @@ def test_a_folder_holds_the_weights_and_the_tokens(tmp_path):
     tokenizer = tiny_tokenizer()
     model = tiny_model("qwen2", vocab_size=len(tokenizer))
     write(tmp_path / "tiny.gguf", model, tokenizer)
-    assert script.main([str(tmp_path / "tiny.gguf"), str(tmp_path / "made")]) == 0
+    script.dequantise(tmp_path / "tiny.gguf", tmp_path / "made", "any/tiny").save_pretrained(tmp_path / "made")
     made, split = load_backbone(str(tmp_path / "made"), dtype="bfloat16", device="cpu")
     wanted = model.bfloat16().state_dict()
     assert made.state_dict().keys() == wanted.keys()
@@ -76,21 +75,4 @@ def test_a_folder_holds_the_weights_and_the_tokens(tmp_path):
     text = "The pass key is 4711.\n\nRemember it; 3 of 12."
     assert split.get_vocab().items() >= tokenizer.get_vocab().items() and split.eos_token == tokenizer.eos_token
     assert split.decode(split(text).input_ids) == text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "tiny.gguf"]
-
-
-def test_what_cannot_be_made_is_one_line(tmp_path, capsys):
-    (tmp_path / "text.gguf").write_text("The grass is green.")
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0")
-    for file, to, said in (
-        ("none.gguf", "made", "none.gguf: no such file"),
-        ("text.gguf", "made", "text.gguf is no GGUF file"),
-        ("cut.gguf", "made", "cut.gguf cannot be read"),
-    ):
-        capsys.readouterr()
-        assert script.main([str(tmp_path / file), str(tmp_path / to)]) == 1
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("convert_gguf: ")]
-        assert len(errors) == 1 and said in errors[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "text.gguf"]
-    (tmp_path / "made").mkdir()
-    assert script.main([str(tmp_path / "text.gguf"), str(tmp_path / "made")]) == 1
+    assert made.config._name_or_path == str(tmp_path / "made") and made.config.dtype == torch.bfloat16

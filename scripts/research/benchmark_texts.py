@@ -1,8 +1,10 @@
-"""Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
+"""Last used 2026-11-25, for docs/results/heads.md.
 
-    python scripts/benchmark_texts.py FOLDER --parts dev test     # FOLDER/dev and FOLDER/test, a .txt file for each package
-    python scripts/benchmark_texts.py FOLDER                      # every part, the training texts too
-    python scripts/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
+Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
+
+    python scripts/research/benchmark_texts.py FOLDER --parts dev test  # FOLDER/dev and FOLDER/test, a .txt file for each package
+    python scripts/research/benchmark_texts.py FOLDER                    # every part, the training texts too
+    python scripts/research/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
 
 Settings are chosen on ``dev``; what is reported is measured on ``test``, and ``later`` is for heads whose settings were chosen
 when ``test`` was known; ``latest`` for what was settled when ``later`` was, and ``newest`` when ``latest`` was. Packages are
@@ -105,7 +107,7 @@ def make(source: Source, scratch: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2], allow_abbrev=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="by default all")
     args = parser.parse_args(argv)

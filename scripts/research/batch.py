@@ -1,7 +1,9 @@
-"""Measure many prompts at once against one at a time: write a table of docs/results/serving.md.
+"""Last used 2026-11-23, for docs/results/serving.md.
 
-    python scripts/batch.py --ckpt checkpoints/smollm2-135m-locret
-    python scripts/batch.py --ckpt HEADS --name long --prompts 32 --lengths 4096 4096 --new-tokens 16
+Measure many prompts at once against one at a time: write a table of docs/results/serving.md.
+
+    python scripts/research/batch.py --ckpt checkpoints/smollm2-135m-locret
+    python scripts/research/batch.py --ckpt HEADS --name long --prompts 32 --lengths 4096 4096 --new-tokens 16
 
 Both ways run in one process, by turns, on the same prompts: stretches of the Jargon File of lengths drawn with a fixed seed.
 Every answer has all its tokens. CPU seconds are this process's own, whatever else the machine does.
@@ -32,7 +34,7 @@ from locret_kit.runtime.provenance import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.text import load_text
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "serving.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "serving.md"
 Tokens = list[list[int]]
 
 
@@ -107,7 +109,7 @@ def measure(args: argparse.Namespace) -> list[str]:
     tokens = args.prompts * args.new_tokens
     found = versions()
     return [
-        f"`python scripts/batch.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
+        f"`python scripts/research/batch.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
         f"{found.get('commit', found['locret_kit'])}, torch {found['torch']}, float32, {os.cpu_count()} CPU cores "
         f"({platform.machine()}), {torch.get_num_threads()} threads, load {os.getloadavg()[1]:.1f} (5 minutes).",
         "",

@@ -1,9 +1,11 @@
-"""Measure a server under load: write tables of docs/results/serving.md.
+"""Last used 2026-11-23, for docs/results/serving.md.
 
-    python scripts/load.py run --ckpt HEADS --mix mixed --requests 60 --clients 16 -o ours.json
-    python scripts/load.py run --ckpt HEADS --mix mixed --requests 60 --clients 16 --server transformers -o theirs.json
-    python scripts/load.py check ours.json --ckpt HEADS          # each answer against that request alone
-    python scripts/load.py page load ours.json theirs.json
+Measure a server under load: write tables of docs/results/serving.md.
+
+    python scripts/research/load.py run --ckpt HEADS --mix mixed --requests 60 --clients 16 -o ours.json
+    python scripts/research/load.py run --ckpt HEADS --mix mixed --requests 60 --clients 16 --server transformers -o theirs.json
+    python scripts/research/load.py check ours.json --ckpt HEADS          # each answer against that request alone
+    python scripts/research/load.py page load ours.json theirs.json
 
 ``run`` starts a server in a process of its own, on loopback: ``locret-serve``, or ``transformers serve`` with the same
 backbone, both in float32. A closed loop has ``--clients`` clients that each wait for their answer; an open one (``--rate``)
@@ -46,7 +48,7 @@ from locret_kit.samples.chat import render_messages
 from locret_kit.samples.text import load_text
 from locret_kit.settings import RunSettings
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "serving.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "serving.md"
 HOST = "127.0.0.1"
 QUESTION = "\n\nWhat is this text about?"
 SAMPLE_SECONDS = 0.1
@@ -289,7 +291,7 @@ def run(args: argparse.Namespace) -> None:
     loop = f"{args.rate} requests per second" if args.rate else str(args.clients)
     made |= {
         "server": args.server, "mix": args.mix, "loop": loop, "rate": args.rate, "requests": args.requests,
-        "command": shlex.join(["python", "scripts/load.py", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "scripts/research/load.py", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d"),
         "versions": versions(), "machine": machine(),
         "load": round(os.getloadavg()[1], 1), "ready": ready, "sessions": args.sessions,
         "planned": planned(args, heads, ready, backbone) if args.server == "locret" else None,

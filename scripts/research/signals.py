@@ -1,11 +1,13 @@
-"""Compare retaining heads from one reading of each text: training signals, or any sets of heads of one backbone.
+"""Last used 2026-11-25, for docs/results/heads.md.
 
-    python scripts/signals.py --ckpt runs/signals/heads/* --haystacks texts/dev --out runs/dev --best
-    python scripts/signals.py --ckpt HEADS... --haystacks texts/test --out runs/test --against log-prob@0.003 \\
+Compare retaining heads from one reading of each text: training signals, or any sets of heads of one backbone.
+
+    python scripts/research/signals.py --ckpt runs/signals/heads/* --haystacks texts/dev --out runs/dev --best
+    python scripts/research/signals.py --ckpt HEADS... --haystacks texts/test --out runs/test --against log-prob@0.003 \\
         --write docs/results/heads.md
 
 Every prompt is read once with full attention, and every set of heads answers from an eighth and from a sixteenth of it
-(`locret_kit/evals/engine/one_reading.py`), token by token: digits that are asked for (``passkey``, and ``questions`` of four
+(`one_reading.py`), token by token: digits that are asked for (``passkey``, and ``questions`` of four
 facts in one text), the text's next 64 tokens (``perplexity``), or the 64 that full attention answers to a question of a data
 set's (``agreement:leval.quality``, with ``--data``). ``--best`` names for each signal the rate (NAME@RATE) of the least nats a
 token, over all tasks alike, for ``--ckpt`` of a second run on other texts.
@@ -23,10 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from one_reading import Given, given
+
 from locret_kit import BoundedCache, RetainingHeads
 from locret_kit.backbones.load import load_backbone
 from locret_kit.evals.engine.fidelity import greedy_reference
-from locret_kit.evals.engine.one_reading import Given, given
 from locret_kit.evals.engine.rows import Row, Shard, read_rows
 from locret_kit.evals.report.benchmark import figure
 from locret_kit.evals.report.paired import differences
@@ -186,7 +189,7 @@ def family(task: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2], allow_abbrev=False)
     parser.add_argument("--ckpt", nargs="+", default=[], help="heads: folders of different names")
     parser.add_argument("--haystacks", nargs="+", default=[], help="real texts: files or folders")
     parser.add_argument("--data", nargs="+", default=[], help="folders of the data sets' files")

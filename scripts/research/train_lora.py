@@ -1,6 +1,8 @@
-"""Fine-tune a small LoRA on the kit's synthetic questions, so that heads can be trained for an adapted backbone.
+"""Last used 2026-11-22, for recipes/smollm2-135m-lora.yaml.
 
-    python scripts/train_lora.py [--model FOLDER_OR_REPO] [--to FOLDER] [--steps N]
+Fine-tune a small LoRA on the kit's synthetic questions, so that heads can be trained for an adapted backbone.
+
+    python scripts/research/train_lora.py [--model FOLDER_OR_REPO] [--to FOLDER] [--steps N]
     locret-train recipe=smollm2-135m-lora
 
 The loss is the cross-entropy of the answers' tokens. The adapter is PEFT's own format.
@@ -21,7 +23,7 @@ from locret_kit.naming import first_line
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.samples.text import load_text
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def answer_loss(model: Any, sample: Any) -> torch.Tensor:
@@ -57,7 +59,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2])
     parser.add_argument("--model", default="checkpoints/SmolLM2-135M-Instruct")
     parser.add_argument("--to", type=Path, default=ROOT / "checkpoints" / "smollm2-135m-lora", help="folder to write")
     parser.add_argument("--steps", type=int, default=60)

@@ -1,7 +1,9 @@
-"""Measure the run setting ``protect`` against none, on the same prompts: needles, agreement, reading, and long conversations.
+"""Last used 2026-11-23, for docs/results/sessions.md.
 
-    python scripts/protect.py --ckpt HEADS --data FOLDER/OF/LEVAL/train --out runs/protect           # measure, then the table
-    python scripts/protect.py --out runs/protect --table                                             # the table alone
+Measure the run setting ``protect`` against none, on the same prompts: needles, agreement, reading, and long conversations.
+
+    python scripts/research/protect.py --ckpt HEADS --data FOLDER/OF/LEVAL/train --out runs/protect  # measure, then the table
+    python scripts/research/protect.py --out runs/protect --table                                    # the table alone
 
 The table goes to docs/results/sessions.md, between HTML comments. A rerun measures only what is missing. A conversation is one
 that the model has held under full attention; each of its answers is then read, in a cache of so many slots, after the
@@ -223,7 +225,7 @@ def main() -> None:
                 found += of_rows(folder)
     said = "--ckpt HEADS --data FOLDER" + (f" --samples {args.samples} --texts {args.texts}")
     sessions.put(
-        "protect", [f"`python scripts/protect.py {said}`; {sessions.ground()}.", "", table(found).rstrip("\n")]
+        "protect", [f"`python scripts/research/protect.py {said}`; {sessions.ground()}.", "", table(found).rstrip("\n")]
     )
 
 

@@ -1,6 +1,8 @@
-"""Measure what recall can reach: the needle's blocks are brought back by an oracle, and the question attends to them.
+"""Last used 2026-11-25, for checkpoints/smollm2-135m-locret/LOG.md.
 
-    python scripts/recall_ceiling.py --ckpt checkpoints/smollm2-135m-locret --length 4096 --budget 256 --samples 0,1,2,8
+Measure what recall can reach: the needle's blocks are brought back by an oracle, and the question attends to them.
+
+    python scripts/research/recall_ceiling.py --ckpt checkpoints/smollm2-135m-locret --length 4096 --budget 256 --samples 0,1,2,8
 
 The text is read by ``--policy`` up to the prompt's tail, and every key and value is recorded as it was computed then. The tail
 and the answer attend to some of these rows:

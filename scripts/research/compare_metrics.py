@@ -1,8 +1,10 @@
-"""Compare our metrics with the scores of the benchmarks' own scripts, on predictions that were published with them.
+"""Last used 2026-11-22, for README.md.
+
+Compare our metrics with the scores of the benchmarks' own scripts, on predictions that were published with them.
 
     git clone https://github.com/OpenLMLab/LEval
     git clone https://github.com/OpenBMB/InfiniteBench
-    python scripts/compare_metrics.py --leval LEval --infinitebench InfiniteBench
+    python scripts/research/compare_metrics.py --leval LEval --infinitebench InfiniteBench
 
 Exit status 1 where a figure differs by more than 0.1 point. ``--longbench`` takes a folder with LongBench's `eval.py` and
 `metrics.py` and with predictions under ``pred/MODEL/``, which LongBench itself does not publish; its script needs
@@ -197,7 +199,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 where a figure differs, where there is none, or after an error said in one line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2], allow_abbrev=False)
     for name in BENCHMARKS:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER", help="a checkout with predictions")
     chosen = {name: folder for name, folder in vars(parser.parse_args(argv)).items() if folder is not None}

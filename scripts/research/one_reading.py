@@ -1,4 +1,6 @@
-"""Several retaining heads from one reading: a prompt is read once with full attention while every set of heads scores it, and
+"""Last used 2026-11-25, for docs/results/heads.md.
+
+Several retaining heads from one reading: a prompt is read once with full attention while every set of heads scores it, and
 each then answers from the slots that it would have kept.
 
 This is what a cache does whose chunk is the prompt: one eviction, before the prompt's last tokens. Hidden states are those of
@@ -15,17 +17,17 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor
 
-from ...backbones.intercept import attach
-from ...backbones.releases import forward
-from ...cache.bounded import BoundedCache
-from ...cache.view import slots_of
-from ...heads import RetainingHeads
-from ...policies.base import Entry, Score, TopK, Uniform
-from ...policies.grammar import parse_policy
-from ...policies.policy import Policy
-from ...runtime.session import prefill
-from ...settings import RunSettings
-from .fidelity import nll_of
+from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.releases import forward
+from locret_kit.cache.bounded import BoundedCache
+from locret_kit.cache.view import slots_of
+from locret_kit.evals.engine.fidelity import nll_of
+from locret_kit.heads import RetainingHeads
+from locret_kit.policies.base import Entry, Score, TopK, Uniform
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.policy import Policy
+from locret_kit.runtime.session import prefill
+from locret_kit.settings import RunSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,8 +1,10 @@
-"""Compare our policies with NVIDIA's kvpress: the share of slots that both keep when a whole prompt is cut once.
+"""Last used 2026-11-25, for docs/howto/others.md.
+
+Compare our policies with NVIDIA's kvpress: the share of slots that both keep when a whole prompt is cut once.
 
     pip install --no-deps kvpress cachetools fire termcolor    # it pins an older transformers, hence --no-deps
-    python scripts/compare_kvpress.py
-    python scripts/compare_kvpress.py --model checkpoints/SmolLM2-135M-Instruct --length 1024 --budget 256
+    python scripts/research/compare_kvpress.py
+    python scripts/research/compare_kvpress.py --model checkpoints/SmolLM2-135M-Instruct --length 1024 --budget 256
 
 Without ``--model`` the backbone is a tiny random Llama in float64, the text random tokens, no two alike. Exit status 1 where
 slots differ without a known reason. Left out are KVzip, which needs a tokenizer, merging, and what kvpress does not have.
@@ -135,7 +137,7 @@ def backbone(name: str | None, length: int) -> tuple[Any, list[int]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 where slots differ without a known reason, or after an error said in one line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2], allow_abbrev=False)
     parser.add_argument("--model", help="folder or Hub id of a backbone; read in float32")
     parser.add_argument("--length", type=int, default=460, help="tokens of the text")
     parser.add_argument("--budget", type=int, default=150, help="slots a head")

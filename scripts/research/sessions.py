@@ -1,7 +1,9 @@
-"""Measure documents and conversations: write the tables of docs/results/sessions.md.
+"""Last used 2026-11-23, for docs/results/sessions.md.
 
-    python scripts/sessions.py questions --ckpt HEADS                # a text of 128K tokens, read once, asked 20 times
-    python scripts/sessions.py turns --ckpt HEADS --turns 1000       # a conversation, with and without a pin
+Measure documents and conversations: write the tables of docs/results/sessions.md.
+
+    python scripts/research/sessions.py questions --ckpt HEADS                # a text of 128K tokens, read once, asked 20 times
+    python scripts/research/sessions.py turns --ckpt HEADS --turns 1000       # a conversation, with and without a pin
 
 ``questions`` hides 20 facts at 20 depths of the Jargon File, reads it in one process (``read``, unless that was done before),
 loads the file in another and asks there. ``turns`` tells 20 facts in the first message and asks for them in a short
@@ -33,7 +35,7 @@ from locret_kit.samples.text import load_text, starts, take
 from locret_kit.samples.wording import NAMES
 from locret_kit.settings import RunSettings
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "sessions.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "sessions.md"
 OPENING = "Remember these facts.\n"
 FILLERS = (
     "How are you today?", "Tell me something about the sea.", "What is seven times eight?", "Name a colour.",
@@ -136,7 +138,7 @@ def questions(args: argparse.Namespace) -> None:
     }
     said = " ".join(f"--{name} {value}" for name, value in {**chosen, "seed": args.seed}.items() if value is not None)
     lines = [
-        f"`python scripts/sessions.py questions {said}`; {ground()}.",
+        f"`python scripts/research/sessions.py questions {said}`; {ground()}.",
         "",
         f"- Read once: {figures['tokens']} tokens in {figures['read_s']:.0f} s ({figures['ground']}).",
         f"- Loading the file: {load_s:.2f} s, {load_s / figures['read_s']:.2%} of that (the model's own loading excluded). "
@@ -197,7 +199,7 @@ def turns(args: argparse.Namespace) -> None:
     chosen = {"budget": args.budget, "chunk": args.chunk, "stabilizers": args.stabilizers, "protect": args.protect}
     more = "".join(f" --{name} {value}" for name, value in chosen.items() if value is not None)
     lines = [
-        f"`python scripts/sessions.py turns --ckpt {args.ckpt} --turns {args.turns} --until {args.until}{more} "
+        f"`python scripts/research/sessions.py turns --ckpt {args.ckpt} --turns {args.turns} --until {args.until}{more} "
         f"--seed {args.seed}`; {ground()}.",
         "",
         f"{len(told)} facts are told in the first message, fillers follow. Right answers after so many turns:",

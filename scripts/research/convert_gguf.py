@@ -1,6 +1,8 @@
-"""Make a backbone's folder out of a GGUF file, with every weight dequantised to bfloat16.
+"""Last used 2026-11-22, for checkpoints/gemma3-270m-locret/README.md.
 
-    python scripts/convert_gguf.py FILE.gguf FOLDER
+Make a backbone's folder out of a GGUF file, with every weight dequantised to bfloat16.
+
+    python scripts/research/convert_gguf.py FILE.gguf FOLDER
 
 Configuration and tokenizer are what transformers reads out of the file. GGUF has only a name for how a tokenizer splits a
 text before its merges: where you have the original's tokenizer files, put them into the folder instead.
@@ -15,10 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fetch_backbone import dequantise, say
-
 from locret_kit.cli.command import command
 from locret_kit.naming import first_line
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from fetch_backbone import dequantise, say
 
 MAGIC = b"GGUF"
 
@@ -55,7 +58,7 @@ def convert(file: Path, to: Path) -> None:
 
 @command("convert_gguf")
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[2])
     parser.add_argument("file", type=Path, help="the GGUF file")
     parser.add_argument("folder", type=Path, help="folder to make")
     args = parser.parse_args(argv)

@@ -1,6 +1,8 @@
-"""Two commands one after the other, and both at once: what a neighbour costs.
+"""Last used 2026-11-23, for docs/results/cost.md.
 
-    python scripts/at_once.py "locret-infer ... a.txt" "locret-infer ... b.txt" --rounds 3
+Two commands one after the other, and both at once: what a neighbour costs.
+
+    python scripts/research/at_once.py "locret-infer ... a.txt" "locret-infer ... b.txt" --rounds 3
 
 Two processes that share the cores fairly end, at once, no later than one after the other. Threads that spin while they wait
 take cores from the other process: the ratio is then far above 1.
