@@ -30,9 +30,11 @@ from .arguments import check_arguments
 from .context import CacheCounters, Context, Pins
 from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
+from .layer_attention import Fixed
 from .pins import check_room, pins_of, without
 from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
-from .step import Fixed, evict_if_due, read_block, read_tokens
+from .stages import stages_of
+from .step import evict_if_due, read_block, read_tokens
 from .storage.float8 import Float8Layer
 from .storage.make import make_layers
 from .storage.quantised import Scratch, check_storage
@@ -128,7 +130,7 @@ class BoundedCache(Cache, Handler):
         if self._context is None:
             context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
             check_room(context, self.pins)
-            self._context = replace(context, pins=self.pins)
+            self._context = replace(context, pins=self.pins, stages=stages_of(self.policy))
             self.settings = context.settings
             self.layers.extend(make_layers(self._context, self.scratch))
         elif self._context.spec != spec_of(text_config(model)):

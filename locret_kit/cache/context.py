@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
+from torch import Tensor
+
+from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
 from ..backbones.rope import Rope
 from ..policies.policy import Policy
+from ..policies.slots import Slots
 from ..settings import Resolved
 from .backend import Backend, backend_for
 from .geometry.positions import Positions
@@ -61,6 +65,38 @@ class CacheCounters:
         self.evicted_rows += evicted
 
 
+class Stage:
+    """What a policy does beside evicting. The base does nothing; a part of a policy that needs more derives from it."""
+
+    def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
+        """Whether the attention of a layer's newest ``tokens`` rows is this stage's own: ``attend`` computes it."""
+        return False
+
+    def attend(self, ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
+        """Attention ``[B, Q, T, D]`` of the newest rows' tokens."""
+        raise NotImplementedError
+
+    def narrows(self, rows: BoundedLayer, tokens: int) -> bool:
+        """Whether a chunk of ``tokens`` may see chosen ``blocks`` of the rows alone."""
+        return False
+
+    def blocks(
+        self, ctx: Context, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float
+    ) -> Blocks | None:
+        """Blocks of the rows that a chunk sees, for some key/value heads of a layer; None for all rows.
+
+        Args:
+            q_BQTD: queries and keys after RoPE.
+        """
+        return None
+
+    def evicted(
+        self, ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
+    ) -> None:
+        """Take notice of an eviction before rows move. ``stay_BHS``: bool, the slots that the policy keeps."""
+        return None
+
+
 @dataclass(frozen=True)
 class Context:
     """Everything that a step needs beside the rows of its layer. Only the counters and the tables of a forward change."""
@@ -88,6 +124,8 @@ class Context:
     counters: CacheCounters
     recalls: RecallCounters = field(default_factory=RecallCounters)
     votes: Votes = field(default_factory=Votes)
+    stages: tuple[Stage, ...] = ()
+    """What the policy does beside evicting."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
 
@@ -153,6 +191,11 @@ class Context:
             tables=RotationTables(),
             counters=counters,
         )
+
+    @property
+    def evicts_after_forward(self) -> bool:
+        """Whether evictions wait for the final hidden states of a block, by which its tokens are scored."""
+        return self.policy.needs_logits
 
     def rope(self, layer: int) -> Rope:
         """The rotation of a layer, for policies that need an adapter.

@@ -1,15 +1,17 @@
-"""A policy's view of a layer: its slots, with keys, values and queries read only where they are asked for."""
+"""A policy's view of a layer: new tokens as they enter; slots, with keys, values and queries read where they are asked for."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from ..backbones.rope import Rope, rotate
-from ..policies.base import Slots
+from ..policies.base import Entry, Slots
 from .context import Context
 from .pins import pinned_slots
 from .storage.rows import BoundedLayer
@@ -127,3 +129,30 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
         G = q.shape[1] // cos.shape[1]  # [B, H, W, R] -> [B, Q, W, R]
         cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)
     return rotate(q, cos, sin)
+
+
+def entry_scores(
+    ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Scores ``[B, H, T]`` of new tokens after ``seen`` others."""
+    began = time.perf_counter()
+    # A windowed layer's scores are never read, and its score's memory would grow with the text.
+    score_BHT = None
+    if rows.window is None:  # [B, H, T]
+        entry = Entry(
+            layer=layer,
+            position=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
+            q=q,
+            k=k,
+            v=v,
+            head=ctx.heads[layer] if ctx.heads is not None else None,
+            seed=ctx.settings.seed,
+            rope=ctx.ropes[layer] if ctx.ropes is not None else None,
+            state=rows.state,
+            linear=ctx.backend.linear,
+        )
+        score_BHT = ctx.policy.score.score_new_tokens(entry)
+    if score_BHT is None:
+        score_BHT = torch.zeros((), device=k.device).expand(k.shape[:3])
+    ctx.counters.score_s += time.perf_counter() - began
+    return score_BHT

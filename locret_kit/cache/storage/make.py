@@ -32,7 +32,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
                 views = policy.recall.count(ctx.spec.n_heads // ctx.spec.n_kv_heads)
                 size, representatives = policy.recall.size, policy.recall.representatives
                 rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
-        rows.backend = ctx.backend.name
+        rows.backend, rows.grows = ctx.backend.name, policy.keeps_everything
         layers.append(rows)
     return layers
 

@@ -50,6 +50,8 @@ class BoundedLayer(CacheLayerMixin):
     ragged = False
     backend = "reference"
     """Of ``locret_kernels``, which moves the rows."""
+    grows = False
+    """Whether rows that no window ends are all kept, in buffers that grow."""
     keys: Tensor  # type: ignore[assignment]
     values: Tensor  # type: ignore[assignment]
     positions: Tensor

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from locret_kernels.column_stats.reference import MARGIN
 
-from ..backbones.rope import Rope, rotate
-from ..policies.base import Found, Recall, Slots, resolve_count, wide
-from ..settings import FIRST
-from .context import Context
-from .storage.blocks import BlockStore, Recalled
-from .storage.rows import BoundedLayer, EqualLengthHeads
+from ...backbones.rope import Rope, rotate
+from ...policies.base import Found, Recall, Slots, resolve_count, wide
+from ...settings import FIRST
+from ..context import Context, Stage
+from ..storage.blocks import BlockStore, Recalled
+from ..storage.rows import BoundedLayer, EqualLengthHeads
 
 LOOKUP = 512
 """Distance (tokens) at which queries meet keys that are stored before RoPE, where the part says none."""
@@ -30,41 +30,41 @@ TILE = 64
 """Queries whose attention weights exist at once."""
 
 
-def store(ctx: Context, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
-    """Store what is evicted, before the rows move."""
-    assert ctx.policy.recall is not None and rows.store is not None
-    began = time.perf_counter()
-    gone_BHS = slots.valid & ~stay_BHS
-    views = ctx.policy.recall.views(slots, scores_BHS)
-    rows.store.put([rows.slots(name) for name in ("keys", "values", "positions")], gone_BHS, views)
-    ctx.recalls.stored_slots += int(gone_BHS.sum())
-    ctx.recalls.recall_s += time.perf_counter() - began
+@dataclass(frozen=True)
+class RecallStage(Stage):
+    """Stores what is evicted, and brings blocks back for the tokens that are read next."""
+
+    recall: Recall
+
+    def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
+        if rows.store is None:
+            return False
+        if not rows.store.blocks:
+            return self.recall.far > 0  # which places the rows too
+        return self.recall.reading or in_tail(ctx, rows, tokens)
+
+    def attend(self, ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
+        out, T = [], q_BQTD.shape[2]
+        pieces = [slice(t, t + 1) for t in range(T)] if self.recall.apart >= T else [slice(0, T)]
+        for piece in pieces:
+            out.append(_attend_piece(ctx, self.recall, layer, rows, q_BQTD[:, :, piece], T - piece.stop))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+    def evicted(
+        self, ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
+    ) -> None:
+        assert rows.store is not None
+        began = time.perf_counter()
+        gone_BHS = slots.valid & ~stay_BHS
+        views = self.recall.views(slots, scores_BHS)
+        rows.store.put([rows.slots(name) for name in ("keys", "values", "positions")], gone_BHS, views)
+        ctx.recalls.stored_slots += int(gone_BHS.sum())
+        ctx.recalls.recall_s += time.perf_counter() - began
 
 
 def in_tail(ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
     """Whether the newest ``tokens`` tokens, which are rows already, are the prompt's tail or what follows it."""
     return ctx.schedule.body is None or rows.seen - tokens >= ctx.schedule.body
-
-
-def brings_back(ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
-    """Whether blocks come back for the newest tokens."""
-    recall = ctx.policy.recall
-    if recall is None or rows.store is None:
-        return False
-    if not rows.store.blocks:
-        return recall.far > 0  # which places the rows too
-    return recall.reading or in_tail(ctx, rows, tokens)
-
-
-def attend(ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
-    """Attention ``[B, Q, T, D]`` of the newest rows' tokens over the rows and what comes back for them."""
-    recall, T = ctx.policy.recall, q_BQTD.shape[2]
-    assert recall is not None
-    out = []
-    pieces = [slice(t, t + 1) for t in range(T)] if recall.apart >= T else [slice(0, T)]
-    for piece in pieces:
-        out.append(_attend_piece(ctx, recall, layer, rows, q_BQTD[:, :, piece], T - piece.stop))
-    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
 
 def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, q_BQTD: Tensor, later: int) -> Tensor:

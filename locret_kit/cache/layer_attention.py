@@ -1,0 +1,137 @@
+"""Attention of new tokens, which are rows already, over the rows of their layer: a chunk in a call for each length of heads, one
+token in a call for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from locret_kernels.attend import ChunkRotation
+from locret_kernels.backend import function
+
+from ..policies.base import PrefillMask
+from .attention import attend_heads
+from .context import Context
+from .decoding import RowRotation, VarlenRows, decode_rows
+from .storage.ragged import RaggedLayer
+from .storage.rows import BoundedLayer, EqualLengthHeads
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Where one token stands whose step has fixed shapes: numbers on the device."""
+
+    seen: Tensor
+    """Tokens before it (integer without axes)."""
+    position: Tensor
+    """The same in the type of stored positions (int32)."""
+    row_1: Tensor
+    """Row ``[1]`` that it becomes in every head."""
+    flat: VarlenRows
+    """Rows that it sees, its own included."""
+
+
+def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: Fixed | None = None) -> Tensor:
+    """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
+    flat = rows.flat().newest(rows.window) if fixed is None else fixed.flat
+    turn = None
+    if (rope := ctx.read_rope(layer, rows)) is not None:
+        span = ctx.positions.span or 0
+        now = None if not span else torch.full((), rows.seen, device=q.device) if fixed is None else fixed.seen + 1
+        turn = RowRotation(*ctx.tables.upto(rope, max(span, flat.longest), q), span, now)
+    statistics = ctx.statistics if rows.window is None else ()
+    return decode_rows(q, flat, rows.scaling, ctx.backend.name, statistics, turn, ctx.group)
+
+
+def attend_chunk(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length, or one for heads of
+    different lengths where PyTorch has it."""
+    narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
+    plain = not rows.statistics and not narrows and prefill_mask(ctx, rows) is None
+    if plain and isinstance(rows, RaggedLayer) and ctx.backend.attends_ragged(q):
+        return _attend_ragged(ctx, layer, rows, q)
+    out, G = [], q.shape[1] // rows.H
+    for part in rows.parts():
+        queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
+        out.append(_attend_part(ctx, layer, rows, part, q[:, queries]))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+
+def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Tensor:
+    """``attend_chunk`` over all heads of a layer at once."""
+    # The scratch of rows in few bits may be larger than this layer.
+    keys, values = (rows.buffer(name)[: len(rows.positions)] for name in ("keys", "values"))
+    starts_P, lengths_P, rope = rows.starts, rows.lengths, ctx.read_rope(layer, rows)
+    if rope is not None:
+        (B, Q, T, _), N, H = q.shape, len(keys), rows.H
+        # Rank of each row in its head; that of its last row where it is free, so that tables reach there.
+        row_N = torch.arange(N, device=q.device)
+        head_N = torch.searchsorted(starts_P, row_N, right=True) - 1
+        place_N = torch.minimum(row_N - starts_P[head_N], lengths_P[head_N] - 1)
+        place_PT = lengths_P[:, None] - T + torch.arange(T, device=q.device)
+        size = max(rows.longest, ctx.positions.span or 0)
+        if not ctx.positions.by_rank:
+            place_PT = ctx.positions.place(place_PT, rows.positions[starts_P[:, None] + place_PT], rows.seen)
+            place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
+        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
+        keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
+        q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
+    return attend_heads(q, keys, values, starts_P, lengths_P, rows.longest, rows.scaling)
+
+
+def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
+    """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, unless the policy's
+    prefill mask hides some of them."""
+    T, seen, rotation = q.shape[2], None, None
+    if (mask := prefill_mask(ctx, rows)) is not None:
+        seen = mask.visible(part.keys.shape[2], rows.since_eviction)
+    keys, values = _picked(part.keys, seen), _picked(part.values, seen)
+    if (rope := ctx.read_rope(layer, rows)) is not None:
+        n = keys.shape[2]
+        if ctx.positions.by_rank:
+            cos, sin = ctx.tables.first(rope, n, q, rows.ragged)
+            newest = cos[-T:], sin[-T:]
+        else:
+            rank_S = torch.arange(n, device=q.device)
+            at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
+            cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
+            newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
+        rotation = ChunkRotation(cos, sin, *newest)
+    for stage in ctx.stages:
+        if stage.narrows(rows, T):
+            (q, keys), rotation = ctx.backend.rotated(q, keys, rotation), None
+            blocks = stage.blocks(ctx, layer, part.heads, q, keys, rows.scaling)
+            if blocks is not None:
+                return ctx.backend.attend_blocks(q, keys, values, rows.scaling, blocks)
+    want = frozenset(ctx.statistics if len(part.stats) else ())
+    out, counted = ctx.backend.attend(
+        q, keys, values, rows.scaling, window=rows.window, want=want, by_head=ctx.group > 0, rotation=rotation
+    )
+    if want:  # each row's statistic [b, h, S] sums over the group and the block's queries
+        for made, stats in zip(counted, part.stats.unflatten(0, (1 + ctx.group, -1)), strict=True):
+            for stat, name in zip(stats, ctx.statistics, strict=True):
+                _add_picked(stat, getattr(made, name), seen)
+    return out
+
+
+def prefill_mask(ctx: Context, rows: BoundedLayer) -> PrefillMask | None:
+    """The policy's prefill mask, where it holds for the tokens that this layer took last."""
+    holds = rows.window is None and rows.evictions and rows.seen <= (ctx.schedule.body or 0)
+    return ctx.policy.prefill_mask if holds else None
+
+
+def _picked(rows: Tensor, seen: Sequence[slice] | None) -> Tensor:
+    """The rows ``[b, h, S, ...]`` that are seen, concatenated."""
+    return rows if seen is None else torch.cat([rows[:, :, piece] for piece in seen], dim=2)
+
+
+def _add_picked(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) -> None:
+    """Add statistics of the rows that are seen to those of all rows, in place."""
+    start = 0
+    for piece in seen or (slice(None),):
+        target = stat_bhS[..., piece]
+        target += made[..., start : start + target.shape[-1]]
+        start += target.shape[-1]
