@@ -97,7 +97,7 @@ def steps(parts: Sequence[str]) -> list[Step]:
     compiling, tokens = e2e.COMPILING, 4 * (e2e.WARM + e2e.TIMED)
 
     def short(run: e2e.Run) -> float:
-        return compiling + run.floor(e2e.short(run.setting)) / run.share
+        return compiling + e2e.PASSES * run.floor(e2e.short(run.setting)) / run.share
 
     def decoding(run: e2e.Run) -> float:
         return compiling + 0.1 * tokens + run.floor(e2e.short(run.setting)) / run.share + run.expected()

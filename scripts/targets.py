@@ -66,8 +66,8 @@ def predicted() -> Mapping[tuple[str, str], str]:
 def to_markdown(
     rows: Sequence[Mapping[str, str]], predicted: Mapping[tuple[str, str], str] = MappingProxyType({})
 ) -> str:
-    """A table for each device and commit, newest first, of every target and what rows of `scripts/gpu.py` reach of it; one of
-    "not measured yet" without rows, and what is ``predicted``. Rows of other lengths or caps are left out; of rows for the
+    """A table for each device and commit, newest first, of every target, what rows of `scripts/gpu.py` reach of it, and what is
+    ``predicted``; one of "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the
     same thing the last counts."""
     runs: dict[str, dict[tuple[str, str], Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
@@ -92,6 +92,5 @@ def _table(
 
 
 def _measured(row: Mapping[str, str] | None, predicted: str | None) -> str:
-    if row is None:
-        return "not measured yet" + (f" (predicted: {predicted})" if predicted else "")
-    return f"{float(row['value']):.3g}" if row["value"] else row["note"]
+    said = "not measured yet" if row is None else f"{float(row['value']):.3g}" if row["value"] else row["note"]
+    return said + (f" (predicted: {predicted})" if predicted else "")

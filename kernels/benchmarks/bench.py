@@ -4,9 +4,9 @@
 
 Run it from the repository's root; `scripts/gpu.py` does the same after measuring whole models. The card's own ceilings, a
 bfloat16 matmul and a copy, come first. An operation is timed only after its kernel agrees with its reference on random inputs
-of the same shape (`gate`); a disagreement ends the run. Times are the device's (CUDA events around a graph of the call; around
-the call itself of a reference, which may make the host wait), with the L2 cache flushed between repetitions, of which rows give
-p20, p50 and p80. On a CPU the references alone are timed, by the clock.
+of the same shape (`gate`); a disagreement ends the run. Times are the device's (CUDA events around a call, or around a graph of
+it where `REPLAYED` says), with the L2 cache flushed between repetitions, of which rows give p20, p50 and p80. On a CPU the
+references alone are timed, by the clock.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ ERROR, LARGEST = 1e-2, 0.1
 of the errors (8 bits of mantissa are 0.2% to 0.3% of it), and on the largest error."""
 SHAPES = {"phi3-mini": Shape(32, 32, 96, 6000, 3072), "llama3.1-8b": Shape(32, 8, 128, 16384, 1024)}
 """Recipe -> its sizes (Locret, table 6)."""
+REPLAYED = ("triton", "sdpa")
+"""Backends that are timed as graphs. References make the host wait, and a graph's copy is slower than PyTorch's own."""
 TINY = Shape(4, 2, 64, 96, 48, prompt=150, answer=20)
 """Sizes for a CPU."""
 
@@ -150,7 +152,7 @@ def measure(case: Case, key: str, milliseconds: int, where: Mapping[str, str], d
         held = torch.cuda.memory_allocated()
         run()
         peak = torch.cuda.max_memory_allocated() - held
-        call = run if key == "reference" else replay(run)
+        call = replay(run) if key in REPLAYED else run
         low, middle, high = triton.testing.do_bench(call, warmup=25, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
     else:
         low, middle, high = clocked(run, milliseconds)

@@ -31,7 +31,8 @@ def _compact_rows(
     x += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     index += tl.program_id(0).to(tl.int64) * K
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BD]
-    # Before each block, rows below j are final and rows from j on are as they were: index[j] >= j.
+    # Before each block, rows below j are final and rows from j on are as they were: index[j] >= j. So a block's writes are in no
+    # later block's way.
     for j in range(0, K, BLOCK_K):
         target = j + tl.arange(0, BLOCK_K)  # [BK]
         source = tl.load(index + target, mask=target < K, other=0).to(tl.int32)  # [BK]
@@ -39,7 +40,6 @@ def _compact_rows(
         rows = tl.load(x + source[:, None] * stride_s + columns[None, :], mask=moves, other=0)  # [BK, BD]
         tl.debug_barrier()  # every row of the block is read before one is written
         tl.store(x + target[:, None] * stride_s + columns[None, :], rows, mask=moves)
-        tl.debug_barrier()  # and written before the next block is read
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
         check(index=index, buffer=bits[0, 0])
         D = bits.shape[-1]
         block_d = min(16, triton.next_power_of_2(D))
-        block_k = min(512 if D > 1 else 2048, triton.next_power_of_2(K))
+        block_k = min(1024 if D > 1 else 2048, triton.next_power_of_2(K))
         common.launch(
             _compact_rows, (B * H, cdiv(D, block_d)), bits, index, *bits.stride()[:3], H, K, D,
-            BLOCK_K=block_k, BLOCK_D=block_d, num_warps=8, num_stages=1,
+            BLOCK_K=block_k, BLOCK_D=block_d, num_warps=16 if D > 1 else 8, num_stages=1,
         )  # fmt: skip
