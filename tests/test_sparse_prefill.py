@@ -14,7 +14,7 @@ from locret_kernels.sparse_attend import Blocks
 from locret_kit import attach
 from locret_kit.backbones.families import text_config
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.cache.sparse import pairs_of
+from locret_kit.cache.stages.sparse_prefill import pairs_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.methods.minference import VerticalSlash
 from locret_kit.policies.methods.xattention import Antidiagonal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backbones.families import BackboneSpec
-from ..cache.recall import TILE
+from ..cache.stages.bring_back import TILE
 from ..cache.storage.host import HostMemory, RowForm
 from ..policies.base import Recall
 from ..settings import RunSettings
