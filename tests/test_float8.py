@@ -16,8 +16,8 @@ from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8Layer
 from locret_kit.planning import plan as p
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.graph_decoder import reason_against
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.static import reason_against
 
 BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 

@@ -15,8 +15,8 @@ from locret_kit.cli.eval import main as evaluate
 from locret_kit.cli.train import main as train
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.config.recipes import load_config
+from locret_kit.runtime.graph_decoder import reason_against
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.static import reason_against
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
 from .cpu_decoder import cpu_decoder
+from .graph_decoder import GraphDecoder, reason_against
 from .report import Report
-from .static import StaticDecoder, reason_against
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,13 @@ def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) ->
     if reason is not None:
         refuse(reason)
         return dynamic
-    static = StaticDecoder(model, cache)
+    graphs = GraphDecoder(model, cache)
     cache.counters.decoding = "graph"
 
     def step(token: int) -> Tensor:
-        if static.reason is None:
-            return static(token)
-        refuse(static.reason)
+        if graphs.reason is None:
+            return graphs(token)
+        refuse(graphs.reason)
         return dynamic(token)
 
     return step

@@ -30,7 +30,7 @@ WARM = 2
 """Steps before the first capture: kernels are compiled and workspaces allocated in them."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
-READS = frozenset(
+SYNCING_OPS = frozenset(
     {
         "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
         "masked_select", "bincount", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
@@ -85,7 +85,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class HostReads(TorchDispatchMode):
+class SyncDetector(TorchDispatchMode):
     """Collects the names of operators that make the host wait for the device, or that copy between the two."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class HostReads(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in READS or _shape_is_read(name, args, kwargs):
+        if name in SYNCING_OPS or _shape_is_read(name, args, kwargs):
             self.found.add(name)
         if len({x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}) > 1:
             self.found.add(f"{name} between host and device")
@@ -112,7 +112,7 @@ def _shape_is_read(name: str, args: Any, kwargs: Any) -> bool:
     return name == "where" and len(args) == 1
 
 
-class StaticDecoder:
+class GraphDecoder:
     """``decoder(token)`` gives the logits ``[V]`` after a token, as the dynamic forward does.
 
     On CUDA a form of the step that has run before is captured, then replayed; elsewhere the very same function runs as it
@@ -191,7 +191,7 @@ class StaticDecoder:
                 self._set_counts(counts)
             if form in self.graphs:
                 return self._run(before, after)
-        with HostReads() as reads:
+        with SyncDetector() as reads:
             logits = self._step(before, after)
         self._judge(reads.found, bool(before or after))
         return logits
