@@ -45,7 +45,7 @@ def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, Gra
     for n in range(STEPS):
         token = 2 + 37 * n % 95
         if step is not None:
-            out.append(step(token))
+            out.append(step([cache], [token])[0])
         else:
             piece = torch.tensor([[token]], device="cuda")
             out.append(model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float())

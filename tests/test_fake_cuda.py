@@ -59,8 +59,8 @@ def read(
             decoder.captures = False
             mode.waits.clear()
             for token in range(steps):
-                decoder(token)
-    assert (cache.counters.evictions >= 3 or policy == "full") and cache.context.backend == "triton"
+                decoder([cache], [token])
+    assert (cache.counters.evictions >= 3 or policy == "full") and cache.backend == "triton"
     return mode.waits, decoder, cache
 
 

@@ -15,8 +15,8 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.view import slots_of
-from locret_kit.runtime import graph_decoder
-from locret_kit.runtime.graph_decoder import GraphDecoder, SyncDetector, reason_against
+from locret_kit.runtime import decoders, graph_decoder, session
+from locret_kit.runtime.graph_decoder import GraphDecoder, SyncDetector
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 STEPS = 45
@@ -36,7 +36,7 @@ def decoded(model, cache, ids, form: type[GraphDecoder] | None, steps: int = STE
     for n in range(steps):
         token = 2 + (int(out[-1].argmax()) + 37 * n) % 95
         if step is not None:
-            out.append(step(token))
+            out.append(step([cache], [token])[0])
         else:
             piece = torch.tensor([[token]])
             out.append(model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float())
@@ -125,7 +125,8 @@ def test_an_eviction_that_reads_back_stays_outside():
     assert step.reason is None and not step.cuts_captured
 
 
-def test_a_score_that_reads_back_is_said():
+def test_a_score_that_reads_back_is_said(monkeypatch):
+    monkeypatch.setattr(graph_decoder, "_reason_against", lambda *_: None)  # settings would have said so
     with attach(backbone()), torch.inference_mode():
         step = decoded(backbone(), make("compactor(block=8)"), tokens(), GraphDecoder, 3)[1]
         assert "makes the host wait" in (step.reason or "")
@@ -171,13 +172,13 @@ def test_what_is_not_captured_says_why():
         cache = BoundedCache(40, chunk=20, prompt_length=LENGTH, **settings)
         with attach(model), torch.inference_mode():
             prefill(model, tokens(), cache)
-        assert why in (reason_against(model, cache) or "")
+        assert why in (GraphDecoder(model, cache).takes(cache) or "")
     cache = make("h2o")
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
-    assert reason_against(model, cache) is None
+    assert GraphDecoder(model, cache).takes(cache) is None
     cache._context = replace(cache.context, ropes=None)
-    assert "no adapter" in (reason_against(model, cache) or "")
+    assert "no adapter" in (GraphDecoder(model, cache).takes(cache) or "")
 
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "no mode"])
@@ -274,22 +275,21 @@ def test_a_replay_that_fails_is_no_failed_capture(monkeypatch):
         def replay(self):
             raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(TapedDecoder, "_captured", lambda *_: (Broken(), torch.zeros(97)))
+    monkeypatch.setattr(TapedDecoder, "_captured", lambda *_: (Broken(), torch.zeros(1, 97)))
     with attach(backbone()), torch.inference_mode(), pytest.raises(RuntimeError, match="launch failed"):
         decoded(backbone(), make("h2o"), tokens(), TapedDecoder, 5)
 
 
 def test_a_reason_found_on_the_way_is_followed(monkeypatch):
     """On a device that captures, tokens go on dynamically once a step is seen to make the host wait, and none is lost."""
-    from locret_kit.runtime import session
 
     class Stops(GraphDecoder):
         def __init__(self, model, cache):
             super().__init__(model, cache)
             self.captures = False
 
-        def __call__(self, token):
-            out = super().__call__(token)
+        def __call__(self, caches, tokens):
+            out = super().__call__(caches, tokens)
             self.reason = "it does"
             return out
 
@@ -306,15 +306,15 @@ def test_a_reason_found_on_the_way_is_followed(monkeypatch):
         def device(self):
             return SimpleNamespace(type="cuda")
 
-    real = session._decoder
-    monkeypatch.setattr(session, "GraphDecoder", lambda _, cache: Stops(backbone(), cache))
-    monkeypatch.setattr(session, "reason_against", lambda *_: None)
+    monkeypatch.setattr(decoders, "GraphDecoder", lambda _, cache: Stops(backbone(), cache))
     model, caches = backbone(), [make("h2o") for _ in range(3)]
     with attach(model):
         expected = decode_on(model, caches[0], graph=False)
         dynamic_tensor = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kw: dynamic_tensor(data, **kw))
-        monkeypatch.setattr(session, "_decoder", lambda _, cache, graph: real(OnCuda(backbone()), cache, graph))
+        monkeypatch.setattr(
+            session, "Decoding", lambda _, cache, graph: decoders.Decoding(OnCuda(backbone()), cache, graph)
+        )
         assert decode_on(model, caches[1], graph=None) == expected
         assert caches[1].counters.decoding == "dynamic: it does"
         with pytest.raises(ValueError, match="graph=True is not possible here: it does"):

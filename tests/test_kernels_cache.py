@@ -80,7 +80,7 @@ def test_fixed_shapes(model, policy, positions):
         with attach(model), torch.no_grad():
             logits = [prefill(model, list(range(2, 2 + LENGTH)), cache)]
             step = GraphDecoder(model, cache)
-            logits += [step(5 + token) for token in range(DECODED)]
+            logits += [step([cache], [5 + token])[0] for token in range(DECODED)]
         out.append((torch.stack(logits), [cache.kept_positions(layer) for layer in range(2)]))
     (mine, own), (exact, others) = out
     torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)

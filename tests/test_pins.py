@@ -284,7 +284,7 @@ def test_fixed_shapes(policy):
                     cache.pin(cache.get_seq_length() - 2, cache.get_seq_length() + 1)
                 token = 2 + 37 * n % 95
                 dynamic = lambda: model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1]  # noqa: B023, E731
-                logits.append(step(token) if step else dynamic().float())
+                logits.append(step([cache], [token])[0] if step else dynamic().float())
         assert all(pinned(cache.pins, 10**6) <= set(head) for heads in held(cache) for head in heads)
         if step is not None:
             assert step.reason is None and step.cuts_captured and step.evictions_replayed >= 5

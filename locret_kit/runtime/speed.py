@@ -271,7 +271,7 @@ def record(config: Any, setting: Setting) -> Recorded:
             decoder = GraphDecoder(model, cache)
             recorder.rows = cache.kept_rows[1]
             recorder.inside, recorder.where = "token", "around"
-            decoder(0)
+            decoder([cache], [0])
     made = recorder.made
     return Recorded(tuple(made["chunk"]), tuple(made["token"]), tuple(made["around"]), tuple(recorder.waits))
 
