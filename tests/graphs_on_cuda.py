@@ -2,7 +2,7 @@
 where it does not.
 
 A process of its own, since the tests interpret the kernels: ``python tests/graphs_on_cuda.py`` with the repository and
-``kernels`` on the path. ``test_static_cuda.py`` runs it where there is a device.
+``kernels`` on the path. ``test_graph_decoder_cuda.py`` runs it where there is a device.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
+from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import Sampling, decode, prefill
-from locret_kit.runtime.static import StaticDecoder
 
 LENGTH, STEPS = 300, 60
 SETTINGS = dict(chunk=10, prompt_length=LENGTH, stabilizers=8, local_len=16, backend="triton")
@@ -34,18 +34,18 @@ def tiny_model(family: str):
     return model.cuda()
 
 
-def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, StaticDecoder | None]:
+def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, GraphDecoder | None]:
     """Logits ``[1 + STEPS, V]``; ``form`` is "graph", "eager" or "dynamic"."""
     ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = BoundedCache(64, policy, heads, **{**SETTINGS, **rest})
     out = [prefill(model, ids, cache)]
-    step = None if form == "dynamic" else StaticDecoder(model, cache)
+    step = None if form == "dynamic" else GraphDecoder(model, cache)
     if step is not None:
         step.captures = form == "graph"
     for n in range(STEPS):
         token = 2 + 37 * n % 95
         if step is not None:
-            out.append(step(token))
+            out.append(step([cache], [token])[0])
         else:
             piece = torch.tensor([[token]], device="cuda")
             out.append(model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float())

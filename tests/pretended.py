@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from locret_kit.cache import attention
-from locret_kit.runtime.static import READS, _shape_is_read
+from locret_kit.runtime.graph_decoder import SYNCING_OPS, _shape_is_read
 
 CUDA, HOST = torch.device("cuda:0"), torch.device("cpu")
 PROJECT = Path(__file__).resolve().parents[1]
@@ -122,7 +122,7 @@ class Card(TorchDispatchMode):
         if True not in given and not goes:
             return out
         copies = name in ("_to_copy", "to", "copy_")
-        if True in given and (name in READS or _shape_is_read(name, args, kwargs)):
+        if True in given and (name in SYNCING_OPS or _shape_is_read(name, args, kwargs)):
             self.note(name)
         if copies and len(given | ({goes} - {None})) > 1 and not _is_number(args):
             self.note("a copy between host and device")

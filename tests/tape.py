@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from locret_kit.runtime.static import StaticDecoder
+from locret_kit.runtime.graph_decoder import GraphDecoder
 
 
 class Tape(TorchDispatchMode):
@@ -34,7 +34,7 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-class TapedDecoder(StaticDecoder):
+class TapedDecoder(GraphDecoder):
     """Captures tapes on a CPU. A recording runs, which a capture does not: what it wrote is put back."""
 
     def __init__(self, model, cache) -> None:

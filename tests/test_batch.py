@@ -89,9 +89,8 @@ def test_heads_score_the_new_tokens_of_all_texts_in_one_call():
 
     def calls(*policies: str) -> list[int]:
         batch = Batch(backbone(), frozenset())
-        batch._native = "the plain forward is meant"
         texts = [
-            batch.add(Request(tokens(20 + n, seed=n), 30), Kept(policy, tokens(20 + n, seed=n)))
+            batch.add(Request(tokens(20 + n, seed=n), 30), Kept(policy, tokens(20 + n, seed=n), backend="reference"))
             for n, policy in enumerate(policies)
         ]
         while any(text.reading for text in texts):

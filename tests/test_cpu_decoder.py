@@ -30,7 +30,7 @@ def decoded(model, cache, ids, decoder: CpuDecoder | None, steps: int = STEPS):
     new = [token for token in range(2, 97) if token not in ids]
     for n in range(steps):
         token = new[37 * n % len(new)]
-        if decoder is not None and decoder.takes(cache):
+        if decoder is not None and decoder.ready(cache):
             taken += 1
             out.append(decoder([cache], [token])[0])
         else:
@@ -58,7 +58,7 @@ def same(model, caches, ids, tolerance: float = 3e-6) -> int:
     with attach(model), torch.inference_mode():
         decoder = CpuDecoder(model)
         caches[0].bind(model)
-        assert decoder.reason_against(caches[0]) is None
+        assert decoder.takes(caches[0]) is None
         mine, taken = decoded(model, caches[0], ids, decoder)
         theirs, _ = decoded(model, caches[1], ids, None)
     assert torch.equal(mine.argmax(-1), theirs.argmax(-1)) and len(set(mine.argmax(-1).tolist())) > 3
@@ -183,11 +183,11 @@ def test_what_it_does_not_take():
     ):
         cache = make(policy)
         cache.bind(backbone())
-        reason = CpuDecoder(backbone()).reason_against(cache)
+        reason = CpuDecoder(backbone()).takes(cache)
         assert (reason is None) if why is None else why in reason
     asked = make("locret", backend="reference")
     asked.bind(backbone())
-    assert "backend='reference'" in CpuDecoder(backbone()).reason_against(asked)
+    assert "backend='reference'" in CpuDecoder(backbone()).takes(asked)
     for change, why in (
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m.train(), "training"),

@@ -37,7 +37,7 @@ from locret_kit.evals.engine.settings import Group
 from locret_kit.evals.report.summary import to_csv
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.runtime import session
+from locret_kit.runtime import decoders
 from locret_kit.samples.chat import protected_spans
 
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "cache_bytes", "date", "rank"}
@@ -389,7 +389,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
             raise torch.OutOfMemoryError("no room")
         return forward(model, input_ids=input_ids, **rest)
 
-    monkeypatch.setattr(session, "cpu_decoder", lambda model: "the model decodes")
+    monkeypatch.setattr(decoders, "cpu_decoder", lambda model: "the model decodes")
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
     monkeypatch.setattr(prefix.BoundedCache, "fork", forks_are_known)
     monkeypatch.setattr(prefix.BoundedCache, "__init__", made_anew)

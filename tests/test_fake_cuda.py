@@ -1,5 +1,5 @@
 """The code for CUDA on a card that is only played (`pretended`): inside a chunk the host waits for nothing, and no operation
-mixes devices; a step of the static decoder is fit for a graph."""
+mixes devices; a step of the graph decoder is fit for a graph."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.policies.methods.h2o import Aas
+from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.static import StaticDecoder
 
 LENGTH, CHUNK = 57, 13
 COPIED = "a copy between host and device in prefill"
@@ -31,7 +31,7 @@ FAMILIES = {
 
 def read(
     policy: str, family: str = "llama", steps: int = 0, dynamic: int = 0, **rest
-) -> tuple[list[str], StaticDecoder | None, BoundedCache]:
+) -> tuple[list[str], GraphDecoder | None, BoundedCache]:
     """Where the host waits while a prompt is read, and ``steps`` tokens of fixed shapes are decoded."""
     config = AutoConfig.for_model(
         family, vocab_size=97, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
@@ -55,12 +55,12 @@ def read(
             with mock.patch.object(F, "scaled_dot_product_attention", lambda *given, **named: pytest.fail("SDPA")):
                 model(input_ids=torch.full((1, 1), token, device=CUDA), past_key_values=cache, use_cache=True)
         if steps:
-            decoder = StaticDecoder(model, cache)
+            decoder = GraphDecoder(model, cache)
             decoder.captures = False
             mode.waits.clear()
             for token in range(steps):
-                decoder(token)
-    assert (cache.counters.evictions >= 3 or policy == "full") and cache.context.backend == "triton"
+                decoder([cache], [token])
+    assert (cache.counters.evictions >= 3 or policy == "full") and cache.backend == "triton"
     return mode.waits, decoder, cache
 
 

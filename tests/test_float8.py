@@ -16,8 +16,8 @@ from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8Layer
 from locret_kit.planning import plan as p
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.static import reason_against
 
 BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 
@@ -129,7 +129,7 @@ def test_backends_agree(model):  # noqa: F811
         logits, exact, rtol=5e-2, atol=5e-2
     )  # a number beside a step's middle may round either way
     assert all(torch.equal(mine.kept_positions(layer), theirs.kept_positions(layer)) for layer in range(2))
-    assert reason_against(model, mine) is None
+    assert GraphDecoder(model, mine).takes(mine) is None
 
 
 def test_pieces_files_and_other_texts(tmp_path):

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import decoding
+from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.static import StaticDecoder
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -79,8 +79,8 @@ def test_fixed_shapes(model, policy, positions):
         cache = BoundedCache(16, policy, backend=backend, positions=positions, **kept)
         with attach(model), torch.no_grad():
             logits = [prefill(model, list(range(2, 2 + LENGTH)), cache)]
-            step = StaticDecoder(model, cache)
-            logits += [step(5 + token) for token in range(DECODED)]
+            step = GraphDecoder(model, cache)
+            logits += [step([cache], [5 + token])[0] for token in range(DECODED)]
         out.append((torch.stack(logits), [cache.kept_positions(layer) for layer in range(2)]))
     (mine, own), (exact, others) = out
     torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)

@@ -278,16 +278,16 @@ def test_fixed_shapes(policy):
         cache = make(policy, chunk=5)
         read(cache, PINS, steps=0)
         with attach(model), torch.inference_mode():
-            static = form(model, cache) if form else None
+            step = form(model, cache) if form else None
             for n in range(60):
                 if n == 30:
                     cache.pin(cache.get_seq_length() - 2, cache.get_seq_length() + 1)
                 token = 2 + 37 * n % 95
                 dynamic = lambda: model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1]  # noqa: B023, E731
-                logits.append(static(token) if static else dynamic().float())
+                logits.append(step([cache], [token])[0] if step else dynamic().float())
         assert all(pinned(cache.pins, 10**6) <= set(head) for heads in held(cache) for head in heads)
-        if static is not None:
-            assert static.reason is None and static.cuts_captured and static.evictions_replayed >= 5
+        if step is not None:
+            assert step.reason is None and step.cuts_captured and step.evictions_replayed >= 5
             kept = held(cache)
     assert kept == held(cache)
     torch.testing.assert_close(torch.stack(logits[:60]), torch.stack(logits[60:]), rtol=0, atol=2e-6)

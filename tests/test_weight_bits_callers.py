@@ -15,8 +15,8 @@ from locret_kit.cli.eval import main as evaluate
 from locret_kit.cli.train import main as train
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.config.recipes import load_config
+from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.static import reason_against
 
 
 @pytest.fixture(scope="module")
@@ -70,5 +70,5 @@ def test_only_weights_of_8_bits_are_against_a_graph(backbone, bits):
     cache = BoundedCache(24, "h2o", chunk=16, prompt_length=90)
     with attach(model):
         prefill(model, range(90), cache)
-    reason = reason_against(model, cache)
+    reason = GraphDecoder(model, cache).takes(cache)
     assert (reason is None) if bits == 4 else ("weights of 8 bits" in reason)

@@ -103,7 +103,7 @@ class BoundedCache(Cache, Handler):
         self.reread_positions: list[int] = []
         # Whether a forward has begun that not every layer has finished.
         self.unfinished = False
-        # Where a layer's token stands while it is decoded with fixed shapes (see runtime.static).
+        # Where a layer's token stands while it is decoded with fixed shapes (see runtime.graph_decoder).
         self.fixed: Callable[[int], Fixed] | None = None
 
     def _resolve(self, settings: RunSettings, prompt_length: int | None) -> None:
@@ -202,7 +202,7 @@ class BoundedCache(Cache, Handler):
             raise ValueError(f"batch={len(q_BQTD)} must be 1: a BoundedCache takes one text, a BatchCache several")
         rows, ctx = self.bounded[layer], self.context
         rows.scaling = scaling
-        if self.fixed is not None:  # evictions and counts are then the static decoder's
+        if self.fixed is not None:  # evictions and counts are then the graph decoder's
             return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:

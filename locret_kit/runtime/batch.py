@@ -19,10 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
-from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
-from ..cache.lanes import Packed
-from .cpu_decoder import CpuDecoder, cpu_decoder
+from .cpu_decoder import cpu_decoder
+from .decoders import Decoder, Decoding, DynamicDecoder, logits_after
 from .scheduler import PromptScheduler
 from .session import Chooser, Sampling, stop_ids
 
@@ -77,6 +76,7 @@ class Sequence:
     ended_s: float | None = None
     _choose: Chooser | None = None
     _next: int | None = None
+    _decoding: Decoding | None = None
 
     @property
     def reading(self) -> bool:
@@ -100,7 +100,7 @@ class Sequence:
 
     def end(self, reason: str, error: Exception | None = None) -> None:
         """Let it leave; its cache is free."""
-        self.finish_reason, self.error, self.cache = reason, error, None
+        self.finish_reason, self.error, self.cache, self._decoding = reason, error, None, None
         self.ended_s = time.perf_counter() - self.began
 
 
@@ -138,7 +138,7 @@ class Batch:
         self.model, self.stop, self.piece, self.scheduler = model, stop, piece, scheduler
         self.running: list[Sequence] = []
         self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
-        self._native = cpu_decoder(model)
+        cpu_decoder(model)  # compiled before the first text comes
 
     def add(self, request: Request, make_cache: Callable[[], BoundedCache]) -> Sequence:
         """A sequence that is answered from the next step on.
@@ -181,12 +181,20 @@ class Batch:
         pieces = self._pieces()
         if not pieces:
             return changed
-        together = [piece for piece in pieces if self._one_call(piece[0])]
-        rest = [piece for piece in pieces if not any(piece is one for one in together)]
+        together: dict[Decoder, list[Piece]] = {}
+        rest = []
+        for piece in pieces:
+            decoding = piece[0]._decoding
+            decoder = None if decoding is None else decoding.next_decoder()
+            if decoder is None or isinstance(decoder, DynamicDecoder):
+                rest.append(piece)
+            else:
+                together.setdefault(decoder, []).append(piece)
         with attached(self.model):
-            for some, forward in ((together, self._decode), (rest, self._forward)):
-                if some:
-                    changed += self._advance(some, forward)
+            for decoder, some in together.items():
+                changed += self._advance(some, partial(_decode, decoder))
+            if rest:
+                changed += self._advance(rest, self._forward)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return changed
 
@@ -213,28 +221,11 @@ class Batch:
                     changed.append(sequence)
                     continue
             try:
-                self._take(sequence, logits_V.float())
+                self._take(sequence, logits_V)
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
                 sequence.end("error", error)
             changed.append(sequence)
         return changed
-
-    def _one_call(self, sequence: Sequence) -> bool:
-        """Whether a sequence's next token comes from the compiled call that sequences share on a CPU."""
-        native, cache = self._native, sequence.cache
-        if (
-            sequence._next is None
-            or cache is None
-            or isinstance(native, str)
-            or native.reason_against(cache) is not None
-        ):
-            return False
-        return native.takes(cache)
-
-    def _decode(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
-        """Logits ``[sequences, V]`` after a token of each."""
-        assert isinstance(self._native, CpuDecoder)
-        return self._native(caches, [token for (token,) in pieces])
 
     def _begin(self) -> list[Sequence]:
         """Make the caches of the sequences that were added; gives those for which that failed."""
@@ -284,10 +275,8 @@ class Batch:
 
     def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
         """Logits ``[sequences, V]`` after the last new token of each."""
-        packed = Packed(caches, [len(piece) for piece in pieces])
         ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
-        last = torch.tensor(packed.last, device=self.model.device)
-        return forward(self.model, ids, packed, logits_to_keep=last).logits[0]
+        return logits_after(self.model, caches, ids, [len(piece) for piece in pieces])
 
     def _take(self, sequence: Sequence, logits_V: Tensor) -> None:
         """A sequence's next token."""
@@ -307,6 +296,14 @@ class Batch:
         sequence._next = token
         if len(sequence.tokens) == sequence.request.max_new_tokens:
             sequence.end("length")
+        elif sequence._decoding is None:
+            assert sequence.cache is not None
+            sequence._decoding = Decoding(self.model, sequence.cache)
+
+
+def _decode(decoder: Decoder, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
+    """Logits ``[sequences, V]`` after a token of each."""
+    return decoder(caches, [token for (token,) in pieces])
 
 
 def run(

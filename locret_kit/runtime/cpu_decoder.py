@@ -104,6 +104,8 @@ class CpuDecoder:
         NotDense, cpp.Unavailable: why it cannot be.
     """
 
+    name = "cpu"
+
     def __init__(self, model: Any, weights: Dense | None = None) -> None:
         weights = dense(model) if weights is None else weights
         self.dtype, device = weights.words.dtype, weights.words.device
@@ -127,8 +129,8 @@ class CpuDecoder:
 
     # ---- what it takes ---------------------------------------------------------------------------------------------
 
-    def reason_against(self, cache: BoundedCache) -> str | None:
-        """Why this cache is decoded by the plain forward; None where it is not, as far as settings tell."""
+    def takes(self, cache: BoundedCache) -> str | None:
+        """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
         policy, ctx = cache.policy, cache.context
         if ctx.backend.name != "cpu":
             return f"backend={ctx.backend.name!r}"
@@ -144,7 +146,7 @@ class CpuDecoder:
             return "rows of another kind"
         return None
 
-    def takes(self, cache: BoundedCache) -> bool:
+    def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
         ready = not (cache.needs_reread or cache.unfinished) and cache.get_seq_length() > 0
         return ready and all(rows.reads_flat for rows in cache.bounded if isinstance(rows, QuantisedLayer))

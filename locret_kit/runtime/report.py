@@ -42,7 +42,7 @@ class Report:
     computed_share: float | None
     """Share of the prompt's attention that sparse prefill computed, 0 to 1; None where prefill was not sparse."""
     decoding: str
-    """'graph', or 'dynamic' and why."""
+    """'cpu', 'graph', or 'dynamic' and why."""
     versions: dict[str, str]
     host_bytes: int = 0
     """Of what was evicted and is stored in the host's memory."""

@@ -20,12 +20,10 @@ from transformers.generation.logits_process import (
 )
 
 from ..backbones.intercept import attached
-from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
-from .cpu_decoder import cpu_decoder
+from .decoders import Decoding, logits_after
 from .report import Report
-from .static import StaticDecoder, reason_against
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def prefill(
     while done < total:
         at = cache.prompt_positions(done, min(done + cache.schedule.piece(done), total))
         piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]
-        logits = forward(model, piece[None], cache, logits_to_keep=1).logits
+        logits = logits_after(model, [cache], piece[None], [len(piece)])
         cache.start_reread()
         done = cache.get_seq_length()
         if progress:
@@ -120,7 +118,7 @@ def prefill(
     assert logits is not None
     if logits.is_cuda:  # so that the time of a prefill is a prefill's
         torch.cuda.synchronize(logits.device)
-    return logits[0, -1].float()
+    return logits[0]
 
 
 def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
@@ -152,7 +150,7 @@ def decode(
     Raises:
         ValueError: ``graph=True`` where it is not possible; says why.
     """
-    step = _decoder(model, cache, graph)
+    step = Decoding(model, cache, graph)
     choose = Chooser(sampling, seed, logits.device, prompt)
     for n in range(max_new_tokens):
         token = choose(logits)
@@ -165,59 +163,7 @@ def decode(
 
 def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
     """Make what the first decoded token would wait for: on a CPU the compiled call and its weights."""
-    _decoder(model, cache, False)
-
-
-def _decoder(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Callable[[int], Tensor]:
-    """The step that gives the logits ``[V]`` after a token."""
-
-    def dynamic(token: int) -> Tensor:
-        piece = torch.tensor([[token]], device=model.device)
-        return forward(model, piece, cache, logits_to_keep=1).logits[0, -1].float()
-
-    def refuse(reason: str) -> None:
-        if graph:
-            raise ValueError(f"graph=True is not possible here: {reason}")
-        cache.counters.decoding = f"dynamic: {reason}"
-
-    if model.device.type == "cpu" and not graph:
-        return _on_cpu(model, cache, dynamic)
-    if graph is False:
-        cache.counters.decoding = "dynamic"
-        return dynamic
-    reason = _no_graph(model, cache)
-    if reason is not None:
-        refuse(reason)
-        return dynamic
-    static = StaticDecoder(model, cache)
-    cache.counters.decoding = "graph"
-
-    def step(token: int) -> Tensor:
-        if static.reason is None:
-            return static(token)
-        refuse(static.reason)
-        return dynamic(token)
-
-    return step
-
-
-def _on_cpu(model: PreTrainedModel, cache: BoundedCache, dynamic: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """One call a token, and the plain forward wherever that cannot be."""
-    decoder = cpu_decoder(model)
-    reason = decoder if isinstance(decoder, str) else decoder.reason_against(cache)
-    cache.counters.decoding = "cpu" if reason is None else f"dynamic: {reason}"
-    if isinstance(decoder, str) or reason is not None:
-        return dynamic
-
-    def step(token: int) -> Tensor:
-        return decoder([cache], [token])[0] if decoder.takes(cache) else dynamic(token)
-
-    return step
-
-
-def _no_graph(model: PreTrainedModel, cache: BoundedCache) -> str | None:
-    device = model.device.type
-    return f"CUDA graphs need a CUDA device, not {device}" if device != "cuda" else reason_against(model, cache)
+    Decoding(model, cache)
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -261,8 +207,8 @@ class Answer:
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
             raise _other_length(cache, len(ids))
         cache.bind(model)
-        if graph and (reason := _no_graph(model, cache)):  # before minutes of prefill
-            raise ValueError(f"graph=True is not possible here: {reason}")
+        if graph:
+            Decoding(model, cache, graph)  # raises before minutes of prefill
         self.cache, self.ids = cache, ids
         self.tokens: list[int] = []
         self.finish_reason: str | None = None

@@ -34,7 +34,7 @@ from ..cache.storage.packing import BITS
 from ..heads import HeadsConfig, RetainingHeads
 from ..planning.cards import ELEMENTWISE, KERNELS, PASS, SORT, STEP, Card
 from ..planning.plan import ITEM_BYTES, Backbone, Setting
-from .static import READS, StaticDecoder
+from .graph_decoder import SYNCING_OPS, GraphDecoder
 
 Kind = Literal["product", "attention", "elementwise", "kernel", "sort"]
 PRODUCTS, HEADS, ATTENTION, NORMS = "products of the layer", "heads' products", "attention", "norms"
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if name in READS:
+        if name in SYNCING_OPS:
             self.waits.append(name)
             if name in ("_local_scalar_dense", "item", "is_nonzero"):
                 return True
@@ -268,10 +268,10 @@ def record(config: Any, setting: Setting) -> Recorded:
             for start in range(0, tokens, chunk):
                 recorder.inside = "chunk" if start == tokens - 2 * chunk else ""
                 forward(model, ids[:, start : start + chunk], cache, logits_to_keep=1)
-            decoder = StaticDecoder(model, cache)
+            decoder = GraphDecoder(model, cache)
             recorder.rows = cache.kept_rows[1]
             recorder.inside, recorder.where = "token", "around"
-            decoder(0)
+            decoder([cache], [0])
     made = recorder.made
     return Recorded(tuple(made["chunk"]), tuple(made["token"]), tuple(made["around"]), tuple(recorder.waits))
 

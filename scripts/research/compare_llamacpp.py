@@ -85,9 +85,9 @@ class Ours:
             began = time.perf_counter()
             said = sum(1 for _ in tokens)
             wrote = time.perf_counter() - began
-        native = cpu_decoder(self.model)
+        decoder = cpu_decoder(self.model)
         weights = (
-            bytes_of(self.model, self.heads) if isinstance(native, str) else native.weight_bytes(cache.context.heads)
+            bytes_of(self.model, self.heads) if isinstance(decoder, str) else decoder.weight_bytes(cache.context.heads)
         )
         self.read = weights + rows_of(cache)
         return len(self.ids) / read, said / wrote

@@ -8,6 +8,7 @@ Host-side counts follow every step, so decoding may change to the dynamic form a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -30,7 +31,7 @@ WARM = 2
 """Steps before the first capture: kernels are compiled and workspaces allocated in them."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
-READS = frozenset(
+SYNCING_OPS = frozenset(
     {
         "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
         "masked_select", "bincount", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
@@ -39,7 +40,7 @@ READS = frozenset(
 """Operators whose result, or its shape, the host waits for; inference mode shows the composed ones as they are called."""
 
 
-def reason_against(model: Any, cache: BoundedCache) -> str | None:
+def _reason_against(model: Any, cache: BoundedCache) -> str | None:
     """Why this cache cannot be decoded with fixed shapes; None where it can, as far as settings tell."""
     policy = cache.policy
     if cache.context.ropes is None:
@@ -85,7 +86,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class HostReads(TorchDispatchMode):
+class SyncDetector(TorchDispatchMode):
     """Collects the names of operators that make the host wait for the device, or that copy between the two."""
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class HostReads(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in READS or _shape_is_read(name, args, kwargs):
+        if name in SYNCING_OPS or _shape_is_read(name, args, kwargs):
             self.found.add(name)
         if len({x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}) > 1:
             self.found.add(f"{name} between host and device")
@@ -112,20 +113,22 @@ def _shape_is_read(name: str, args: Any, kwargs: Any) -> bool:
     return name == "where" and len(args) == 1
 
 
-class StaticDecoder:
-    """``decoder(token)`` gives the logits ``[V]`` after a token, as the dynamic forward does.
+class GraphDecoder:
+    """``decoder([cache], [token])`` gives the logits ``[1, V]`` after a token of its one text, as the dynamic forward does.
 
     On CUDA a form of the step that has run before is captured, then replayed; elsewhere the very same function runs as it
     is. ``reason`` says why nothing (more) is captured, once that is known; the caller then decodes dynamically.
 
     Args:
         model: attached, and bound to the cache.
-        cache: one that ``reason_against`` has nothing against, after its prompt. Batch 1.
+        cache: after its prompt.
     """
+
+    name = "graph"
 
     def __init__(self, model: Any, cache: BoundedCache) -> None:
         self.model, self.cache = model, cache
-        self.reason: str | None = None
+        self.reason = _reason_against(model, cache)
         self.captures = model.device.type == "cuda"
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
@@ -137,15 +140,26 @@ class StaticDecoder:
         self.ran: dict[tuple[Cuts, Cuts], int] = {}
         self._held: list[list[tuple[Tensor, Tensor]]] = []
         """Tables of rotation that graphs read: a dynamic forward in between would free them."""
+        if self.reason is not None:
+            return
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
             self.seen = torch.full((), cache.get_seq_length(), device=model.device)
             self.length_L = torch.tensor(cache.kept_rows, device=model.device)
             self.flats = [rows.flat() for rows in cache.bounded]
 
+    def takes(self, cache: BoundedCache) -> str | None:
+        """Reason why the cache is not decoded so (any more); None where it is, as far as known."""
+        return self.reason
+
+    def ready(self, cache: BoundedCache) -> bool:
+        """Whether the next token can come here."""
+        return self.reason is None
+
     # ---- a token -------------------------------------------------------------------------------------------------
 
-    def __call__(self, token: int) -> Tensor:
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        (token,) = tokens
         self.ids.fill_(token)
         form = self._cuts()
         if self.cuts_captured or form == ((), ()):
@@ -191,7 +205,7 @@ class StaticDecoder:
                 self._set_counts(counts)
             if form in self.graphs:
                 return self._run(before, after)
-        with HostReads() as reads:
+        with SyncDetector() as reads:
             logits = self._step(before, after)
         self._judge(reads.found, bool(before or after))
         return logits
@@ -230,7 +244,7 @@ class StaticDecoder:
         self.seen += 1
         self.length_L += 1
         self._evict(after)
-        return out.logits[0, -1].float()
+        return out.logits[:, -1].float()
 
     def _fixed(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> Fixed:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""

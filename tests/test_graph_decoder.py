@@ -15,9 +15,9 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.view import slots_of
-from locret_kit.runtime import static
+from locret_kit.runtime import decoders, graph_decoder, session
+from locret_kit.runtime.graph_decoder import GraphDecoder, SyncDetector
 from locret_kit.runtime.session import Sampling, decode, prefill
-from locret_kit.runtime.static import HostReads, StaticDecoder, reason_against
 
 STEPS = 45
 CAPTURED = ["locret", "lookahead-locret", "h2o", "roco", "scissorhands", "pyramid-locret", "knorm", "keydiff"]
@@ -28,22 +28,22 @@ def pair(policy: str, **rest) -> list[BoundedCache]:
     return [make(policy, **rest) for _ in range(2)]
 
 
-def decoded(model, cache, ids, form: type[StaticDecoder] | None, steps: int = STEPS):
-    """Logits behind the prompt and behind each token, and the static decoder, if any. A token follows from the logits before
+def decoded(model, cache, ids, form: type[GraphDecoder] | None, steps: int = STEPS):
+    """Logits behind the prompt and behind each token, and the graph decoder, if any. A token follows from the logits before
     it, and none is said twice in a row."""
     out = [prefill(model, ids, cache)]
     step = form(model, cache) if form else None
     for n in range(steps):
         token = 2 + (int(out[-1].argmax()) + 37 * n) % 95
         if step is not None:
-            out.append(step(token))
+            out.append(step([cache], [token])[0])
         else:
             piece = torch.tensor([[token]])
             out.append(model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float())
     return torch.stack(out), step
 
 
-def same(model, caches, ids, form=StaticDecoder, steps: int = STEPS, atol: float = 2e-6) -> StaticDecoder:
+def same(model, caches, ids, form=GraphDecoder, steps: int = STEPS, atol: float = 2e-6) -> GraphDecoder:
     """Both forms decode alike, and leave alike what the next token would find."""
     with attach(model), torch.inference_mode():
         mine, step = decoded(model, caches[0], ids, form, steps)
@@ -106,14 +106,14 @@ def test_a_number_of_the_host_in_a_graph_is_found(monkeypatch):
 
 @pytest.mark.parametrize("lost", ["length_L", "seen"])
 def test_a_count_that_stands_still_is_found(lost, monkeypatch):
-    real = StaticDecoder._step
+    real = GraphDecoder._step
 
     def step(self, before, after):
         out = real(self, before, after)
         getattr(self, lost).sub_(1)
         return out
 
-    monkeypatch.setattr(StaticDecoder, "_step", step)
+    monkeypatch.setattr(GraphDecoder, "_step", step)
     with pytest.raises((AssertionError, IndexError)):
         same(backbone(), pair("h2o", positions="original"), tokens(), steps=6)
 
@@ -121,13 +121,14 @@ def test_a_count_that_stands_still_is_found(lost, monkeypatch):
 def test_an_eviction_that_reads_back_stays_outside():
     """KVCrush picks representatives on the host: its tokens can be captured all the same, and its evictions run between."""
     with attach(backbone()), torch.inference_mode():
-        step = decoded(backbone(), make("kvcrush"), tokens(), StaticDecoder)[1]
+        step = decoded(backbone(), make("kvcrush"), tokens(), GraphDecoder)[1]
     assert step.reason is None and not step.cuts_captured
 
 
-def test_a_score_that_reads_back_is_said():
+def test_a_score_that_reads_back_is_said(monkeypatch):
+    monkeypatch.setattr(graph_decoder, "_reason_against", lambda *_: None)  # settings would have said so
     with attach(backbone()), torch.inference_mode():
-        step = decoded(backbone(), make("compactor(block=8)"), tokens(), StaticDecoder, 3)[1]
+        step = decoded(backbone(), make("compactor(block=8)"), tokens(), GraphDecoder, 3)[1]
         assert "makes the host wait" in (step.reason or "")
 
 
@@ -171,13 +172,13 @@ def test_what_is_not_captured_says_why():
         cache = BoundedCache(40, chunk=20, prompt_length=LENGTH, **settings)
         with attach(model), torch.inference_mode():
             prefill(model, tokens(), cache)
-        assert why in (reason_against(model, cache) or "")
+        assert why in (GraphDecoder(model, cache).takes(cache) or "")
     cache = make("h2o")
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
-    assert reason_against(model, cache) is None
+    assert GraphDecoder(model, cache).takes(cache) is None
     cache._context = replace(cache.context, ropes=None)
-    assert "no adapter" in (reason_against(model, cache) or "")
+    assert "no adapter" in (GraphDecoder(model, cache).takes(cache) or "")
 
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "no mode"])
@@ -191,13 +192,13 @@ def test_the_guard_sees_what_it_must(inference):
             lambda: torch.where(x > 2), lambda: x.repeat_interleave(x), lambda: x.masked_select(x > 2),
             lambda: torch.equal(x, x), lambda: max(0, x[2]), lambda: x.tolist()[:x[1]], x.bincount,
         ):  # fmt: skip
-            with HostReads() as reads:
+            with SyncDetector() as reads:
                 read()
             assert reads.found, read
-        with HostReads() as reads:
+        with SyncDetector() as reads:
             x.to("meta")
         assert reads.found
-        with HostReads() as reads:
+        with SyncDetector() as reads:
             y = x.clone().index_copy_(0, x[:1], x[4:])
             y[x[1:2]] = 7
             torch.where(y > 3, y, 0).masked_fill_(y > 3, 0).sort()
@@ -251,12 +252,12 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
         yield
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    class Captures(StaticDecoder):
+    class Captures(GraphDecoder):
         def __init__(self, model, cache):
             super().__init__(model, cache)
             self.captures = True
 
-    monkeypatch.setattr(static, "capture_stream", lambda device: "side")
+    monkeypatch.setattr(graph_decoder, "capture_stream", lambda device: "side")
     for name, stand_in in (
         ("CUDAGraph", object), ("graph", graph), ("stream", switched), ("device", lambda device: nullcontext()),
         ("current_stream", lambda device: streams[-1]),
@@ -274,22 +275,21 @@ def test_a_replay_that_fails_is_no_failed_capture(monkeypatch):
         def replay(self):
             raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(TapedDecoder, "_captured", lambda *_: (Broken(), torch.zeros(97)))
+    monkeypatch.setattr(TapedDecoder, "_captured", lambda *_: (Broken(), torch.zeros(1, 97)))
     with attach(backbone()), torch.inference_mode(), pytest.raises(RuntimeError, match="launch failed"):
         decoded(backbone(), make("h2o"), tokens(), TapedDecoder, 5)
 
 
 def test_a_reason_found_on_the_way_is_followed(monkeypatch):
     """On a device that captures, tokens go on dynamically once a step is seen to make the host wait, and none is lost."""
-    from locret_kit.runtime import session
 
-    class Stops(StaticDecoder):
+    class Stops(GraphDecoder):
         def __init__(self, model, cache):
             super().__init__(model, cache)
             self.captures = False
 
-        def __call__(self, token):
-            out = super().__call__(token)
+        def __call__(self, caches, tokens):
+            out = super().__call__(caches, tokens)
             self.reason = "it does"
             return out
 
@@ -306,15 +306,15 @@ def test_a_reason_found_on_the_way_is_followed(monkeypatch):
         def device(self):
             return SimpleNamespace(type="cuda")
 
-    real = session._decoder
-    monkeypatch.setattr(session, "StaticDecoder", lambda _, cache: Stops(backbone(), cache))
-    monkeypatch.setattr(session, "reason_against", lambda *_: None)
+    monkeypatch.setattr(decoders, "GraphDecoder", lambda _, cache: Stops(backbone(), cache))
     model, caches = backbone(), [make("h2o") for _ in range(3)]
     with attach(model):
         expected = decode_on(model, caches[0], graph=False)
         dynamic_tensor = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kw: dynamic_tensor(data, **kw))
-        monkeypatch.setattr(session, "_decoder", lambda _, cache, graph: real(OnCuda(backbone()), cache, graph))
+        monkeypatch.setattr(
+            session, "Decoding", lambda _, cache, graph: decoders.Decoding(OnCuda(backbone()), cache, graph)
+        )
         assert decode_on(model, caches[1], graph=None) == expected
         assert caches[1].counters.decoding == "dynamic: it does"
         with pytest.raises(ValueError, match="graph=True is not possible here: it does"):
