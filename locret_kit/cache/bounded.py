@@ -27,7 +27,7 @@ from ..policies.methods.sirllm import token_entropy
 from ..policies.policy import Policy
 from ..settings import FIRST, INT32_MAX, RunSettings, read_protect
 from .arguments import check_arguments
-from .context import CacheCounters, Context, Pins
+from .context import CacheCounters, Context, Pins, Stage
 from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
 from .layer_attention import Fixed
@@ -58,6 +58,7 @@ class BoundedCache(Cache, Handler):
         prompt_length: tokens of the prompt. When given, the last ``local_len`` of them are never evicted before
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). When not, every
             boundary is treated as one in the middle of the prompt.
+        stages: your own, after those of the policy; forks share them.
         **given: fields of ``RunSettings`` by name, where ``settings`` is none.
 
     Attributes:
@@ -79,6 +80,7 @@ class BoundedCache(Cache, Handler):
         heads: RetainingHeads | str | Path | None = None,
         *,
         prompt_length: int | None = None,
+        stages: Sequence[Stage] = (),
         **given: object,
     ) -> None:
         super().__init__(layers=[])
@@ -98,6 +100,7 @@ class BoundedCache(Cache, Handler):
         self.heads = heads if self.policy.needs_heads else None
         self.scratch = Scratch()
         self.counters = CacheCounters()
+        self._stages = tuple(stages)
         self._context: Context | None = None
         self.last_hidden: Tensor | None = None
         self.reread_positions: list[int] = []
@@ -130,7 +133,7 @@ class BoundedCache(Cache, Handler):
         if self._context is None:
             context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
             check_room(context, self.pins)
-            self._context = replace(context, pins=self.pins, stages=stages_of(self.policy))
+            self._context = replace(context, pins=self.pins, stages=(*stages_of(self.policy), *self._stages))
             self.settings = context.settings
             self.layers.extend(make_layers(self._context, self.scratch))
         elif self._context.spec != spec_of(text_config(model)):
@@ -320,7 +323,7 @@ class BoundedCache(Cache, Handler):
             settings = replace(settings, local_len=local_len)
         if prompt_length is None:
             settings = replace(settings, decode_every=None)
-        new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length)
+        new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length, stages=self._stages)
         new.pins = self.pins
         if self._context is None:
             return new

@@ -1,0 +1,125 @@
+"""One contract for every backend: what each of them computes, against float64 written out. A new backend joins by its name in
+``BACKENDS``."""
+
+from __future__ import annotations
+
+import interpreted  # noqa: F401  (Triton's kernels run interpreted)
+import pytest
+import torch
+from torch.nn import functional as F
+
+from locret_kernels.attend import ChunkRotation
+from locret_kernels.sparse_attend import Blocks
+from locret_kit.backbones.rope import Rope
+from locret_kit.cache.backend import BACKENDS, backend_for
+
+SCALING = 0.2
+SHAPES = [(4, 2, 5, 23, 64), (2, 2, 1, 17, 64), (3, 1, 33, 70, 64)]
+"""Query heads, key/value heads, new tokens, rows, channels."""
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request):
+    return BACKENDS[request.param]
+
+
+def drawn(Q: int, H: int, T: int, S: int, D: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of a layer's newest ``T`` of ``S`` rows."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, *size, D, generator=generator) for size in ((Q, T), (H, S), (H, S)))
+
+
+def weights(
+    q: torch.Tensor, k: torch.Tensor, window: int | None = None, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention weights ``[Q, T, S]`` in float64: causal, within a window, over the rows that are ``seen [Q, T, S]``."""
+    (_, Q, T, _), (_, H, S, _) = q.shape, k.shape
+    logits = q[0].double() @ k[0].double().repeat_interleave(Q // H, 0).transpose(1, 2) * SCALING
+    age = torch.arange(S - T, S)[:, None] - torch.arange(S)
+    hidden = (age < 0) | (age >= (window or S))
+    hidden = hidden if seen is None else hidden | ~seen
+    return logits.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def output(p_QTS: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``[1, Q, T, D]``"""
+    return (p_QTS @ v[0].double().repeat_interleave(len(p_QTS) // v.shape[1], 0))[None]
+
+
+def close(mine: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention(backend, shape, window):
+    q, k, v = drawn(*shape)
+    out, statistics = backend.attend(q, k, v, SCALING, window=window)
+    close(out, output(weights(q, k, window), v))
+    assert statistics == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("by_head", [False, True])
+def test_statistics(backend, shape, by_head):
+    q, k, v = drawn(*shape)
+    out, counted = backend.attend(q, k, v, SCALING, want=frozenset({"sum", "square", "above"}), by_head=by_head)
+    p_QTS, (Q, H, T, S, _) = weights(q, k), shape
+    close(out, output(p_QTS, v))
+    groups = p_QTS.unflatten(0, (H, Q // H))
+    sets = [groups.mean(1), *(groups.unbind(1) if by_head else ())]
+    assert len(counted) == len(sets)
+    visible_T1 = torch.arange(S - T + 1, S + 1)[:, None]
+    for made, a_HTS in zip(counted, sets, strict=True):
+        close(made.sum[0], a_HTS.sum(1))
+        close(made.square[0], a_HTS.square().sum(1))
+        close(made.above[0], (a_HTS > 1 / visible_T1).double().sum(1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rotation_on_the_way(backend, shape):
+    """Queries and keys that come before RoPE: as those that were rotated before, in float64."""
+    (q, k, v), (T, S, D) = drawn(*shape), shape[2:]
+    cos, sin = Rope(0.1 ** torch.arange(D // 2)).tables(torch.arange(S), torch.float32)
+    turned = [x.double() * c + torch.cat((-x.double()[..., D // 2 :], x.double()[..., : D // 2]), -1) * s
+              for x, c, s in ((q, cos[-T:], sin[-T:]), (k, cos, sin))]  # fmt: skip
+    out, _ = backend.attend(q, k, v, SCALING, rotation=ChunkRotation(cos, sin, cos[-T:], sin[-T:]))
+    close(out, output(weights(*turned), v))
+
+
+def test_chosen_blocks(backend):
+    Q, H, T, S, D = 4, 2, 33, 70, 64
+    q, k, v = drawn(Q, H, T, S, D)
+    chosen = torch.rand(1, Q, 3, 5, generator=torch.Generator().manual_seed(1)) < 0.5
+    chosen[..., 0] = True
+    chosen[..., 2:] = True  # a block's own rows are always among them
+    seen = chosen[0].repeat_interleave(16, 1)[:, :T].repeat_interleave(16, 2)[..., :S]
+    out = backend.attend_blocks(q, k, v, SCALING, Blocks(chosen, 16, 16))
+    close(out, output(weights(q, k, seen=seen), v))
+
+
+def test_operations_beside_attention(backend):
+    """They are those of a layer, or the backend leaves them to the backbone."""
+    x, gate, up, weight = torch.randn(4, 1, 3, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    operations = backend.operations(x)
+    if operations is None:
+        assert backend.name != "cpu"
+        return
+    scale, exact = weight[0, 0], x.double()
+    normed, total = operations.rms_norm(x, scale, 1e-6)
+    close(normed, exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6) * scale.double())
+    assert torch.equal(total, x)
+    close(operations.swiglu(gate, up), up.double() * F.silu(gate.double()))
+    matrix = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    close(operations.linear(x, matrix), F.linear(x.double(), matrix.double()))
+
+
+def test_a_name_and_the_rule():
+    cpu, kind = torch.device("cpu"), torch.float32
+    assert backend_for("reference", cpu, 64, kind).name == "reference"
+    assert backend_for(None, cpu, 64, kind).name in ("cpu", "reference")
+    assert backend_for(None, torch.device("meta"), 64, kind).name == "reference"
+    with pytest.raises(ValueError, match="backend='tpu' must be one of: reference, triton, cpu"):
+        backend_for("tpu", cpu, 64, kind)
+    with pytest.raises(ValueError, match="backend='cpu' takes CPUs, not meta"):
+        backend_for("cpu", torch.device("meta"), 64, kind)
