@@ -35,7 +35,7 @@ class Backend:
     faster form of."""
 
     name = "reference"
-    """Of ``locret_kernels.backend``, by which policies and rows choose their operations."""
+    """Name in ``locret_kernels.backend``, by which policies and rows choose their operations."""
     linear: ClassVar[Linear] = staticmethod(F.linear)
     """Product of what the kit computes beside the backbone."""
 

@@ -28,7 +28,7 @@ ATTENTION = np.dtype(
     + [("scaling", np.float64), ("margin", np.float64)]
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of rows and hidden states; float64 stays with the definitions."""
+"""Types of rows and hidden states; float64 stays with the definitions."""
 LANES = 16
 """Channels of a head are a multiple of it: numbers of the widest vector."""
 MAX_ROWS = 1 << 14

@@ -70,7 +70,7 @@ def load(source: Path, *options: str) -> ctypes.CDLL:
 
 
 def _machine() -> str:
-    """What tells processors apart for which code may differ."""
+    """Text that tells processors apart for which code may differ."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text("utf-8", errors="replace").splitlines() if known.exists() else []
     return "\n".join(

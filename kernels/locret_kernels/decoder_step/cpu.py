@@ -16,7 +16,7 @@ import torch
 from .. import cpp
 
 CHANNELS = (64, 96, 128, 256)
-"""Of a head, for which the step is compiled by itself; one for any number serves the others."""
+"""Channels of a head for which the step is compiled by itself; one for any number serves the others."""
 
 _I = np.int64  # numbers and addresses
 
