@@ -12,6 +12,7 @@ from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.families import ropes_of, spec_of
+from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.rope import rotate
 from locret_kit.cis import cis_loss, cis_target, top_recall
 from locret_kit.training.observer import Observer
@@ -107,7 +108,7 @@ def test_recall_against_sets(seed, S, fraction):
 # ---- the observer -----------------------------------------------------------------------------------------------
 
 
-class Recorder:
+class Recorder(Handler):
     """Keeps q, k, v of every layer; attends over everything."""
 
     wants_unrotated = True

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import COMMON, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
+from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
@@ -516,7 +517,7 @@ EXPRESSIONS = [
 ]  # fmt: skip
 
 
-class Recorder:
+class Recorder(Handler):
     """Handler of a plain forward that keeps the first layer's q, k and v, which no eviction can change."""
 
     wants_unrotated = True

@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 from locret_kernels.sparse_attend import Blocks
 from locret_kit import attach
 from locret_kit.backbones.families import text_config
+from locret_kit.backbones.handler import Handler
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.stages.sparse_prefill import pairs_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
@@ -158,7 +159,7 @@ def test_pooled_tiles_are_the_largest_means(monkeypatch, tmp_path):
 # ---- whole runs --------------------------------------------------------------------------------------------------------
 
 
-class Masked:
+class Masked(Handler):
     """Dense attention in float64 of what a definition leaves of each chunk: a handler beside the kit's."""
 
     wants_unrotated = False

@@ -10,7 +10,13 @@ from locret_kit import BoundedCache, attach
 from locret_kit.cache.context import Stage
 from locret_kit.runtime.session import prefill
 
-POLICIES = ["streaming merge=nearest", "streaming recall=blocks(size=4,take=2)", "minference", "xattention", "streaming"]
+POLICIES = [
+    "streaming merge=nearest",
+    "streaming recall=blocks(size=4,take=2)",
+    "minference",
+    "xattention",
+    "streaming",
+]
 """A policy of each stage, and one without."""
 
 

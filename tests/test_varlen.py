@@ -10,7 +10,7 @@ import torch
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from test_kernels_cache import model, run  # noqa: F401  (a fixture)
 
-from locret_kit.cache import attention, step
+from locret_kit.cache import attention, backend
 from locret_kit.cache.attention import attend_heads, attend_rows, varlen_operator
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
@@ -44,7 +44,7 @@ def operator(monkeypatch):
         calls.append(len(given[0]))
         return by_hand(*given, **named)
 
-    for module in (attention, step):
+    for module in (attention, backend):
         monkeypatch.setattr(module, "varlen_operator", lambda *given: counted)
     return calls
 

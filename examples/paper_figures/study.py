@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locret_kit.backbones.families import decoder_of, has_adapter, ropes_of, spec_of, text_config
+from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.attention import attend_text
@@ -213,7 +214,7 @@ def recorded(cache: BoundedCache) -> Recorded:
     return score
 
 
-class Watcher:
+class Watcher(Handler):
     """A handler that attends in full and shows each full-attention layer's queries ``[Q, T, D]`` and keys ``[H, T, D]`` as
     attention sees them."""
 

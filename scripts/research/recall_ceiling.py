@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from locret_kit import RetainingHeads, attach
+from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.intercept import Attachment
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.backbones.rope import rotate
@@ -43,7 +44,7 @@ from locret_kit.settings import FIRST
 COLUMNS = ("kept", "+needle", "only", "all", "again")
 
 
-class Recorder:
+class Recorder(Handler):
     """Handler of the reading: the cache's own attention; keys (before RoPE) and values of every token stay at hand."""
 
     wants_unrotated = True
@@ -63,7 +64,7 @@ class Recorder:
         return torch.cat(keys, 1), torch.cat(values, 1)
 
 
-class Asked:
+class Asked(Handler):
     """Handler of the tail and the answer: attention to the rows that ``seen [H, N]`` of a layer marks, and to the new tokens."""
 
     wants_unrotated = True
