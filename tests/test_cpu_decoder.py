@@ -239,4 +239,5 @@ def test_a_session_and_a_batch_decode_so(policy):
     while batch.running:
         batch.step()
     assert said[0] == said[1] == text.tokens
-    assert caches[0].counters.decoding == "cpu" and caches[1].counters.decoding.startswith("dynamic: backend")
+    assert caches[0].counters.decoding == caches[2].counters.decoding == "cpu"
+    assert caches[1].counters.decoding.startswith("dynamic: backend")

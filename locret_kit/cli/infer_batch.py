@@ -20,8 +20,8 @@ from ..config.infer import Generation, InferOptions, Name, Prompt
 from ..config.reader import refuse
 from ..files import parse_json, write_text
 from ..naming import first_line
-from ..runtime.batch import Request, Sequence
 from ..runtime.batch import run as answered
+from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
 from ..samples.chat import has_template, render_messages

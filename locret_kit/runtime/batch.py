@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -22,87 +21,9 @@ from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from .cpu_decoder import cpu_decoder
 from .decoders import Decoder, Decoding, DynamicDecoder, logits_after
+from .sampling import stop_ids
 from .scheduler import PromptScheduler
-from .session import Chooser, Sampling, stop_ids
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt and how it is answered."""
-
-    ids: abc.Sequence[int]
-    max_new_tokens: int = 64
-    """0 only reads the prompt."""
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    top_logprobs: int | None = field(default=None, kw_only=True)
-    """Of each token of the answer: its log-probability, and those of so many of the likeliest; None for neither."""
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Natural logarithms of probabilities, by the model's own distribution: before temperature and penalties.
-
-    Attributes:
-        token: of the token that was chosen. top: the likeliest ids, best first, and theirs.
-    """
-
-    token: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request that runs.
-
-    Attributes:
-        tokens: the answer's ids so far. finish_reason: "stop", "length", "read" (nothing more was asked), "error",
-            "cancelled", or None before the end.
-        logprobs: of each token, where they are asked for.
-    """
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: Exception | None = None
-    cache: BoundedCache | None = None
-    prompt_read: int = 0
-    """Tokens of the prompt that the cache had read before."""
-    evictions_before: int = 0
-    """Evictions of the cache when it was given."""
-    began: float = 0.0
-    first_token_s: float | None = None
-    ended_s: float | None = None
-    _choose: Chooser | None = None
-    _next: int | None = None
-    _decoding: Decoding | None = None
-
-    @property
-    def reading(self) -> bool:
-        """Whether its prompt is still being read."""
-        return self._next is None
-
-    @property
-    def left(self) -> int:
-        """Tokens of the prompt to read."""
-        seen = self.cache.get_seq_length() if self.cache is not None else 0
-        return 0 if self.finish_reason is not None else max(0, len(self.request.ids) - seen)
-
-    @property
-    def step(self) -> int:
-        """Tokens of the next piece of the prompt."""
-        cache = self.cache
-        assert cache is not None
-        done = cache.get_seq_length()
-        step = cache.schedule.until_boundary(done) if cache.needs_logits else cache.schedule.piece(done)
-        return min(step, self.left)
-
-    def end(self, reason: str, error: Exception | None = None) -> None:
-        """Let it leave; its cache is free."""
-        self.finish_reason, self.error, self.cache, self._decoding = reason, error, None, None
-        self.ended_s = time.perf_counter() - self.began
-
+from .sequence import Request, Sequence
 
 R = TypeVar("R", bound=Request)
 Piece = tuple[Sequence, list[int]]
@@ -181,50 +102,34 @@ class Batch:
         pieces = self._pieces()
         if not pieces:
             return changed
-        together: dict[Decoder, list[Piece]] = {}
-        rest = []
+        groups: dict[Decoder | None, list[Piece]] = {}
         for piece in pieces:
-            decoding = piece[0]._decoding
-            decoder = None if decoding is None else decoding.next_decoder()
-            if decoder is None or isinstance(decoder, DynamicDecoder):
-                rest.append(piece)
-            else:
-                together.setdefault(decoder, []).append(piece)
+            groups.setdefault(self._decoder(piece[0]), []).append(piece)
         with attached(self.model):
-            for decoder, some in together.items():
-                changed += self._advance(some, partial(_decode, decoder))
-            if rest:
-                changed += self._advance(rest, self._forward)
+            for decoder, group in groups.items():
+                changed += self._advance(decoder, group)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return changed
 
-    def _advance(
-        self, pieces: list[Piece], forward: Callable[[list[BoundedCache], list[list[int]]], Tensor]
-    ) -> list[Sequence]:
+    def _advance(self, decoder: Decoder | None, pieces: list[Piece]) -> list[Sequence]:
         """One forward of some sequences, and what follows from it; those that have a new token or have ended."""
         changed = []
         caches = [sequence.cache for sequence, _ in pieces if sequence.cache is not None]
         try:
-            logits_BV = forward(caches, [ids for _, ids in pieces])
+            if decoder is None:
+                logits_BV = self._forward(caches, [ids for _, ids in pieces])
+            else:
+                logits_BV = decoder(caches, [token for _, (token,) in pieces])
         except Exception as error:
             self.fail(error, [sequence for sequence, _ in pieces])
             return [sequence for sequence, _ in pieces]
         for (sequence, _), logits_V in zip(pieces, logits_BV, strict=True):
-            cache = sequence.cache
-            assert cache is not None and sequence._choose is not None
-            if sequence.reading:
-                cache.start_reread()
-                if cache.get_seq_length() < len(sequence.request.ids):
-                    continue
-                if not sequence.request.max_new_tokens:
-                    sequence.end("read")
-                    changed.append(sequence)
-                    continue
             try:
-                self._take(sequence, logits_V)
+                if sequence.advance(logits_V, self.stop):
+                    changed.append(sequence)
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
                 sequence.end("error", error)
-            changed.append(sequence)
+                changed.append(sequence)
         return changed
 
     def _begin(self) -> list[Sequence]:
@@ -234,16 +139,10 @@ class Batch:
         for sequence, make_cache in added:
             if sequence.finish_reason is not None:  # cancelled already
                 continue
-            request = sequence.request
             try:
-                cache = sequence.cache = make_cache()
+                cache = make_cache()
                 cache.bind(self.model)
-                sequence.prompt_read, sequence.evictions_before = cache.get_seq_length(), cache.counters.evictions
-                if sequence.prompt_read >= len(request.ids):
-                    raise ValueError(
-                        f"the cache has seen {sequence.prompt_read} tokens already, the prompt has {len(request.ids)}"
-                    )
-                sequence._choose = Chooser(request.sampling, request.seed, self.model.device, request.ids)
+                sequence.start(cache, self.model.device)
             except Exception as error:
                 sequence.end("error", error)
                 failed.append(sequence)
@@ -254,14 +153,11 @@ class Batch:
         """Sequences of the next step, each with its new tokens."""
         pieces: list[Piece] = []
         for sequence in self.running:
-            if sequence._next is not None:
-                pieces.append((sequence, [sequence._next]))
+            if not sequence.reading:
+                pieces.append((sequence, [sequence.tokens[-1]]))
         reading = [sequence for sequence in self.running if sequence.reading]
         for sequence in self._in_turn(reading) if self.scheduler is None else self.scheduler.pick(reading):
-            cache, ids = sequence.cache, sequence.request.ids
-            assert cache is not None
-            done = cache.get_seq_length()
-            pieces.append((sequence, [ids[at] for at in cache.prompt_positions(done, done + sequence.step)]))
+            pieces.append((sequence, [sequence.request.ids[at] for at in sequence.next_positions()]))
         return pieces
 
     def _in_turn(self, reading: list[Sequence]) -> Iterator[Sequence]:
@@ -278,32 +174,14 @@ class Batch:
         ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
         return logits_after(self.model, caches, ids, [len(piece) for piece in pieces])
 
-    def _take(self, sequence: Sequence, logits_V: Tensor) -> None:
-        """A sequence's next token."""
-        assert sequence._choose is not None
-        token, wanted = sequence._choose(logits_V), sequence.request.top_logprobs
-        if sequence.first_token_s is None:
-            sequence.first_token_s = time.perf_counter() - sequence.began
-        if token in self.stop:
-            sequence.end("stop")
-            return
-        if wanted is not None:
-            logprobs_V = logits_V.log_softmax(-1)
-            top = logprobs_V.topk(min(wanted, len(logprobs_V)))
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            sequence.logprobs.append(Logprob(float(logprobs_V[token]), tuple(pairs)))
-        sequence.tokens.append(token)
-        sequence._next = token
-        if len(sequence.tokens) == sequence.request.max_new_tokens:
-            sequence.end("length")
-        elif sequence._decoding is None:
-            assert sequence.cache is not None
-            sequence._decoding = Decoding(self.model, sequence.cache)
-
-
-def _decode(decoder: Decoder, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
-    """Logits ``[sequences, V]`` after a token of each."""
-    return decoder(caches, [token for (token,) in pieces])
+    def _decoder(self, sequence: Sequence) -> Decoder | None:
+        """The decoder of a sequence's next token; None where its new tokens go into the shared forward."""
+        if sequence.reading or sequence.cache is None:
+            return None
+        if sequence.decoding is None:
+            sequence.decoding = Decoding(self.model, sequence.cache)
+        decoder = sequence.decoding.next_decoder()
+        return None if isinstance(decoder, DynamicDecoder) else decoder
 
 
 def run(

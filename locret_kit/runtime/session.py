@@ -2,90 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import abc
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
 from .decoders import Decoding, logits_after
 from .report import Report
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; ``temperature=0`` is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be at least 0, and finite")
-        if 0 < self.temperature < 1e-3:  # logits divided by it would overflow
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy), or at least 0.001")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps every token)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0, and finite")
-
-    def processors(self) -> LogitsProcessorList:
-        """transformers' own processors, in its own order."""
-        chain = LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.temperature > 0:
-            if self.temperature != 1.0:
-                chain.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k:
-                chain.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1.0:
-                chain.append(TopPLogitsWarper(self.top_p))
-        return chain
-
-
-class Chooser:
-    """The next token of one text, by its own random numbers: ``choose(logits)``."""
-
-    def __init__(self, sampling: Sampling, seed: int, device: torch.device, prompt: Sequence[int]) -> None:
-        self._sampling, self._processors = sampling, sampling.processors()
-        self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
-
-    def __call__(self, logits_V: Tensor) -> int:
-        scores_V = logits_V
-        if self._processors:  # for a copy of what was said the host waits
-            history: Any = torch.tensor([self._seen], device=logits_V.device, dtype=torch.long)
-            scores_V = self._processors(history, logits_V[None])[0]
-        if self._sampling.temperature > 0:
-            token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self._generator))
-        else:
-            token = int(scores_V.argmax())
-        self._seen.append(token)
-        return token
+from .sampling import Chooser, Sampling, stop_ids
+from .sequence import Request, Sequence
 
 
 @torch.inference_mode()
 def prefill(
-    model: PreTrainedModel, ids: Sequence[int], cache: BoundedCache, progress: Callable[[int, int], None] | None = None
+    model: PreTrainedModel,
+    ids: abc.Sequence[int],
+    cache: BoundedCache,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Read the prompt through ``cache``: logits ``[V]`` after its last token. What the cache has seen already (a fork) is taken
     as the prompt's beginning and not read again.
@@ -98,27 +37,24 @@ def prefill(
     Raises:
         ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
     """
-    total, done, logits = len(ids), cache.get_seq_length(), None
-    expected = cache.schedule.prompt_length
-    if expected is not None and done < expected < total:
+    total, expected = len(ids), cache.schedule.prompt_length
+    if expected is not None and cache.get_seq_length() < expected < total:
         raise _other_length(cache, total)
     if not total:
         raise ValueError("the prompt holds no tokens")
-    if done >= total:
-        raise ValueError(f"the cache has seen {done} tokens already, the prompt has {total}")
+    sequence = Sequence(Request(ids, 0), alone=True)
+    sequence.start(cache, model.device)
     text = torch.as_tensor(ids, dtype=torch.long).to(model.device)  # once: for every copy the host waits
-    while done < total:
-        at = cache.prompt_positions(done, min(done + cache.schedule.piece(done), total))
+    while sequence.finish_reason is None:
+        at = sequence.next_positions()
         piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]
-        logits = logits_after(model, [cache], piece[None], [len(piece)])
-        cache.start_reread()
-        done = cache.get_seq_length()
+        logits_V = logits_after(model, [cache], piece[None], [len(piece)])[0]
+        sequence.advance(logits_V, frozenset())
         if progress:
-            progress(done, total)
-    assert logits is not None
-    if logits.is_cuda:  # so that the time of a prefill is a prefill's
-        torch.cuda.synchronize(logits.device)
-    return logits[0]
+            progress(cache.get_seq_length(), total)
+    if logits_V.is_cuda:  # so that the time of a prefill is a prefill's
+        torch.cuda.synchronize(logits_V.device)
+    return logits_V
 
 
 def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
@@ -134,7 +70,7 @@ def decode(
     cache: BoundedCache,
     logits: Tensor,
     *,
-    prompt: Sequence[int],
+    prompt: abc.Sequence[int],
     max_new_tokens: int,
     sampling: Sampling,
     stop: frozenset[int],
@@ -152,25 +88,18 @@ def decode(
     """
     step = Decoding(model, cache, graph)
     choose = Chooser(sampling, seed, logits.device, prompt)
-    for n in range(max_new_tokens):
-        token = choose(logits)
-        if token in stop:
+    sequence = Sequence(Request(prompt, max_new_tokens, sampling, seed), choose=choose)
+    while len(sequence.tokens) < max_new_tokens:
+        if sequence.tokens:
+            logits = step(sequence.tokens[-1])
+        if not sequence.take(logits, stop):
             return
-        yield token
-        if n + 1 < max_new_tokens:
-            logits = step(token)
+        yield sequence.tokens[-1]
 
 
 def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
     """Make what the first decoded token would wait for: on a CPU the compiled call and its weights."""
     Decoding(model, cache)
-
-
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every end-of-sequence id that the generation configuration or the tokenizer names."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
-    return frozenset(i for i in ids if i is not None)
 
 
 class Answer:
@@ -195,7 +124,7 @@ class Answer:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        ids: Sequence[int],
+        ids: abc.Sequence[int],
         cache: BoundedCache,
         *,
         max_new_tokens: int = 64,
@@ -286,7 +215,7 @@ class Answer:
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    ids: Sequence[int],
+    ids: abc.Sequence[int],
     cache: BoundedCache,
     *,
     max_new_tokens: int = 64,

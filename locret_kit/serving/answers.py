@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..naming import first_line
-from ..runtime.batch import Logprob
+from ..runtime.sequence import Logprob
 from ..runtime.tokens import token_bytes
 from .engine import Engine
 from .errors import Failed

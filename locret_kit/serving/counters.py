@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
-from ..runtime.batch import Sequence
+from ..runtime.sequence import Sequence
 from .request import ServerRequest
 
 LOG = logging.getLogger("locret_kit.serving")

@@ -24,8 +24,8 @@ from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
 from ..runtime.batch import Batch, Sequence
+from ..runtime.sampling import stop_ids
 from ..runtime.scheduler import PromptScheduler
-from ..runtime.session import stop_ids
 from ..settings import RunSettings
 from .admission import Admission
 from .counters import Counters

@@ -12,7 +12,7 @@ from typing import Literal
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document
 from ..policies.policy import Policy
-from ..runtime.batch import Request, Sequence
+from ..runtime.sequence import Request, Sequence
 from ..settings import RunSettings
 from .prefix_key import PrefixHashes
 

@@ -38,7 +38,7 @@ from locret_kit.evals.tasks import Request, find_tasks
 from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.files import write_text
 from locret_kit.runtime.provenance import versions, weights_hash
-from locret_kit.runtime.session import stop_ids
+from locret_kit.runtime.sampling import stop_ids
 from locret_kit.runtime.tokens import stream_ids
 
 TAIL = 64
