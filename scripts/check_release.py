@@ -53,8 +53,8 @@ def missing_of_sdist(sdist: tarfile.TarFile) -> list[str]:
     names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = [f"{folder}/{file}" for folder in IN_SDIST for file in files_below(folder)]
     wanted += [
-        path.name for pattern in ("*.md", "LICENSE", "CITATION.cff", "constraints.txt") for path in ROOT.glob(pattern)
-    ]
+        "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "constraints.txt",
+    ]  # fmt: skip
     return [f"sdist: {name}" for name in wanted if name not in names]
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -208,12 +207,6 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(tmp_path, capsys):
         assert main(words) == 1
         err = capsys.readouterr().err
         assert said in err and err.count("\n") == 1
-
-
-def test_help_loads_no_torch():
-    code = "import sys; from locret_kit.cli.chat import main; main(['--help']); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **HERE}, capture_output=True, text=True)
-    assert done.returncode == 0 and "--history-file" in done.stdout
 
 
 @given(st.lists(st.text("ab é漢\n", max_size=6)), st.integers(2, 12))

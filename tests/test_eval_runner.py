@@ -559,15 +559,6 @@ def test_lists_keep_commas_inside_parentheses():
     assert (config.tasks, config.budgets, config.ckpt, config.chunk) == (["passkey"], [256, 512], ["a"], None)
 
 
-def test_help_needs_no_model():
-    code = "import sys; from locret_kit.cli.eval import main; main(['--help']); print('torch' in sys.modules)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert "usage: locret-eval" in done.stdout and done.stdout.endswith("False\n")
-    assert "torchrun --nproc_per_node" in done.stdout and "accelerate" not in done.stdout
-    assert "lm-evaluation-harness" in done.stdout and "kvzip" in done.stdout
-
-
 def test_a_reader_that_leaves_gets_no_traceback():
     """``locret-eval tasks | head -3``."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}

@@ -308,24 +308,6 @@ def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, mon
         assert ("protects no stabilizers" in err) == bool(flags)
 
 
-def test_help_and_import_stay_light():
-    for code in (
-        "import locret_kit",
-        "from locret_kit.cli.infer import main\nmain(['--help'])",
-    ):
-        check = (
-            code
-            + "\nimport sys\nassert not {'torch', 'pydantic', 'yaml', 'lightning', 'triton', 'transformers'} & set(sys.modules)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", check],
-            capture_output=True,
-            text=True,
-            env=HERE,
-        )
-        assert done.returncode == 0, done.stderr
-
-
 def test_list_policies_names_every_policy(capsys):
     from locret_kit.policies.registry import policies
 

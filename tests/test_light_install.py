@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,35 +45,43 @@ def test_the_extras_are_hidden():
     assert "ModuleNotFoundError: No module named 'lightning'" in run("import lightning").stderr
 
 
-def test_an_answer_needs_no_extra(tmp_path):
+def test_an_answer_and_a_plan_need_no_extra(tmp_path):
     backbone = save_tiny_backbone(tmp_path / "backbone")
     (tmp_path / "long.txt").write_text(TEXT * 4)
-    words = [
-        "--model",
-        str(backbone),
-        "--policy",
-        "snapkv",
-        "--budget",
-        "48",
-        "--max-new-tokens",
-        "3",
-        str(tmp_path / "long.txt"),
-    ]
-    done = run(f"from locret_kit.cli.infer import main\nsys.exit(main({words!r}))")
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    ask = [str(tmp_path / "long.txt"), "--model", str(backbone), "--policy=snapkv", "--budget=48", "--max-new-tokens=3"]
+    plan = ["--model", "phi3-mini", "--gpu-memory", "24GiB"]
+    done = run(
+        f"from locret_kit.cli import infer, plan\nsys.exit(infer.main({ask!r}) or print('====') or plan.main({plan!r}))"
+    )
+    answer, planned = done.stdout.split("====\n")
+    assert done.returncode == 0 and answer.strip() and planned, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("infer", ["--help"]), ("train", ["--help"]), ("eval", ["--help"]), ("plan", ["--help"]), ("publish", ["--help"]),
-        ("read", ["--help"]), ("info", ["--help"]), ("ask", ["--help"]), ("kept", ["--help"]), ("chat", ["--help"]),
-        ("plan", ["--model", "phi3-mini", "--gpu-memory", "24GiB"]),
-    ],
-)  # fmt: skip
-def test_help_and_plans_need_no_extra(command, words):
-    done = run(f"from locret_kit.cli.{command} import main\nsys.exit(main({words!r}))")
-    assert done.returncode == 0 and done.stdout, done.stderr
+HEAVY = {"torch", "transformers", "pydantic", "yaml", "triton"}
+HELP = {
+    "ask": ["--question-file"], "chat": ["--history-file"], "eval": ["torchrun --nproc_per_node", "kvzip"], "infer": ["--budget"],
+    "info": [], "kept": [], "plan": ["--gpu-memory"], "publish": [], "read": [], "serve": ["--sessions"], "train": ["recipe="],
+}  # fmt: skip
+"""Every command, and what its help names."""
+EACH_HELP = f"""
+import io, json, locret_kit
+from contextlib import redirect_stdout
+from importlib import import_module
+
+for name in {list(HELP)!r}:
+    with redirect_stdout(io.StringIO()) as said:
+        status = import_module(f"locret_kit.cli.{{name}}").main(["--help"])
+    print(json.dumps([name, status, said.getvalue(), sorted({HEAVY!r} & set(sys.modules))]))
+"""
+
+
+def test_help_needs_no_extra_and_loads_nothing_heavy():
+    done = run(EACH_HELP)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [name for name, *_ in lines] == list(HELP), done.stderr
+    for name, status, said, heavy in lines:
+        assert (status, heavy) == (0, []) and said.startswith(f"usage: locret-{name}"), name
+        assert all(words in said for words in HELP[name]), name
 
 
 def test_a_missing_extra_is_one_line_that_says_how_to_install_it(tmp_path):

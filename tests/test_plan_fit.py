@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -218,14 +216,3 @@ def test_refusals_are_one_line(arguments, message, capsys):
     assert cli.main(arguments) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_help_is_light():
-    code = (
-        "import sys\nfrom locret_kit.cli.plan import main\nmain(['--help'])\n"
-        "print({'torch', 'transformers'} & set(sys.modules))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=CONFIGS.parents[1], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip().endswith("set()")

@@ -228,9 +228,3 @@ def test_errors_are_one_line(files, tmp_path, capsys):
             out, err = capsys.readouterr()
             [line] = [line for line in err.splitlines() if not line.startswith("http://")]
             assert not out and line.startswith("locret-serve: ") and says in line
-
-
-def test_help_needs_no_torch():
-    code = "import sys; from locret_kit.cli.serve import main; sys.exit(main(['--help']) or 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("usage: locret-serve ") and "--sessions" in done.stdout
