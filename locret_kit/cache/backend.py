@@ -81,6 +81,10 @@ class Backend:
         """Whether heads of different lengths are one call (``attention.attend_heads``)."""
         return False
 
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Whether rows of this type are brought into few bits by compiled calls (``storage.compiled``)."""
+        return False
+
     def rotated(self, q_BQTD: Tensor, k_BHSD: Tensor, rotation: ChunkRotation | None) -> tuple[Tensor, Tensor]:
         """Queries and keys of a chunk after RoPE."""
         if rotation is None:
@@ -127,6 +131,9 @@ class CpuBackend(Backend):
 
     name = "cpu"
     linear: ClassVar[Linear] = staticmethod(product)
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        return dtype in attend_on_cpu.DTYPES
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in attend_on_cpu.DTYPES:

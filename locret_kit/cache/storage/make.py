@@ -60,7 +60,11 @@ def _store(
         return Float8Layer(capacity, None, statistics, recent)
     if bits is not None:
         stored = (
-            RaggedQuantisedLayer if policy.ragged else CompiledLayer if ctx.backend.name == "cpu" else QuantisedLayer
+            RaggedQuantisedLayer
+            if policy.ragged
+            else CompiledLayer
+            if ctx.backend.packs(ctx.model.dtype)
+            else QuantisedLayer
         )
         return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
     make = RaggedLayer if policy.ragged else BoundedLayer
