@@ -31,9 +31,11 @@ KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
 RUN = tuple(item.name for item in fields(RunSettings))
 """The settings of the run in a row."""
-FORM = ("ending", "wording", "offset")
+PROMPT_VARIANTS = ("ending", "wording", "offset")
 """How a hidden-digits prompt is put; see `Row`."""
-SETTINGS = ("model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), *FORM, "metric")
+SETTINGS = (
+    "model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), *PROMPT_VARIANTS, "metric"
+)  # fmt: skip
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
 """Of these, what says nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a

@@ -23,11 +23,11 @@ from ...planning.memory import OutOfMemory
 from ...runtime.tokens import stream_ids
 from ...samples.text import TooShort
 from ..metrics.benchmarks import get_metric
-from ..tasks.base import REFERRED, Request, Task
+from ..tasks.base import NEEDS_REFERENCE, Request, Task
 from . import oracle
 from .measure import Fields, NotStored, Prompt, cache_for, measure_row
 from .prefix import Beginning, shared_lengths
-from .rows import FORM, KEY, Key, Row, Shard, read_rows
+from .rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
 from .settings import Engine, Group, Run, Variant, is_oracle, key_of
 
 Rows = dict[Key, Row]
@@ -172,7 +172,7 @@ def _answer_batch(run: Run, batch: list[Group], part: slice, done: Rows, known: 
     prompts = [one for one in mine if isinstance(one, Prompt)]
     todo = {v: [one for one in prompts if key_of(one.group, v) not in done] for v in run.variants}
     references: dict[Group, Row] = {}
-    if batch[0].task.kind in REFERRED:
+    if batch[0].task.kind in NEEDS_REFERENCE:
         found = {one.group: done.get(key_of(one.group, FULL)) for one in prompts}
         references = {group: row for group, row in found.items() if row is not None and row.error is None}
         wanted = [one for one in prompts if one.group not in references and any(one in some for some in todo.values())]
@@ -195,7 +195,7 @@ def _place(prompt: Prompt) -> tuple[int, float]:
 def _prompt(engine: Engine, group: Group) -> Prompt | Exception:
     """The group's prompt, or the reason why it cannot be made."""
     try:
-        form = {name: getattr(engine, name) for name in FORM}
+        form = {name: getattr(engine, name) for name in PROMPT_VARIANTS}
         example = group.task.make(
             Request(engine.tokenizer, group.length, group.sample, engine.seed, engine.chat, **form)
         )
@@ -254,7 +254,7 @@ def _answer(
 def _example_fields(prompt: Prompt) -> Fields:
     example, ids = prompt.example, prompt.ids
     known = {"answer": example.answer} if example.answer != "" else {}
-    known |= {name: example.extra[name] for name in FORM if name in example.extra}
+    known |= {name: example.extra[name] for name in PROMPT_VARIANTS if name in example.extra}
     return {"depth": example.depth, "cut": example.cut, "tokens": len(ids), "prompt_hash": prompt_hash(ids), **known}
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHAT = ("auto", "always", "never")
-REFERRED = ("fidelity", "agreement")
+NEEDS_REFERENCE = ("fidelity", "agreement")
 """Kinds whose reference is what full attention writes."""
 
 
