@@ -9,7 +9,7 @@ from statistics import fmean
 from locret_kit.evals.cells import size
 from locret_kit.evals.engine.rows import Row, label_of
 from locret_kit.evals.engine.settings import RANDOM_HEADS, is_oracle
-from locret_kit.evals.report.tables import Table
+from locret_kit.evals.tables import Table
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy
 

@@ -34,7 +34,7 @@ from locret_kit.evals.engine.measure import Prompt
 from locret_kit.evals.engine.prefix import Beginning, shared_lengths
 from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
 from locret_kit.evals.engine.settings import Group
-from locret_kit.evals.report.summary import to_csv
+from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import session
@@ -208,7 +208,7 @@ def figures(out: Path) -> dict[tuple, dict]:
 
 
 def scores(out: Path) -> str:
-    return to_csv([replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))])
+    return cells_table(replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))).csv()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...naming import nearest
 from ..cells import LIKELIHOOD, mean_and_stderr, size
 from ..engine.rows import Row
-from .tables import Table
+from ..tables import Table
 
 Key = tuple[str, str, int, int | float, str, str]
 
@@ -33,6 +33,10 @@ class Difference:
     """Of the differences."""
     stderr: float | None
     """Standard error of that mean; None below two examples."""
+
+    def __str__(self) -> str:
+        """The mean with its sign and its standard error."""
+        return f"{self.mean:+.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
 
 
 def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
@@ -90,8 +94,7 @@ def to_markdown(found: Iterable[Difference], against: str) -> str:
             one.task if one.haystack == "-" else f"{one.task}, {one.haystack}",
             size(one.length), str(one.budget or "-"), one.label,
             f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
-            str(one.n), f"{one.theirs:.3f}",
-            f"{one.mean:+.3f}" + ("" if one.stderr is None else f" ± {one.stderr:.3f}"),
+            str(one.n), f"{one.theirs:.3f}", str(one),
         ]
         for one in found
     ]  # fmt: skip
