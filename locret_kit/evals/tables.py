@@ -32,7 +32,7 @@ class Figure:
     errors: int = 0
     """Examples that ended with an error."""
     marks: str = ""
-    """Of `MARKS`."""
+    """Letters of `MARKS`."""
     best: bool = False
     """It leads its column: bold on the page and in LaTeX."""
     digits: int = 2

@@ -24,7 +24,7 @@ from .rows import Key, Row
 from .settings import RANDOM_HEADS, Engine, Prompt, Run, Variant, is_oracle
 
 Fields = dict[str, Any]
-"""Of a row, by name."""
+"""Fields of a row, by name."""
 
 
 class NotStored(OSError):
@@ -64,7 +64,7 @@ def measure_row(
 
 
 def _pins(engine: Engine, variant: Variant, prompt: Prompt) -> list[tuple[int, int]]:
-    """What the settings protect of a prompt that went through the chat template."""
+    """Spans that the settings protect in a prompt that went through the chat template."""
     protect = engine.settings_for(variant, len(prompt.ids)).protect
     return [] if prompt.example.special else protected_spans(engine.tokenizer, prompt.ids, protect)
 
@@ -87,28 +87,28 @@ def _score_generation(run: Run, variant: Variant, prompt: Prompt, fork: Fork, re
     scores = get_metric(task.metric)(text, answer, example.extra)
     metric = next(iter(scores))
     if "source" in example.extra:
-        of_source = get_metric("rouge")(text, example.extra["source"], {})
-        scores |= {f"source_{name}": value for name, value in of_source.items()}
-    scored = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer}
-    return {**scored, **_cost(report, fork), **kept}
+        distances = get_metric("rouge")(text, example.extra["source"], {})
+        scores |= {f"source_{name}": value for name, value in distances.items()}
+    fields = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer}
+    return {**fields, **_cost(report, fork), **kept}
 
 
 def _score_agreement(engine: Engine, variant: Variant, prompt: Prompt, fork: Fork, reference: Row | None) -> Fields:
     """Feed what full attention chooses, token by token, and count what the policy would have chosen too. Without a reference
     this is full attention, which chooses first and is then given its own."""
-    made: Fields = {}
+    fields: Fields = {}
     if reference is None:
         limit = engine.max_new_tokens or prompt.task.max_new_tokens
         stop = stop_ids(engine.model, engine.tokenizer)
-        wanted = fidelity.greedy_reference(engine.model, fork.cache, prompt.ids, limit, stop)
-        made["output"] = engine.tokenizer.decode(wanted, skip_special_tokens=True)
+        continuation = fidelity.greedy_reference(engine.model, fork.cache, prompt.ids, limit, stop)
+        fields["output"] = engine.tokenizer.decode(continuation, skip_special_tokens=True)
         fork = Fork(cache_for(engine, variant, len(prompt.ids)))
     else:
-        wanted = reference.answer
-    forced = fidelity.teacher_force(engine.model, fork.cache, prompt.ids, wanted)
+        continuation = reference.answer
+    forced = fidelity.teacher_force(engine.model, fork.cache, prompt.ids, continuation)
     scores = {"agreement": forced.agreement, "nll": forced.nll}
-    made |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": wanted}
-    return made | _cost_of_given_text(engine, prompt, fork, len(wanted), forced.prefill_s, forced.decode_s)
+    fields |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": continuation}
+    return fields | _cost_of_given_text(engine, prompt, fork, len(continuation), forced.prefill_s, forced.decode_s)
 
 
 def _score_likelihood(engine: Engine, prompt: Prompt, fork: Fork) -> Fields:
@@ -121,8 +121,8 @@ def _score_likelihood(engine: Engine, prompt: Prompt, fork: Fork) -> Fields:
     else:
         (nll, prefill_s), decode_s = fidelity.nll_reading(engine.model, cache, ids, len(ids) // 2), 0.0
         tokens = len(ids) - len(ids) // 2
-    scored: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
-    return scored | _cost_of_given_text(engine, prompt, fork, tokens, prefill_s, decode_s)
+    fields: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
+    return fields | _cost_of_given_text(engine, prompt, fork, tokens, prefill_s, decode_s)
 
 
 def _cost_of_given_text(

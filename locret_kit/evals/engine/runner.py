@@ -31,9 +31,9 @@ from .rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
 from .settings import Engine, Prompt, Run, Variant, is_oracle
 
 Rows = dict[Key, Row]
-"""By key."""
+"""Rows by key."""
 FULL = Variant("full", "-", 0)
-ROOM = 8192
+LONG_ENOUGH = 8192
 """Tokens that hold the shortest prompt of every task."""
 
 
@@ -73,18 +73,18 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
         part = _slice(run, number, len(batch))
         if part.start == part.stop or not any(_missing(run, prompt, done) for prompt in batch):
             continue
-        made = [make(run.engine, prompt) for prompt in batch]
-        for prompt in made:
+        every = [make(run.engine, prompt) for prompt in batch]
+        for prompt in every:
             _require_same(prompt, hashes)
-        mine = [prompt for prompt in sorted(made, key=place)[part] if _missing(run, prompt, done)]
+        mine = [prompt for prompt in sorted(every, key=place)[part] if _missing(run, prompt, done)]
         for prompt in mine:
             if prompt.error is not None:
                 yield from (_failed(run, prompt, variant, prompt.error) for variant in _missing(run, prompt, done))
         prompts = [prompt for prompt in mine if prompt.error is None]
-        refers = batch[0].task.kind in NEEDS_REFERENCE
-        references = _references(prompts, done) if refers else {}
-        for variant in dict.fromkeys([FULL, *run.variants]) if refers else run.variants:
-            first = refers and variant == FULL
+        needs_full = batch[0].task.kind in NEEDS_REFERENCE
+        references = _references(prompts, done) if needs_full else {}
+        for variant in dict.fromkeys([FULL, *run.variants]) if needs_full else run.variants:
+            first = needs_full and variant == FULL
             todo = [one for one in prompts if (one.sample not in references if first else one.key(variant) not in done)]
             for _, members in groupby(todo, lambda prompt: prompt.example.document):
                 neighbours = list(members)
@@ -120,7 +120,7 @@ def check(run: Run) -> None:
 
 def check_length(engine: Engine, task: Task, length: int) -> None:
     """Raise ValueError where a task's shortest prompt is longer than ``length``; names task and both lengths."""
-    if length >= ROOM:
+    if length >= LONG_ENOUGH:
         return
     error = make(engine, Prompt(task, length, 0)).error
     if isinstance(error, TooShort):
@@ -213,8 +213,8 @@ def make(engine: Engine, prompt: Prompt) -> Prompt:
 
 def _references(prompts: list[Prompt], done: Rows) -> dict[int, Row]:
     """Rows of full attention by the prompt's number, where they ended without an error."""
-    found = {prompt.sample: done.get(prompt.key(FULL)) for prompt in prompts}
-    return {sample: row for sample, row in found.items() if row is not None and row.error is None}
+    answers = {prompt.sample: done.get(prompt.key(FULL)) for prompt in prompts}
+    return {sample: row for sample, row in answers.items() if row is not None and row.error is None}
 
 
 def _document(engine: Engine, variant: Variant, prompts: list[Prompt]) -> tuple[Document, list[int]]:

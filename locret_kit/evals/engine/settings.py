@@ -39,7 +39,7 @@ class Engine:
     heads: dict[str, RetainingHeads] = field(default_factory=dict)
     """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Of the heads' weights, see `provenance.weights_hash`."""
+    """Hashes of the heads' weights, see `provenance.weights_hash`."""
     adapter: str | None = None
     """PEFT adapter on the backbone, as it was named."""
     chat: str = "auto"
@@ -70,7 +70,7 @@ class Prompt:
     sample: int
     example: Example = field(default_factory=lambda: Example(""))
     ids: array[int] = field(default_factory=lambda: array("i"))
-    """Of its tokens (int32)."""
+    """Token ids (int32); none before it is made."""
     error: Exception | None = None
     """The reason why it cannot be made."""
 
@@ -91,7 +91,7 @@ class Run:
     samples: int
     out: Path
     keep: int = 0
-    """Of the first `keep` examples of a task, what the cache holds after the prompt is stored."""
+    """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
     retry_errors: bool = False
     """Do examples again that ended with an error."""
     share_prefix: bool = True
@@ -148,7 +148,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
     """
     from ...policies.grammar import parse_policy
 
-    found = []
+    columns = []
     for policy in policies:
         if policy == RANDOM_HEADS:
             names = [UNTRAINED]
@@ -160,7 +160,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
                 raise ValueError(f"policy={policy} needs retaining heads: give ckpt=PATH_OR_REPO")
             names = heads if parsed.needs_heads else ["-"]
             if parsed.keeps_everything:
-                found += [Variant(policy, name, 0) for name in names]
+                columns += [Variant(policy, name, 0) for name in names]
                 continue
-        found += [Variant(policy, name, budget) for name in names for budget in budgets]
-    return list(dict.fromkeys(found))
+        columns += [Variant(policy, name, budget) for name in names for budget in budgets]
+    return list(dict.fromkeys(columns))

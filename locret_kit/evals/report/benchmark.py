@@ -38,28 +38,21 @@ def figure(cell: Cell | None) -> str | Figure:
 def by_document(rows: Iterable[Row]) -> list[Row]:
     """A row for each document instead of each question: answers about one document are not independent of each other. Documents
     of which a question is missing are left out."""
-    found: dict[tuple, list[Row]] = defaultdict(list)
+    documents: dict[tuple, list[Row]] = defaultdict(list)
     rest = []
     for row in rows:
         if row.task != "questions":
             rest.append(row)
         elif row.score is not None:
             key = (*row.key[:-1], row.sample // QUESTIONS)
-            found[key].append(row)
-    for members in found.values():
+            documents[key].append(row)
+    for members in documents.values():
         if len(members) == QUESTIONS:
             members.sort(key=lambda row: row.sample)
             score = sum(row.score or 0.0 for row in members) / QUESTIONS
             hashes = " ".join(row.prompt_hash for row in members)
-            made = replace(
-                members[0],
-                sample=members[0].sample // QUESTIONS,
-                score=score,
-                scores={},
-                metric="share",
-                prompt_hash=hashes,
-            )
-            rest.append(made)
+            number = members[0].sample // QUESTIONS
+            rest.append(replace(members[0], sample=number, score=score, scores={}, metric="share", prompt_hash=hashes))
     return rest
 
 

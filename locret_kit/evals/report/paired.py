@@ -28,9 +28,9 @@ class Difference:
     figure: str
     n: int
     theirs: float
-    """Mean of the other."""
+    """Mean of the other policy."""
     mean: float
-    """Of the differences."""
+    """Mean of the differences."""
     stderr: float | None
     """Standard error of that mean; None below two examples."""
 
@@ -64,12 +64,12 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
             raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
         key = (row.task, row.haystack, row.length, row.budget, row.label, name)
         pairs[key].append((_figures(row)[name], _figures(other)[name]))
-    found = []
+    result = []
     for key, values in sorted(pairs.items()):
         mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in values])
         theirs, _ = mean_and_stderr([theirs for _, theirs in values])
-        found.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
-    return found
+        result.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
+    return result
 
 
 def _require(key: str, given: str, what: str, known: set[str], names: str) -> None:

@@ -64,9 +64,10 @@ def overview(rows: Iterable[Row], interval: Interval = "stderr") -> Table | None
     for (length, budget), names in sorted(blocks.items()):
         rules += [len(lines)] if lines else []
         labels = sorted(names, key=policy_order)
-        drawn = [column(cells, labels, length, budget, interval) for cells in columns.values()]
+        by_column = [column(cells, labels, length, budget, interval) for cells in columns.values()]
         lines += [
-            [size(length), str(budget or "-"), label, *figures] for label, *figures in zip(labels, *drawn, strict=True)
+            [size(length), str(budget or "-"), label, *figures]
+            for label, *figures in zip(labels, *by_column, strict=True)
         ]
     full = [i for i, line in enumerate(lines) if line[2] == "full"]
     return Table(["length", "budget", "policy", *columns], lines, "All tasks", UNITS[interval], full, rules)
@@ -133,8 +134,8 @@ def score_table(cells: Sequence[Cell], interval: Interval = "stderr") -> Table:
     columns += sorted((n, 0) for n in {c.length for c in cells} - {n for n, _ in columns})
     labels = sorted({cell.label for cell in cells}, key=policy_order)
     head = ["policy", *(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)]
-    drawn = [column(cells, labels, *place, interval) for place in columns]
-    lines = [list(line) for line in zip(labels, *drawn, strict=True)]
+    by_column = [column(cells, labels, *place, interval) for place in columns]
+    lines = [list(line) for line in zip(labels, *by_column, strict=True)]
     metric = next((cell.metric for cell in cells if cell.n), "-")
     unit = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; {UNITS[interval]}"
     full = [i for i, label in enumerate(labels) if label == "full"]
