@@ -45,9 +45,9 @@ SUMMARY = (
     ("R.Number", "repeated", 8192, 512), ("R.PassKey", "repeated", 131072, 1024),
 )  # fmt: skip
 """Lines of the README's table: task, text, tokens, slots."""
-BACK = recall_tables.device_rows(RECALL, 1) - 1
+RECALLED_ROWS = recall_tables.device_rows(RECALL, 1) - 1
 """Rows of it that come back; the others are the budget."""
-ENOUGH = 8
+MIN_EXAMPLES = 8
 """Examples that a line of the short table has at least."""
 
 
@@ -66,7 +66,7 @@ def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ())
     found = {(c.task, c.haystack, c.length, c.budget, c.policy, c.heads): c for c in cells if c.mean is not None}
     head = ["needle", "text", "tokens", "slots", "n", "full attention", *(f"`{name}`" for name in (*POLICIES, RECALL))]
     lines = [[*head, "the paper's recipe", "best without training"], ["---"] * (len(head) + 2)]
-    ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= ENOUGH]
+    ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= MIN_EXAMPLES]
     ours = [c for c in ours if not only or (c.task, c.haystack, c.length, c.budget) in only]
     usual = usual_dtype(ours)
     for cell in sorted(ours, key=lambda c: (NEEDLES.index(c.task), c.haystack, c.length, c.budget)):
@@ -74,7 +74,7 @@ def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ())
         others = [
             found.get((*where, 0, "full", "-")),
             *(found.get((*where, cell.budget, name, HEADS)) for name in POLICIES),
-            found.get((*where, cell.budget - BACK, RECALL, HEADS)),
+            found.get((*where, cell.budget - RECALLED_ROWS, RECALL, HEADS)),
             found.get((*where, cell.budget, "locret", PAPER)),
         ]
         shares = [_share(other, cell.n, usual) for other in others]

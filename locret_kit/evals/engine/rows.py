@@ -159,9 +159,9 @@ class Row(RunSettings):
         wrong = {name: value for name, value in asdict(self).items() if not _is_json(value)}
         if not wrong:
             return self
-        fields_in_words = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        values = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
         rest = {name: value for name, value in vars(self).items() if name not in {"score", "scores", *wrong}}
-        return Row(**{**rest, "error": self.error or f"ValueError: no JSON: {fields_in_words[:300]}"})
+        return Row(**{**rest, "error": self.error or f"ValueError: no JSON: {values[:300]}"})
 
     @classmethod
     def from_dict(cls, record: object) -> Row:
