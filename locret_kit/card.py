@@ -5,7 +5,6 @@ Pure functions from a checkpoint's facts to text, and ``write_release``, which l
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import shutil
@@ -19,7 +18,7 @@ from .backbones.load import resolve_model
 from .checkpoint import FORMAT
 from .evals.cells import Cell, summarize
 from .evals.engine.rows import KEY, Row, check_cells
-from .evals.report.summary import show
+from .evals.tables import Figure, Table
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import HeadsConfig, RetainingHeads
 from .hub import REPO, push
@@ -277,17 +276,11 @@ def own_cells(rows: Sequence[Row], policy: str) -> list[Cell]:
 
 def results_table(cells: Sequence[Cell]) -> str:
     """The same as a Markdown table."""
-    lines = ["| task | haystack | tokens | budget | metric | mean ± standard error |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {' | '.join(map(_escaped, (c.task, c.haystack, c.length, c.budget, c.metric)))} | {show(c)} |"
-        for c in cells
+    head = ["task", "haystack", "tokens", "budget", "metric", "mean ± standard error"]
+    lines: list[list[str | Figure]] = [
+        [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Figure.of(c)] for c in cells
     ]
-    return "\n".join(lines)
-
-
-def _escaped(value: object) -> str:
-    """A table's cell that shows the value's own characters."""
-    return html.escape(str(value), quote=False).replace("|", "\\|")
+    return Table(head, lines).markdown().rstrip("\n")
 
 
 def read_card(file: Path) -> tuple[dict[str, Any], str]:

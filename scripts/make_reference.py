@@ -310,7 +310,7 @@ def recipes() -> str:
 
 def tasks() -> str:
     """Every task."""
-    from locret_kit.evals.tasks import ALIASES, ALONE, GROUPS, OVER_REAL_TEXT, OVER_TEXT, SAYS
+    from locret_kit.evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
     from locret_kit.evals.tasks.documents import BENCHMARKS, entries
 
     blocks = [
@@ -321,11 +321,11 @@ def tasks() -> str:
         + ".",
     ]
     for title, names in (
-        ("Synthetic, over repeated sentences or real text (`haystacks=`)", OVER_TEXT),
-        ("Synthetic, with a text of their own", ALONE),
-        ("Over real text (`haystacks=`)", OVER_REAL_TEXT),
+        ("Synthetic, over repeated sentences or real text (`haystacks=`)", HAYSTACK_TASKS),
+        ("Synthetic, with a text of their own", STANDALONE_TASKS),
+        ("Over real text (`haystacks=`)", REAL_TEXT_TASKS),
     ):
-        blocks += [f"## {title}", table(("task", "asks for"), ((f"`{name}`", SAYS[name]) for name in names))]
+        blocks += [f"## {title}", table(("task", "asks for"), ((f"`{name}`", DESCRIPTIONS[name]) for name in names))]
     for benchmark, start in BENCHMARKS.items():
         rows = [
             (

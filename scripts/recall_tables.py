@@ -9,13 +9,13 @@ from statistics import fmean
 from locret_kit.evals.cells import size
 from locret_kit.evals.engine.rows import Row, label_of
 from locret_kit.evals.engine.settings import RANDOM_HEADS, is_oracle
-from locret_kit.evals.report.tables import Table
+from locret_kit.evals.tables import Table
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy
 
 Place = tuple[str, str, int, int]
 """Task, text, tokens and rows on the device."""
-FORM = ("chunk", "positions", "ending", "wording", "offset", "dtype", "sample")
+SAME_FIELDS = ("chunk", "positions", "ending", "wording", "offset", "dtype", "sample")
 """Fields that rows of the same prompt share when they are compared; stabilizers and tail follow the budget."""
 
 
@@ -85,8 +85,8 @@ def sparse_table(rows: Sequence[Row]) -> str:
 
 def paired(own: Iterable[Row], others: Iterable[Row]) -> list[tuple[Row, Row]]:
     """Rows of the same prompt. Where a hash of it is not known, the answer must be the same."""
-    by_form = {form(row): row for row in others}
-    found = [(row, by_form[form(row)]) for row in own if form(row) in by_form]
+    by_prompt = {prompt_of(row): row for row in others}
+    found = [(row, by_prompt[prompt_of(row)]) for row in own if prompt_of(row) in by_prompt]
     return [(a, b) for a, b in found if a.prompt_hash == b.prompt_hash or (not b.prompt_hash and a.answer == b.answer)]
 
 
@@ -96,8 +96,8 @@ def times(pairs: Iterable[tuple[Row, Row]], seconds: Callable[[Row], float]) -> 
     return f"{fmean(seconds(a) / seconds(b) for a, b in together):.2f}" if together else "-"
 
 
-def form(row: Row) -> tuple[object, ...]:
-    return tuple(getattr(row, name) for name in FORM)
+def prompt_of(row: Row) -> tuple[object, ...]:
+    return tuple(getattr(row, name) for name in SAME_FIELDS)
 
 
 def total(rows: Sequence[Row]) -> str:

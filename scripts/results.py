@@ -21,8 +21,8 @@ from pathlib import Path
 
 from locret_kit.evals.cells import Cell, size, summarize
 from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.report.summary import PRECISION, score_table, score_tables, to_markdown, usual_dtype
-from locret_kit.evals.report.tables import line
+from locret_kit.evals.report.summary import score_table, score_tables, to_markdown, usual_dtype
+from locret_kit.evals.tables import MARKS, line
 from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +31,8 @@ sys.path.append(str(Path(__file__).parent))
 import recall_tables  # noqa: E402
 import targets  # noqa: E402
 
+(_, PRECISION) = MARKS
+"""Mark of a figure in another precision."""
 NEEDLES = ("R.PassKey", "R.Number")
 POLICIES = ("locret", "lookahead-locret", "rereading-locret")
 """Of the heads that ship; a line is where the first was measured."""
@@ -43,9 +45,9 @@ SUMMARY = (
     ("R.Number", "repeated", 8192, 512), ("R.PassKey", "repeated", 131072, 1024),
 )  # fmt: skip
 """Lines of the README's table: task, text, tokens, slots."""
-BACK = recall_tables.device_rows(RECALL, 1) - 1
+RECALLED_ROWS = recall_tables.device_rows(RECALL, 1) - 1
 """Rows of it that come back; the others are the budget."""
-ENOUGH = 8
+MIN_EXAMPLES = 8
 """Examples that a line of the short table has at least."""
 
 
@@ -64,7 +66,7 @@ def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ())
     found = {(c.task, c.haystack, c.length, c.budget, c.policy, c.heads): c for c in cells if c.mean is not None}
     head = ["needle", "text", "tokens", "slots", "n", "full attention", *(f"`{name}`" for name in (*POLICIES, RECALL))]
     lines = [[*head, "the paper's recipe", "best without training"], ["---"] * (len(head) + 2)]
-    ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= ENOUGH]
+    ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= MIN_EXAMPLES]
     ours = [c for c in ours if not only or (c.task, c.haystack, c.length, c.budget) in only]
     usual = usual_dtype(ours)
     for cell in sorted(ours, key=lambda c: (NEEDLES.index(c.task), c.haystack, c.length, c.budget)):
@@ -72,7 +74,7 @@ def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ())
         others = [
             found.get((*where, 0, "full", "-")),
             *(found.get((*where, cell.budget, name, HEADS)) for name in POLICIES),
-            found.get((*where, cell.budget - BACK, RECALL, HEADS)),
+            found.get((*where, cell.budget - RECALLED_ROWS, RECALL, HEADS)),
             found.get((*where, cell.budget, "locret", PAPER)),
         ]
         shares = [_share(other, cell.n, usual) for other in others]
@@ -80,14 +82,14 @@ def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ())
         lines.append([*names, *shares, _best(cell, cells, usual)])
     text = "".join(f"{line(cells)}\n" for cells in lines)
     others = " or ".join(sorted({cell.dtype for cell in cells} - {usual}))
-    return f"{text}\n{PRECISION[0]} in {others}, all else in {usual}\n" if PRECISION[0] in text else text
+    return f"{text}\n{PRECISION} in {others}, all else in {usual}\n" if PRECISION in text else text
 
 
 def _share(cell: Cell | None, n: int, usual: str) -> str:
     """A mean, marked where it is of another number of texts or in another precision than usual."""
     if cell is None or cell.mean is None:
         return "-"
-    mark = "" if cell.dtype == usual else PRECISION[0]
+    mark = "" if cell.dtype == usual else PRECISION
     return f"{cell.mean:.2f}{mark}" + ("" if cell.n == n else f" (n={cell.n})")
 
 

@@ -20,7 +20,7 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoConfig
 
 from locret_kit.backbones.families import spec_of
-from locret_kit.evals.tasks import ALONE, OVER_REAL_TEXT, OVER_TEXT, SAYS
+from locret_kit.evals.tasks import DESCRIPTIONS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies import registry
 
@@ -120,7 +120,7 @@ def test_the_reference_is_what_the_code_says(page):
 
 
 def test_every_synthetic_task_is_described():
-    assert set(SAYS) == {*OVER_TEXT, *ALONE, *OVER_REAL_TEXT}
+    assert set(DESCRIPTIONS) == {*HAYSTACK_TASKS, *STANDALONE_TASKS, *REAL_TEXT_TASKS}
 
 
 def test_every_page_is_in_the_navigation():

@@ -29,12 +29,12 @@ from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.evaluate import load_eval_config
 from locret_kit.evals.cells import summarize
-from locret_kit.evals.engine import prefix, runner
-from locret_kit.evals.engine.measure import Prompt
-from locret_kit.evals.engine.prefix import Beginning, shared_lengths
+from locret_kit.evals.engine import document as document_module
+from locret_kit.evals.engine import runner
+from locret_kit.evals.engine.document import Document, shared_lengths
 from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
-from locret_kit.evals.engine.settings import Group
-from locret_kit.evals.report.summary import to_csv
+from locret_kit.evals.engine.settings import Prompt
+from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import decoders
@@ -70,13 +70,13 @@ def read_all(prompts: Sequence[array], shared: Sequence[int]) -> int:
     """Tokens that are read of beginnings; every prompt goes on from its own."""
     Tokens.total = 0
     with (
-        mock.patch.object(prefix, "attach", lambda model: nullcontext()),
-        mock.patch.object(prefix, "prefill", lambda model, ids, cache: cache.read(ids)),
+        mock.patch.object(document_module, "attach", lambda model: nullcontext()),
+        mock.patch.object(document_module, "prefill", lambda model, ids, cache: cache.read(ids)),
     ):
-        beginning = Beginning(None, lambda tokens: Tokens(), max(map(len, prompts)))
+        document = Document(None, lambda tokens: Tokens(), max(map(len, prompts)))
         for ids, length in zip(prompts, shared, strict=True):
-            start = beginning.start(ids, length)
-            assert start.cache.ids == ids[:length].tolist() and start.shared == length
+            fork = document.fork(ids, length)
+            assert fork.cache.ids == ids[:length].tolist() and fork.shared == length
     return Tokens.total
 
 
@@ -113,8 +113,8 @@ def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
 
 def in_order(*examples: tuple[array, float | None, int | None]) -> list[Prompt]:
     """Prompts as a process answers them, of ids, depth and document each."""
-    prompts = [Prompt(Group(None, 0, 0), Example("", depth=d, document=n), ids) for ids, d, n in examples]
-    return sorted(prompts, key=runner._place)
+    prompts = [Prompt(None, 0, 0, Example("", depth=d, document=n), ids) for ids, d, n in examples]
+    return sorted(prompts, key=runner.place)
 
 
 @st.composite
@@ -208,7 +208,7 @@ def figures(out: Path) -> dict[tuple, dict]:
 
 
 def scores(out: Path) -> str:
-    return to_csv([replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))])
+    return cells_table(replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))).csv()
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +333,7 @@ def test_a_fork_that_is_refused_is_a_fresh_run(heads, tmp_path, monkeypatch):
         refused.append(prompt_length)
         raise CannotFork("a fresh run would have evicted otherwise")
 
-    monkeypatch.setattr(prefix.BoundedCache, "fork", fork)
+    monkeypatch.setattr(document_module.BoundedCache, "fork", fork)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 0
     rows = read_rows(out)
@@ -344,22 +344,22 @@ def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, m
     def fork(cache, prompt_length=None):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(prefix.BoundedCache, "fork", fork)
+    monkeypatch.setattr(document_module.BoundedCache, "fork", fork)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 1
     assert {row.error for row in read_rows(out)} >= {"ValueError: a bug"}
 
 
 def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):
-    start, dropped = Beginning.start, []
+    fork, dropped = Document.fork, []
 
     def no_room(self, ids, shared, pins):
         if shared:
             dropped.append(shared)
             raise torch.OutOfMemoryError("no room")
-        return start(self, ids, shared, pins)
+        return fork(self, ids, shared, pins)
 
-    monkeypatch.setattr(Beginning, "start", no_room)
+    monkeypatch.setattr(Document, "fork", no_room)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret,random]", tasks="[passkey]")) == 0
     wanted = figures(alone)
@@ -371,7 +371,11 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
     alone, heads, tmp_path, monkeypatch, always
 ):
     """While a prompt goes on from a shared beginning, or from then on, the model finds no room to decode."""
-    forward, fork, fresh = LlamaForCausalLM.forward, prefix.BoundedCache.fork, prefix.BoundedCache.__init__
+    forward, fork, fresh = (
+        LlamaForCausalLM.forward,
+        document_module.BoundedCache.fork,
+        document_module.BoundedCache.__init__,
+    )
     forks, freed, left = [], [], []
 
     def forks_are_known(cache, prompt_length=None):
@@ -391,8 +395,8 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
 
     monkeypatch.setattr(decoders, "cpu_decoder", lambda model: "the model decodes")
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
-    monkeypatch.setattr(prefix.BoundedCache, "fork", forks_are_known)
-    monkeypatch.setattr(prefix.BoundedCache, "__init__", made_anew)
+    monkeypatch.setattr(document_module.BoundedCache, "fork", forks_are_known)
+    monkeypatch.setattr(document_module.BoundedCache, "__init__", made_anew)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(forks)))
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]")) == always

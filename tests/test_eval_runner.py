@@ -29,7 +29,7 @@ from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import measure
 from locret_kit.evals.engine.rows import KEY, Row, Shard, read_kept, read_rows
 from locret_kit.evals.report import page
-from locret_kit.evals.report.summary import to_csv
+from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.provenance import weights_hash
@@ -82,7 +82,7 @@ def lines(out: Path) -> list[dict]:
 def scores(out: Path) -> str:
     """The summary without its costs."""
     cells = [replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))]
-    return to_csv(cells)
+    return cells_table(cells).csv()
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_two_processes_give_the_summary_of_one(finished, heads, tmp_path):
     assert counts == [15, 15]
     assert figures(out) == figures(finished) and scores(out) == scores(finished)
     summary = (out / "summary.csv").read_text()
-    assert summary == to_csv(summarize(read_rows(out)))  # the last one to finish has written of all rows
+    assert summary == cells_table(summarize(read_rows(out))).csv()  # the last one to finish has written of all rows
 
 
 def test_another_number_of_processes_goes_on(finished, heads, tmp_path, monkeypatch):

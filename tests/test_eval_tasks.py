@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from tiny_text import tiny_tokenizer
 
 from locret_kit.evals.metrics.benchmarks import get_metric
-from locret_kit.evals.tasks import ALIASES, ALONE, OVER_REAL_TEXT, OVER_TEXT, Request, find_tasks, known_tasks, ruler
+from locret_kit.evals.tasks import (
+    ALIASES,
+    HAYSTACK_TASKS,
+    REAL_TEXT_TASKS,
+    STANDALONE_TASKS,
+    Request,
+    find_tasks,
+    known_tasks,
+    ruler,
+)
 from locret_kit.evals.tasks.base import count_ids, spread_depth
 from locret_kit.evals.tasks.retrieval import find
 from locret_kit.evals.tasks.ruler import insert
@@ -25,7 +34,7 @@ from locret_kit.evals.tasks.words import ADJECTIVES, NOUNS, distinct, singles
 from locret_kit.samples.chat import render_prompt
 from locret_kit.samples.text import load_text
 
-SYNTHETIC = [*OVER_TEXT, *ALONE]
+SYNTHETIC = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
 LONG = {"ruler.cwe": 6144, "ruler.vt": 2048, "ruler.niah_multikey_uuid": 4096}
 """Lengths at which a task's shortest prompt, or its coarse items, fit under the tiny tokenizer."""
 
@@ -37,7 +46,7 @@ def example(
     return task, task.make(Request(tiny_tokenizer(), length or LONG.get(name, 1024), sample, seed, chat))
 
 
-@pytest.mark.parametrize("name", [*SYNTHETIC, *OVER_REAL_TEXT])
+@pytest.mark.parametrize("name", [*SYNTHETIC, *REAL_TEXT_TASKS])
 @pytest.mark.parametrize("chat", ["auto", "always"])
 def test_lengths_are_met_within_one_per_cent(name, chat):
     length = LONG.get(name, 1024)
@@ -104,7 +113,8 @@ def test_digits_are_hidden_once_at_the_depth_asked_for(name, haystack):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OVER_TEXT if "niah" in name] + ["ruler.niah_multikey_line", "ruler.niah_multikey_uuid"]
+    "name",
+    [name for name in HAYSTACK_TASKS if "niah" in name] + ["ruler.niah_multikey_line", "ruler.niah_multikey_uuid"],
 )
 @pytest.mark.parametrize("haystack", ["repeated", "pydoc"])
 def test_ruler_needles_are_all_there_and_only_the_asked_ones_are_answers(name, haystack):
@@ -351,7 +361,9 @@ def test_where_a_haystack_lies_does_not_matter(tmp_path):
 
 
 def test_every_listed_name_is_a_task():
-    synthetic = [name for name in known_tasks() if name in (*ALIASES, *OVER_TEXT, *ALONE, *OVER_REAL_TEXT)]
+    synthetic = [
+        name for name in known_tasks() if name in (*ALIASES, *HAYSTACK_TASKS, *STANDALONE_TASKS, *REAL_TEXT_TASKS)
+    ]
     assert len(find_tasks(synthetic, haystacks=["pydoc"])) == len({ALIASES.get(name, name) for name in synthetic})
     assert len(find_tasks(["ruler"], haystacks=["pydoc", "repeated"])) == 2 * 6 + 4
 

@@ -51,7 +51,7 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
     """
     from dataclasses import asdict, fields
 
-    from ..config.evaluate import FIXED
+    from ..config.evaluate import FROZEN_KEYS
     from ..evals.engine.rows import read_config
     from ..files import write_beside
 
@@ -63,7 +63,7 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
         before = read_config(out)
         defaults = {item.name: item.default for item in fields(config)}
-        for key in FIXED:
+        for key in FROZEN_KEYS:
             then = before.get(key, defaults[key])
             if then != now[key]:
                 raise ValueError(
@@ -279,12 +279,12 @@ def engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
 
 
 def _tasks(config: NoConfig) -> None:
-    from ..evals.tasks import ALIASES, GROUPS, SAYS, known_tasks
+    from ..evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, known_tasks
     from ..evals.tasks.documents import entries
 
     for name in known_tasks():
         entry = entries().get(name)
-        says = f"documents of a benchmark, by {entry.metric}" if entry else SAYS[ALIASES.get(name, name)]
+        says = f"documents of a benchmark, by {entry.metric}" if entry else DESCRIPTIONS[ALIASES.get(name, name)]
         print(f"{name:<32} {says}")
     print(f"groups: {', '.join(GROUPS)}; fidelity:NAME and agreement:NAME score a task against full attention")
 

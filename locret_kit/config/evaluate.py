@@ -166,7 +166,7 @@ PAIRED = Command(
 KEPT = Command("locret-eval", KeptConfig, "usage: locret-eval kept out=FOLDER sample=N [key=value ...]")
 TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
-FIXED = (
+FROZEN_KEYS = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
     "model", "adapter", "chat", "ending", "wording", "offset", "max_new_tokens", "dtype", "weight_bits",
 )  # fmt: skip

@@ -30,7 +30,7 @@ class Cell:
     samples: str
     """Their numbers, such as '0-3 7'."""
     mean: float | None
-    """Of the metric; None without a score."""
+    """Mean of the metric; None without a score."""
     stderr: float | None
     """Standard error of the mean (sample deviation over root n); None below two scores."""
     errors: int
@@ -42,7 +42,7 @@ class Cell:
     peak_bytes: int
     """Largest peak memory."""
     dtype: str
-    """Of the backbone; several are joined by '+'."""
+    """Precision of the backbone; several are joined by '+'."""
     low: float | None = None
     """Lower end of Wilson's 95% interval of a share (every score is 0 or 1); None for other scores."""
     high: float | None = None

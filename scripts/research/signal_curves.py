@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locret_kit.evals.cells import mean_and_stderr
-from locret_kit.evals.report.tables import Table
+from locret_kit.evals.tables import Table
 from locret_kit.files import read_json, write_text
 
 BEGIN, END = "<!-- learned:begin -->\n", "<!-- learned:end -->"

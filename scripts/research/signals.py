@@ -33,7 +33,7 @@ from locret_kit.evals.engine.fidelity import greedy_reference
 from locret_kit.evals.engine.rows import Row, Shard, read_rows
 from locret_kit.evals.report.benchmark import figure
 from locret_kit.evals.report.paired import differences
-from locret_kit.evals.report.tables import Table
+from locret_kit.evals.tables import Table
 from locret_kit.evals.tasks import Request, find_tasks
 from locret_kit.evals.tasks.base import Example, Task
 from locret_kit.files import write_text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,17 @@ from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
 from ...samples.chat import protected_spans
 from ..metrics.benchmarks import get_metric
-from ..tasks.base import Example
 from . import fidelity, oracle
-from .prefix import Beginning, Start
+from .document import Document, Fork
 from .rows import Key, Row
-from .settings import RANDOM_HEADS, Engine, Group, Run, Variant, is_oracle, key_of
+from .settings import RANDOM_HEADS, Engine, Prompt, Run, Variant, is_oracle
 
 Fields = dict[str, Any]
-"""Of a row, by name."""
+"""Fields of a row, by name."""
 
 
 class NotStored(OSError):
     """A file of ``kept/`` could not be written: the run ends, since a full disk is no example's fault."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A group's example and its token ids."""
-
-    group: Group
-    example: Example
-    ids: array[int]
 
 
 def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> BoundedCache:
@@ -59,37 +48,37 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
 
 
 def measure_row(
-    run: Run, variant: Variant, prompt: Prompt, shared: int, beginning: Beginning, reference: Row | None
+    run: Run, variant: Variant, prompt: Prompt, shared: int, document: Document, reference: Row | None
 ) -> Fields:
-    """Fields of one example's row. ``shared``: see `prefix.shared_lengths`; ``reference``: the row of full attention."""
+    """Fields of one example's row. ``shared``: see `document.shared_lengths`; ``reference``: the row of full attention."""
     if is_oracle(variant.policy):
-        start = oracle.start(run.engine, variant, prompt.ids, chat=not prompt.example.special)
+        fork = oracle.fork(run.engine, variant, prompt.ids, chat=not prompt.example.special)
     else:
-        start = beginning.start(prompt.ids, shared, _pins(run.engine, variant, prompt))
-    kind = prompt.group.task.kind
+        fork = document.fork(prompt.ids, shared, _pins(run.engine, variant, prompt))
+    kind = prompt.task.kind
     if kind.startswith("nll"):
-        return _score_likelihood(run.engine, prompt, start)
+        return _score_likelihood(run.engine, prompt, fork)
     if kind == "agreement":
-        return _score_agreement(run.engine, variant, prompt, start, reference)
-    return _score_generation(run, variant, prompt, start, reference)
+        return _score_agreement(run.engine, variant, prompt, fork, reference)
+    return _score_generation(run, variant, prompt, fork, reference)
 
 
 def _pins(engine: Engine, variant: Variant, prompt: Prompt) -> list[tuple[int, int]]:
-    """What the settings protect of a prompt that went through the chat template."""
+    """Spans that the settings protect in a prompt that went through the chat template."""
     protect = engine.settings_for(variant, len(prompt.ids)).protect
     return [] if prompt.example.special else protected_spans(engine.tokenizer, prompt.ids, protect)
 
 
-def _score_generation(run: Run, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> Fields:
-    engine, task, example, ids = run.engine, prompt.group.task, prompt.example, prompt.ids
+def _score_generation(run: Run, variant: Variant, prompt: Prompt, fork: Fork, reference: Row | None) -> Fields:
+    engine, task, example, ids = run.engine, prompt.task, prompt.example, prompt.ids
     kept: dict[str, str] = {}
 
     def at_end_of_prompt(read: int, total: int) -> None:
-        if read == total and prompt.group.sample < run.keep:
-            kept["kept"] = store_kept(run.out, key_of(prompt.group, variant), start.cache, ids)
+        if read == total and prompt.sample < run.keep:
+            kept["kept"] = store_kept(run.out, prompt.key(variant), fork.cache, ids)
 
     text, report = generate(
-        engine.model, engine.tokenizer, ids, start.cache, max_new_tokens=engine.max_new_tokens or task.max_new_tokens,
+        engine.model, engine.tokenizer, ids, fork.cache, max_new_tokens=engine.max_new_tokens or task.max_new_tokens,
         seed=engine.seed, progress=at_end_of_prompt,
     )  # fmt: skip
     answer = example.answer
@@ -98,33 +87,33 @@ def _score_generation(run: Run, variant: Variant, prompt: Prompt, start: Start, 
     scores = get_metric(task.metric)(text, answer, example.extra)
     metric = next(iter(scores))
     if "source" in example.extra:
-        of_source = get_metric("rouge")(text, example.extra["source"], {})
-        scores |= {f"source_{name}": value for name, value in of_source.items()}
-    scored = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer}
-    return {**scored, **_cost(report, start), **kept}
+        distances = get_metric("rouge")(text, example.extra["source"], {})
+        scores |= {f"source_{name}": value for name, value in distances.items()}
+    fields = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer}
+    return {**fields, **_cost(report, fork), **kept}
 
 
-def _score_agreement(engine: Engine, variant: Variant, prompt: Prompt, start: Start, reference: Row | None) -> Fields:
+def _score_agreement(engine: Engine, variant: Variant, prompt: Prompt, fork: Fork, reference: Row | None) -> Fields:
     """Feed what full attention chooses, token by token, and count what the policy would have chosen too. Without a reference
     this is full attention, which chooses first and is then given its own."""
-    made: Fields = {}
+    fields: Fields = {}
     if reference is None:
-        limit = engine.max_new_tokens or prompt.group.task.max_new_tokens
+        limit = engine.max_new_tokens or prompt.task.max_new_tokens
         stop = stop_ids(engine.model, engine.tokenizer)
-        wanted = fidelity.greedy_reference(engine.model, start.cache, prompt.ids, limit, stop)
-        made["output"] = engine.tokenizer.decode(wanted, skip_special_tokens=True)
-        start = Start(cache_for(engine, variant, len(prompt.ids)))
+        continuation = fidelity.greedy_reference(engine.model, fork.cache, prompt.ids, limit, stop)
+        fields["output"] = engine.tokenizer.decode(continuation, skip_special_tokens=True)
+        fork = Fork(cache_for(engine, variant, len(prompt.ids)))
     else:
-        wanted = reference.answer
-    forced = fidelity.teacher_force(engine.model, start.cache, prompt.ids, wanted)
+        continuation = reference.answer
+    forced = fidelity.teacher_force(engine.model, fork.cache, prompt.ids, continuation)
     scores = {"agreement": forced.agreement, "nll": forced.nll}
-    made |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": wanted}
-    return made | _cost_of_given_text(engine, prompt, start, len(wanted), forced.prefill_s, forced.decode_s)
+    fields |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": continuation}
+    return fields | _cost_of_given_text(engine, prompt, fork, len(continuation), forced.prefill_s, forced.decode_s)
 
 
-def _score_likelihood(engine: Engine, prompt: Prompt, start: Start) -> Fields:
+def _score_likelihood(engine: Engine, prompt: Prompt, fork: Fork) -> Fields:
     """The likelihood of the continuation, or of the prompt's second half."""
-    kind, ids, cache = prompt.group.task.kind, prompt.ids, start.cache
+    kind, ids, cache = prompt.task.kind, prompt.ids, fork.cache
     if kind == "nll":
         continuation = stream_ids(engine.tokenizer, [prompt.example.continuation])
         forced = fidelity.teacher_force(engine.model, cache, ids, continuation)
@@ -132,30 +121,30 @@ def _score_likelihood(engine: Engine, prompt: Prompt, start: Start) -> Fields:
     else:
         (nll, prefill_s), decode_s = fidelity.nll_reading(engine.model, cache, ids, len(ids) // 2), 0.0
         tokens = len(ids) - len(ids) // 2
-    scored: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
-    return scored | _cost_of_given_text(engine, prompt, start, tokens, prefill_s, decode_s)
+    fields: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
+    return fields | _cost_of_given_text(engine, prompt, fork, tokens, prefill_s, decode_s)
 
 
 def _cost_of_given_text(
-    engine: Engine, prompt: Prompt, start: Start, tokens: int, prefill_s: float, decode_s: float
+    engine: Engine, prompt: Prompt, fork: Fork, tokens: int, prefill_s: float, decode_s: float
 ) -> Fields:
     """`_cost` where nothing was written: ``tokens`` were read after the prompt, or are a part of it."""
     report = Report.of(
-        engine.model, start.cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s,
-        decode_s=decode_s, kept_rows=start.cache.kept_rows,
+        engine.model, fork.cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s,
+        decode_s=decode_s, kept_rows=fork.cache.kept_rows,
     )  # fmt: skip
-    return _cost(report, start)
+    return _cost(report, fork)
 
 
-def _cost(report: Report, start: Start) -> Fields:
-    """Cost and settings of a run; its prefill with the seconds in which the start was read."""
+def _cost(report: Report, fork: Fork) -> Fields:
+    """Cost and settings of a run; its prefill with the seconds in which the fork's beginning was read."""
     names = ("new_tokens", "decode_s", "peak_bytes", "cache_bytes", "computed_share", "device", "dtype", "versions")
     return {
         **{name: getattr(report, name) for name in names},
         **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
-        "slots": 0 if start.cache.policy.keeps_everything else report.settings.budget,
-        "prefix_shared": start.shared,
-        "prefill_s": start.seconds + report.prefill_s,
+        "slots": 0 if fork.cache.policy.keeps_everything else report.settings.budget,
+        "prefix_shared": fork.shared,
+        "prefill_s": fork.seconds + report.prefill_s,
     }
 
 

@@ -32,7 +32,7 @@ from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...samples.chat import render_prompt
 from ...settings import read_protect
-from .prefix import Start
+from .document import Fork
 from .settings import ORACLES, Engine, Variant
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
         )
 
 
-def start(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -> Start:
+def fork(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -> Fork:
     """A cache of the best slots of the prompt's context.
 
     Args:
@@ -227,4 +227,4 @@ def start(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -
     )  # fmt: skip
     cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
     cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
-    return Start(cache, seconds=time.perf_counter() - began)
+    return Fork(cache, seconds=time.perf_counter() - began)

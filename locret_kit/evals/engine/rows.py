@@ -31,12 +31,14 @@ KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
 RUN = tuple(item.name for item in fields(RunSettings))
 """The settings of the run in a row."""
-FORM = ("ending", "wording", "offset")
-"""How a hidden-digits prompt is put; see `Row`."""
-SETTINGS = ("model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), *FORM, "metric")
+PROMPT_VARIANTS = ("ending", "wording", "offset")
+"""Form of a hidden-digits prompt; see `Row`."""
+SETTINGS = (
+    "model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), *PROMPT_VARIANTS, "metric"
+)  # fmt: skip
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
-"""Of these, what says nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
+"""Those of them that say nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
 share of the prompt, which differs from one prompt to the next."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
 """Fields that are '' where a run has not recorded them."""
@@ -76,7 +78,7 @@ class Row(RunSettings):
     answer: Answer = ""
     """The reference: a string, a list of accepted or required ones, or for 'agreement' the ids of full attention's tokens."""
     depth: float | None = None
-    """Where the needle stands, as a fraction of the haystack; None where there is not one needle."""
+    """Place of the needle, as a fraction of the haystack; None where there is not one needle."""
     tokens: int = 0
     """Prompt tokens really read, special tokens included."""
     new_tokens: int = 0
@@ -84,7 +86,7 @@ class Row(RunSettings):
     cut: int = 0
     """Tokens removed from the document's middle so that the prompt has at most `length`."""
     prefix_shared: int = 0
-    """First tokens of the prompt that were read once for several prompts, see `prefix`; whichever were still to be answered."""
+    """First tokens of the prompt that were read once for several prompts, see `document`; whichever were still to be answered."""
     prefill_s: float = 0.0
     """Wall-clock seconds of the prefill. Those of a shared beginning were taken once and count in every row that shares it,
     the copies not at all; run with share_prefix=false to time every prompt by itself."""
@@ -100,9 +102,9 @@ class Row(RunSettings):
     slots: int = 0
     """Slots that the budget came to; 0 for `full`."""
     ending: str = ""
-    """How a hidden-digits prompt ends, see `evals.tasks.base.ending_of`; '' for other tasks."""
+    """End of a hidden-digits prompt, see `evals.tasks.base.ending_of`; '' for other tasks."""
     wording: int = 0
-    """How its digits are said and asked for, see `samples.needles.WORDINGS`."""
+    """Number of the words in which its digits are said and asked for, see `samples.needles.WORDINGS`."""
     offset: int = 0
     """Tokens in front of it that move it against the chunks."""
     prompt_hash: str = ""
@@ -123,7 +125,7 @@ class Row(RunSettings):
     dtype: str = ""
     """The backbone's precision."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of python, torch, transformers, locret_kit and, where it runs from a checkout, its commit."""
+    """Versions of python, torch, transformers, locret_kit and, where it runs from a checkout, its commit."""
     rank: int = 0
     """The process that made the row."""
     date: str = ""
@@ -157,9 +159,9 @@ class Row(RunSettings):
         wrong = {name: value for name, value in asdict(self).items() if not _is_json(value)}
         if not wrong:
             return self
-        said = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
-        kept = {name: value for name, value in vars(self).items() if name not in {"score", "scores", *wrong}}
-        return Row(**{**kept, "error": self.error or f"ValueError: no JSON: {said[:300]}"})
+        values = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        rest = {name: value for name, value in vars(self).items() if name not in {"score", "scores", *wrong}}
+        return Row(**{**rest, "error": self.error or f"ValueError: no JSON: {values[:300]}"})
 
     @classmethod
     def from_dict(cls, record: object) -> Row:
@@ -174,8 +176,8 @@ class Row(RunSettings):
         missing = [name for name in KEY if name not in record]
         if missing:
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
-        given = {name: kind for name, kind in annotations_of(Row).items() if name in record}
-        return cls(**dict[str, Any]((name, checked(name, kind, record[name])) for name, kind in given.items()))
+        kinds = {name: kind for name, kind in annotations_of(Row).items() if name in record}
+        return cls(**dict[str, Any]((name, checked(name, kind, record[name])) for name, kind in kinds.items()))
 
 
 def _json(value: object) -> str:
@@ -236,10 +238,10 @@ def row_files(source: str | Path | Iterable[Path]) -> list[Path]:
     path = Path(source)
     if path.is_file():
         return [path]
-    found = sorted(path.glob("rows.*.jsonl"))
-    if not found:
+    files = sorted(path.glob("rows.*.jsonl"))
+    if not files:
         raise FileNotFoundError(f"out={source} holds no rows (rows.*.jsonl)")
-    return found
+    return files
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -303,10 +305,10 @@ def read_config(out: Path) -> dict[str, Any]:
         ValueError: ``config.json`` is no JSON object; names the file.
     """
     path = out / "config.json"
-    given = read_json(path) if path.exists() else {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(given).__name__}")
-    return given
+    config = read_json(path) if path.exists() else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(config).__name__}")
+    return config
 
 
 def read_kept(out: str | Path, row: Row) -> dict[str, Any]:

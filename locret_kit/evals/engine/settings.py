@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...settings import Resolved
-from ..tasks.base import Task
+from ..tasks.base import Example, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ class Engine:
     heads: dict[str, RetainingHeads] = field(default_factory=dict)
     """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Of the heads' weights, see `provenance.weights_hash`."""
+    """Hashes of the heads' weights, see `provenance.weights_hash`."""
     adapter: str | None = None
     """PEFT adapter on the backbone, as it was named."""
     chat: str = "auto"
@@ -61,12 +62,22 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Group:
-    """One prompt, which every variant reads."""
+class Prompt:
+    """One prompt, which every variant reads: a task's example by its number; see `runner.make` for the rest."""
 
     task: Task
     length: int
     sample: int
+    example: Example = field(default_factory=lambda: Example(""))
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    """Token ids (int32); none before it is made."""
+    error: Exception | None = None
+    """The reason why it cannot be made."""
+
+    def key(self, variant: Variant) -> tuple[str | int | float, ...]:
+        """The key of its row, see `rows.KEY`."""
+        task = self.task
+        return task.name, task.haystack, self.length, variant.budget, variant.policy, variant.heads, self.sample
 
 
 @dataclass
@@ -80,30 +91,30 @@ class Run:
     samples: int
     out: Path
     keep: int = 0
-    """Of the first `keep` examples of a task, what the cache holds after the prompt is stored."""
+    """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
     retry_errors: bool = False
     """Do examples again that ended with an error."""
     share_prefix: bool = True
-    """Read what prompts about one document have in common once, see `prefix`."""
+    """Read what prompts about one document have in common once, see `document`."""
     rank: int = 0
     world_size: int = 1
 
-    def batches(self) -> list[list[Group]]:
+    def batches(self) -> list[list[Prompt]]:
         """All prompts, in the same order in every process: those of a task that begin alike together, the others one by
         one, first numbers of every task and length first."""
-        found: dict[tuple[str, str, int, int], list[Group]] = defaultdict(list)
-        for group in self.groups():
-            alike = self.share_prefix and group.task.begins_alike
-            found[group.task.name, group.task.haystack, group.length, -1 if alike else group.sample].append(group)
-        return list(found.values())
+        by_beginning: dict[tuple[str, str, int, int], list[Prompt]] = defaultdict(list)
+        for prompt in self.prompts():
+            task, alike = prompt.task, self.share_prefix and prompt.task.begins_alike
+            by_beginning[task.name, task.haystack, prompt.length, -1 if alike else prompt.sample].append(prompt)
+        return list(by_beginning.values())
 
-    def groups(self) -> Iterator[Group]:
-        """All prompts: first numbers of every task and length first."""
+    def prompts(self) -> Iterator[Prompt]:
+        """All prompts, before they are made: first numbers of every task and length first."""
         for sample in range(self.samples):
             for length in self.lengths:
                 for task in self.tasks:
                     if task.size is None or sample < task.size:
-                        yield Group(task, length, sample)
+                        yield Prompt(task, length, sample)
 
 
 def is_oracle(policy: str) -> bool:
@@ -115,12 +126,6 @@ def is_oracle(policy: str) -> bool:
     if policy not in ORACLES and policy.split("(")[0].strip() == "kvzip":
         raise ValueError(f"policy={policy} must be one of: {', '.join(ORACLES)}")
     return policy in ORACLES
-
-
-def key_of(group: Group, variant: Variant) -> tuple[str | int | float, ...]:
-    """The row's key."""
-    task = group.task
-    return task.name, task.haystack, group.length, variant.budget, variant.policy, variant.heads, group.sample
 
 
 def check_policies(policies: list[str], kv_bits: int | None) -> None:
@@ -143,7 +148,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
     """
     from ...policies.grammar import parse_policy
 
-    found = []
+    columns = []
     for policy in policies:
         if policy == RANDOM_HEADS:
             names = [UNTRAINED]
@@ -155,7 +160,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
                 raise ValueError(f"policy={policy} needs retaining heads: give ckpt=PATH_OR_REPO")
             names = heads if parsed.needs_heads else ["-"]
             if parsed.keeps_everything:
-                found += [Variant(policy, name, 0) for name in names]
+                columns += [Variant(policy, name, 0) for name in names]
                 continue
-        found += [Variant(policy, name, budget) for name in names for budget in budgets]
-    return list(dict.fromkeys(found))
+        columns += [Variant(policy, name, budget) for name in names for budget in budgets]
+    return list(dict.fromkeys(columns))

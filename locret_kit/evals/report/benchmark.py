@@ -7,19 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from ...config.benchmark import GRIDS, QUESTIONS
 from ...files import write_text
-from ..cells import LIKELIHOOD, mean_and_stderr, size
+from ..cells import LIKELIHOOD, Cell, size, summarize
 from ..engine.rows import Row
+from ..tables import Figure, Table
 from .paired import Difference, differences
-from .tables import Table
 
 BEGIN, END = "<!-- heads:begin -->\n", "<!-- heads:end -->"
-Z = 1.959963984540054
-"""Of an interval that holds the true value 95 times of 100."""
-Cell = tuple[str, str, int, int | float]
-"""Task, text, tokens, slots."""
 
 
 @dataclass(frozen=True)
@@ -31,56 +28,31 @@ class Part:
     rows: Sequence[Row]
 
 
-def wilson(right: float, n: int) -> tuple[float, float]:
-    """The interval of a share, ``right`` of ``n`` (Wilson, 1927), at 95%.
-
-    Raises:
-        ValueError: no trial.
-    """
-    if n < 1:
-        raise ValueError(f"n={n} must be at least 1")
-    share, z2 = right / n, Z * Z
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def figure(scores: Sequence[float]) -> str:
-    """Mean of a cell's scores, with Wilson's interval where each is right or wrong, else with its standard error."""
-    mean, stderr = mean_and_stderr(list(scores))
-    if mean is None:
+def figure(cell: Cell | None) -> str | Figure:
+    """Mean of a cell, with Wilson's interval where each score is right or wrong, else with its standard error."""
+    if cell is None:
         return "-"
-    if set(scores) <= {0.0, 1.0}:
-        low, high = wilson(sum(scores), len(scores))
-        return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
-    return f"{mean:.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
+    return replace(Figure.of(cell, "wilson", digits=3 if cell.low is None else 2), n=None)
 
 
 def by_document(rows: Iterable[Row]) -> list[Row]:
     """A row for each document instead of each question: answers about one document are not independent of each other. Documents
     of which a question is missing are left out."""
-    found: dict[tuple, list[Row]] = defaultdict(list)
+    documents: dict[tuple, list[Row]] = defaultdict(list)
     rest = []
     for row in rows:
         if row.task != "questions":
             rest.append(row)
         elif row.score is not None:
             key = (*row.key[:-1], row.sample // QUESTIONS)
-            found[key].append(row)
-    for members in found.values():
+            documents[key].append(row)
+    for members in documents.values():
         if len(members) == QUESTIONS:
             members.sort(key=lambda row: row.sample)
             score = sum(row.score or 0.0 for row in members) / QUESTIONS
             hashes = " ".join(row.prompt_hash for row in members)
-            made = replace(
-                members[0],
-                sample=members[0].sample // QUESTIONS,
-                score=score,
-                scores={},
-                metric="share",
-                prompt_hash=hashes,
-            )
-            rest.append(made)
+            number = members[0].sample // QUESTIONS
+            rest.append(replace(members[0], sample=number, score=score, scores={}, metric="share", prompt_hash=hashes))
     return rest
 
 
@@ -113,23 +85,19 @@ def tables(parts: Sequence[Part], against: str) -> str:
 def scores(rows: Sequence[Row]) -> Table:
     """A line for each task, text, length and budget; a column for each policy. Full attention has no budget, and stands in
     every line of its length."""
-    found: dict[Cell, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    metrics = {row.task: row.metric for row in rows if row.score is not None}
-    for row in rows:
-        if row.score is not None:
-            found[row.task, row.haystack, row.length, row.budget][row.label].append(row.score)
+    found: dict[tuple[str, str, int, int | float], dict[str, Cell]] = defaultdict(dict)
+    for cell in summarize(row for row in rows if row.score is not None):
+        found[cell.task, cell.haystack, cell.length, cell.budget][cell.label] = cell
     labels = list(dict.fromkeys(sorted({row.label for row in rows}, key=_order)))
-    lines = []
+    lines: list[list[str | Figure]] = []
     for (task, text, length, budget), mine in sorted(found.items(), key=lambda item: (*item[0][:3], -item[0][3])):
         if budget or len(found) == 1:
             every = {**found.get((task, text, length, 0), {}), **mine}
-            n = max(map(len, every.values()))
-            named = f"{task} ({metrics[task]}{', lower is better' if metrics[task] in LIKELIHOOD else ''})"
-            lines.append(
-                [named, text, size(length), str(budget), str(n), *(figure(every.get(one, [])) for one in labels)]
-            )
-    says = "shares with their 95% interval (Wilson), all else mean ± standard error"
-    return Table(["task", "text", "tokens", "slots", "n", *labels], lines, "Scores", says)
+            n, metric = max(cell.n for cell in every.values()), next(iter(mine.values())).metric
+            named = f"{task} ({metric}{', lower is better' if metric in LIKELIHOOD else ''})"
+            lines.append([named, text, size(length), str(budget), str(n), *(figure(every.get(one)) for one in labels)])
+    unit = "shares with their 95% interval (Wilson), all else mean ± standard error"
+    return Table(["task", "text", "tokens", "slots", "n", *labels], lines, "Scores", unit)
 
 
 def compared(rows: Sequence[Row], against: str) -> list[Table]:
@@ -140,8 +108,7 @@ def compared(rows: Sequence[Row], against: str) -> list[Table]:
         return []
     found = differences(ours, against)
     lines = [
-        [f"{one.task} ({one.figure})", one.haystack, size(one.length), str(one.budget), one.label, str(one.n),
-         f"{one.mean:+.3f}" + ("" if one.stderr is None else f" ± {one.stderr:.3f}")]
+        [f"{one.task} ({one.figure})", one.haystack, size(one.length), str(one.budget), one.label, str(one.n), str(one)]
         for one in found
     ]  # fmt: skip
     each = Table(["task", "text", "tokens", "slots", "heads", "n", "difference"], lines, f"Minus {against}", "paired")
@@ -167,26 +134,25 @@ def _gain_in_errors(one: Difference) -> float:
 
 def grids(parts: Sequence[Part]) -> list[Table]:
     """A table for each text and length, a column for each policy: a line for each variation, their mean and the worst one."""
-    found: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
+    found: dict[tuple[str, int], dict[str, dict[str, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for part in parts:
-        for row in part.rows:
-            if row.score is not None:
-                found[row.haystack, row.length][part.variation][row.label].append(row.score)
+        for cell in summarize(row for row in part.rows if row.score is not None):
+            found[cell.haystack, cell.length][part.variation][cell.label] = cell
     made = []
     for (text, length), variations in sorted(found.items()):
         labels = sorted({label for cells in variations.values() for label in cells}, key=_order)
-        lines = [[name, *(figure(cells[label]) for label in labels)] for name, cells in variations.items()]
         means = {
-            label: {name: sum(cells[label]) / len(cells[label]) for name, cells in variations.items() if cells[label]}
+            label: {name: cells[label].mean or 0.0 for name, cells in variations.items() if label in cells}
             for label in labels
         }
-        lines.append(["mean", *(f"{sum(cells.values()) / len(cells):.2f}" for cells in means.values())])
+        lines: list[list[str | Figure]] = [
+            [name, *(figure(cells.get(label)) for label in labels)] for name, cells in variations.items()
+        ]
+        lines.append(["mean", *(f"{fmean(cells.values()):.2f}" for cells in means.values())])
         lines.append(["worst cell", *map(_worst, means.values())])
-        n = max(len(scores) for cells in variations.values() for scores in cells.values())
-        title, says = f"Grid, {text}, {size(length)}", f"{n} texts in each cell, the same in all"
-        made.append(Table(["variation", *labels], lines, title, says))
+        n = max(cell.n for cells in variations.values() for cell in cells.values())
+        title, unit = f"Grid, {text}, {size(length)}", f"{n} texts in each cell, the same in all"
+        made.append(Table(["variation", *labels], lines, title, unit))
     return made
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from ...files import write_beside
 from ...naming import first_line
 from ...runtime.kept import token_texts
-from ..cells import Cell, summarize
+from ..cells import summarize
 from ..engine.rows import KEY, SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
+from ..tables import Figure, Table, cells_table
 from .heat import environment, script_data
 from .kept import shares, tokenizer_of
 from .summary import overview, score_tables
-from .tables import Table
 
 PAGE = "report.html"
 STEPS = 9
@@ -72,31 +72,11 @@ def page(out: Path, rows: Sequence[Row]) -> str:
     )  # fmt: skip
 
 
-def number(text: str) -> str | None:
-    """The number by which a cell sorts, with which its text begins; None sorts it by its text."""
-    found = re.match(r"-?\d+(\.\d+)?(?=$|[ †‡])", text)
-    return found and found.group()
-
-
-def cells_table(cells: Sequence[Cell]) -> Table:
-    """Every cell of the summary."""
-
-    def shown(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    head = [
-        "task", "haystack", "length", "policy", "budget", "metric", "mean", "standard error", "95% interval", "n",
-        "failed", "tokens", "prefill (s)", "peak (MiB)", "precision",
-    ]  # fmt: skip
-    lines = [
-        [
-            c.task, c.haystack, str(c.length), c.label, str(c.budget or "-"), c.metric, shown(c.mean, 3), shown(c.stderr, 3),
-            "-" if c.low is None else f"{c.low:.2f} to {c.high:.2f}", str(c.n), str(c.errors), shown(c.tokens, 0),
-            shown(c.prefill_s, 2), shown(c.peak_bytes / 2**20, 0), c.dtype,
-        ]
-        for c in cells
-    ]  # fmt: skip
-    return Table(head, lines, "Every cell of summary.csv")
+def number(cell: str | Figure) -> str | float | None:
+    """The number by which a cell sorts; None sorts it by its text."""
+    if isinstance(cell, Figure):
+        return cell.value
+    return cell if re.fullmatch(r"-?\d+(\.\d+)?", cell) else None
 
 
 def figures(out: Path) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...naming import nearest
 from ..cells import LIKELIHOOD, mean_and_stderr, size
 from ..engine.rows import Row
-from .tables import Table
+from ..tables import Table
 
 Key = tuple[str, str, int, int | float, str, str]
 
@@ -28,11 +28,15 @@ class Difference:
     figure: str
     n: int
     theirs: float
-    """Mean of the other."""
+    """Mean of the other policy."""
     mean: float
-    """Of the differences."""
+    """Mean of the differences."""
     stderr: float | None
     """Standard error of that mean; None below two examples."""
+
+    def __str__(self) -> str:
+        """The mean with its sign and its standard error."""
+        return f"{self.mean:+.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
 
 
 def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
@@ -60,12 +64,12 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
             raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
         key = (row.task, row.haystack, row.length, row.budget, row.label, name)
         pairs[key].append((_figures(row)[name], _figures(other)[name]))
-    found = []
+    result = []
     for key, values in sorted(pairs.items()):
         mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in values])
         theirs, _ = mean_and_stderr([theirs for _, theirs in values])
-        found.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
-    return found
+        result.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
+    return result
 
 
 def _require(key: str, given: str, what: str, known: set[str], names: str) -> None:
@@ -90,8 +94,7 @@ def to_markdown(found: Iterable[Difference], against: str) -> str:
             one.task if one.haystack == "-" else f"{one.task}, {one.haystack}",
             size(one.length), str(one.budget or "-"), one.label,
             f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
-            str(one.n), f"{one.theirs:.3f}",
-            f"{one.mean:+.3f}" + ("" if one.stderr is None else f" ± {one.stderr:.3f}"),
+            str(one.n), f"{one.theirs:.3f}", str(one),
         ]
         for one in found
     ]  # fmt: skip

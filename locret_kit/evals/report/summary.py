@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -16,16 +14,13 @@ from ...files import write_beside
 from ..cells import LIKELIHOOD, Cell, policy_order, size, summarize
 from ..engine.rows import Row, read_rows
 from ..groups import MEANS
-from .tables import Interval, Table
+from ..tables import Figure, Interval, Table, cells_table
 
-OTHERS = "† on other texts than most of its column"
-PRECISION = "‡ in another precision than most of the table"
-"""Marks: beside a cell the first character, under the table all of it."""
-SPREADS: dict[Interval, str] = {
+UNITS: dict[Interval, str] = {
     "stderr": "mean ± standard error",
     "wilson": "mean; of shares Wilson's 95% interval, else ± standard error",
 }
-"""What stands beside a mean."""
+"""Unit of a table's figures."""
 
 
 def usual_samples(cells: Iterable[Cell], length: int, budget: float) -> str:
@@ -47,15 +42,6 @@ def usual_dtype(cells: Iterable[Cell]) -> str:
     return max(counts, key=lambda one: (counts[one], one), default="")
 
 
-def to_csv(cells: list[Cell]) -> str:
-    """A header and one line a cell; numbers in full."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(Cell)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(cell) for cell in cells)
-    return text.getvalue()
-
-
 def overview(rows: Iterable[Row], interval: Interval = "stderr") -> Table | None:
     """One table of all tasks, or nothing where there is but one figure: a line per length, budget and policy, a column per
     task and figure; texts that were compared have both ROUGE-L and BLEU."""
@@ -70,25 +56,21 @@ def overview(rows: Iterable[Row], interval: Interval = "stderr") -> Table | None
     if len(columns) < 2:
         return None
     columns |= group_means(cell for cells in columns.values() for cell in cells if cell.metric not in LIKELIHOOD)
-    found = {(cell.length, cell.budget, cell.label) for cells in columns.values() for cell in cells}
-    keys = sorted(found, key=lambda key: (*key[:2], policy_order(key[2])))
-    lines = [
-        [
-            size(length), str(budget or "-"), label,
-            *(_shown(cells, label, length, budget, interval) for cells in columns.values()),
+    blocks: dict[tuple[int, float], set[str]] = defaultdict(set)
+    for cell in (cell for cells in columns.values() for cell in cells):
+        blocks[cell.length, cell.budget].add(cell.label)
+    lines: list[list[str | Figure]] = []
+    rules: list[int] = []
+    for (length, budget), names in sorted(blocks.items()):
+        rules += [len(lines)] if lines else []
+        labels = sorted(names, key=policy_order)
+        by_column = [column(cells, labels, length, budget, interval) for cells in columns.values()]
+        lines += [
+            [size(length), str(budget or "-"), label, *figures]
+            for label, *figures in zip(labels, *by_column, strict=True)
         ]
-        for length, budget, label in keys
-    ]  # fmt: skip
-    blocks, best = [key[:2] for key in keys], []
-    for block in dict.fromkeys(blocks):
-        first, labels = blocks.index(block), [key[2] for key in keys if key[:2] == block]
-        for j, cells in enumerate(columns.values(), 3):
-            best += [(first + i, j) for i in leaders(cells, labels, *block)]
-    return Table(
-        ["length", "budget", "policy", *columns], lines, "All tasks", SPREADS[interval], legend(lines), best,
-        reference=[i for i, key in enumerate(keys) if key[2] == "full"],
-        rules=[i for i, block in enumerate(blocks) if i and block != blocks[i - 1]],
-    )  # fmt: skip
+    full = [i for i, line in enumerate(lines) if line[2] == "full"]
+    return Table(["length", "budget", "policy", *columns], lines, "All tasks", UNITS[interval], full, rules)
 
 
 def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
@@ -114,12 +96,6 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
                     )
                 )  # fmt: skip
     return dict(columns)
-
-
-def legend(lines: Iterable[Iterable[str]]) -> list[str]:
-    """Meaning of the marks after any of these figures."""
-    marks = {letter for cells in lines for text in cells for letter in text.rpartition(")")[2]}
-    return [mark for mark in (OTHERS, PRECISION) if mark[0] in marks]
 
 
 def _figures(row: Row) -> list[str]:
@@ -158,49 +134,42 @@ def score_table(cells: Sequence[Cell], interval: Interval = "stderr") -> Table:
     columns += sorted((n, 0) for n in {c.length for c in cells} - {n for n, _ in columns})
     labels = sorted({cell.label for cell in cells}, key=policy_order)
     head = ["policy", *(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)]
-    lines = [[label, *(_shown(cells, label, *column, interval) for column in columns)] for label in labels]
-    best = [(i, j) for j, column in enumerate(columns, 1) for i in leaders(cells, labels, *column)]
-    full = [i for i, label in enumerate(labels) if label == "full"]
+    by_column = [column(cells, labels, *place, interval) for place in columns]
+    lines = [list(line) for line in zip(labels, *by_column, strict=True)]
     metric = next((cell.metric for cell in cells if cell.n), "-")
-    says = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; {SPREADS[interval]}"
-    title, under_full = _over(cells[0].task, cells[0].haystack), [i + 1 for i in full if i + 1 < len(labels)]
-    return Table(head, lines, title, says, legend(lines), best, reference=full, rules=under_full)
+    unit = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; {UNITS[interval]}"
+    full = [i for i, label in enumerate(labels) if label == "full"]
+    under_full = [i + 1 for i in full if i + 1 < len(labels)]
+    return Table(head, lines, _over(cells[0].task, cells[0].haystack), unit, full, under_full)
 
 
-def leaders(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[int]:
-    """Which of the labels lead a column: the best mean, to the digits shown, among policies that evict and were asked about the
-    column's usual examples. None where all of these are as good, or there is but one."""
-    usual, at = usual_samples(cells, length, budget), {(c.label, c.length, c.budget): c for c in cells}
+def column(
+    cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float, interval: Interval
+) -> list[str | Figure]:
+    """A figure for each label, marked where it differs from most of the cells, which are of one task. `full` has no budget."""
+    at = {(cell.label, cell.length, cell.budget): cell for cell in cells}
+    members = [at.get((label, length, budget)) or at.get((label, length, 0)) for label in labels]
+    samples, dtype = usual_samples(cells, length, budget), usual_dtype(cells)
+    best = leaders([cell if cell and cell.budget and cell.samples == samples else None for cell in members])
+    found: list[str | Figure] = []
+    for i, cell in enumerate(members):
+        if cell is None:
+            found.append("-")
+        else:
+            marks = ("" if cell.samples == samples else "†") + ("" if cell.dtype == dtype else "‡")
+            found.append(replace(Figure.of(cell, interval, marks), best=i in best))
+    return found
+
+
+def leaders(cells: Sequence[Cell | None]) -> list[int]:
+    """Numbers of the cells with the best mean, to the digits shown. None where all of these are as good, or there is but one."""
     means = {
         i: round(cell.mean, 2) * (-1 if cell.metric in LIKELIHOOD else 1)
-        for i, label in enumerate(labels)
-        if (cell := at.get((label, length, budget))) and budget and cell.mean is not None and cell.samples == usual
+        for i, cell in enumerate(cells)
+        if cell is not None and cell.mean is not None
     }
     best = [i for i, mean in means.items() if mean == max(means.values())]
     return best if len(best) < len(means) else []
-
-
-def _shown(cells: Sequence[Cell], label: str, length: int, budget: float, interval: Interval) -> str:
-    """The figure of a policy among the cells of one task, marked where it differs from most of them."""
-    found = {(cell.label, cell.length, cell.budget): cell for cell in cells}
-    cell = found.get((label, length, budget)) or found.get((label, length, 0))
-    return show(cell, usual_samples(cells, length, budget), usual_dtype(cells), interval)
-
-
-def show(cell: Cell | None, usual: str | None = None, dtype: str | None = None, interval: Interval = "stderr") -> str:
-    """``0.50 ± 0.13 (n=16)``, or of a share with Wilson's interval ``0.50 [0.28, 0.72] (n=16)``; errors are named. Other examples
-    than the column's ``usual`` ones and another precision than the table's, where these are given, are marked."""
-    if cell is None:
-        return "-"
-    failed = f", {cell.errors} failed" if cell.errors else ""
-    if cell.mean is None:
-        return f"- (n=0{failed})"
-    spread = "" if cell.stderr is None else f" ± {cell.stderr:.2f}"
-    if interval == "wilson" and cell.low is not None:
-        spread = f" [{cell.low:.2f}, {cell.high:.2f}]"
-    mark = "" if usual in (None, cell.samples) else OTHERS[0]
-    mark += "" if dtype in (None, cell.dtype) else PRECISION[0]
-    return f"{cell.mean:.2f}{spread} (n={cell.n}{failed}){mark}"
 
 
 def write_summary(out: Path) -> str:
@@ -211,6 +180,6 @@ def write_summary(out: Path) -> str:
         cells = summarize(rows)
         every = overview(rows)
         text = "\n".join([*([every.markdown()] if every else []), to_markdown(cells)])
-        write_beside(out / "summary.csv", lambda path: path.write_text(to_csv(cells), encoding="utf-8"))
+        write_beside(out / "summary.csv", lambda path: path.write_text(cells_table(cells).csv(), encoding="utf-8"))
         write_beside(out / "summary.md", lambda path: path.write_text(text, encoding="utf-8"))
     return text

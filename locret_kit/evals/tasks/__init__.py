@@ -23,10 +23,10 @@ from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexi
 __all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
-OverText = Callable[[str, "str | None"], Task]
+HaystackTask = Callable[[str, "str | None"], Task]
 """Makes the task for a haystack: its name and its text (None: repeated sentences)."""
 
-OVER_TEXT: dict[str, OverText] = {
+HAYSTACK_TASKS: dict[str, HaystackTask] = {
     "R.PassKey": partial(needle_task, "R.PassKey", "R.PassKey"),
     "R.Number": partial(needle_task, "R.Number", "R.Number"),
     "grid": partial(needle_task, "grid", "R.PassKey"),
@@ -35,15 +35,15 @@ OVER_TEXT: dict[str, OverText] = {
     "questions": questions_task,
 }
 """Synthetic tasks over repeated sentences or real text."""
-OVER_REAL_TEXT: dict[str, Callable[[str, str], Task]] = {
+REAL_TEXT_TASKS: dict[str, Callable[[str, str], Task]] = {
     **{name: partial(fidelity_task, name) for name in QUESTIONS},
     **{name: partial(perplexity_task, name) for name in ("perplexity", "perplexity_prefill")},
     "reconstruction": partial(reconstruction_task, "reconstruction"),
 }
 """Tasks that make no sense over repeated sentences."""
-REAL_TEXT = "pydoc"
+DEFAULT_REAL_TEXT = "pydoc"
 """The text that these read where no real text is named: the one that is always there."""
-ALONE: dict[str, Callable[[], Task]] = {
+STANDALONE_TASKS: dict[str, Callable[[], Task]] = {
     "R.KV": kv_task,
     "Math.Find": math_find_task,
     **{niah.name: partial(niah_task, niah, "-", None) for niah in NIAHS if niah.own_haystack},
@@ -51,7 +51,7 @@ ALONE: dict[str, Callable[[], Task]] = {
     "ruler.fwe": frequent_words_task,
 }
 """Synthetic tasks that make all of their text."""
-SAYS = {
+DESCRIPTIONS = {
     "R.PassKey": "five digits, hidden in the text",
     "R.Number": "ten digits with repetitions, hidden in the text",
     "grid": "R.PassKey at eleven depths, 0, 0.1, ... 1, one after the other",
@@ -82,12 +82,12 @@ AGAINST_FULL: dict[str, Callable[[Task], Task]] = {"fidelity": fidelity_of, "agr
 
 def known_tasks() -> list[str]:
     """Every name that `find_tasks` takes, groups and prefixes aside."""
-    return [*ALIASES, *OVER_TEXT, *ALONE, *OVER_REAL_TEXT, *entries()]
+    return [*ALIASES, *HAYSTACK_TASKS, *STANDALONE_TASKS, *REAL_TEXT_TASKS, *entries()]
 
 
 @lru_cache(maxsize=1)
 def _groups() -> dict[str, list[str]]:
-    names = [*OVER_TEXT, *ALONE]
+    names = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
     documents = {table: [n for n in entries() if n.startswith(start)] for table, start in BENCHMARKS.items() if start}
     papers = {group: list(members) for group, members in PAPERS.items()}
     return {"ruler": [name for name in names if name.startswith("ruler.")], **documents, **papers}
@@ -158,15 +158,15 @@ def find_tasks(
 
 
 def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples: int) -> list[Task]:
-    if name in ALONE:
-        return [ALONE[name]()]
+    if name in STANDALONE_TASKS:
+        return [STANDALONE_TASKS[name]()]
     if name in entries():
         return [document_task(name, data, samples)]
     real = [haystack for haystack in haystacks if haystack != "repeated"]
-    if name in OVER_TEXT:
-        return [_over(OVER_TEXT[name], h) if h in real else OVER_TEXT[name](h, None) for h in haystacks]
-    if name in OVER_REAL_TEXT:
-        return [_over(OVER_REAL_TEXT[name], haystack) for haystack in real or [REAL_TEXT]]
+    if name in HAYSTACK_TASKS:
+        return [_over(HAYSTACK_TASKS[name], h) if h in real else HAYSTACK_TASKS[name](h, None) for h in haystacks]
+    if name in REAL_TEXT_TASKS:
+        return [_over(REAL_TEXT_TASKS[name], haystack) for haystack in real or [DEFAULT_REAL_TEXT]]
     if is_file_of_records(name):
         return [records_task(name, samples)]
     known = [*known_tasks(), *GROUPS]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHAT = ("auto", "always", "never")
-REFERRED = ("fidelity", "agreement")
+NEEDS_REFERENCE = ("fidelity", "agreement")
 """Kinds whose reference is what full attention writes."""
 
 
@@ -32,10 +32,10 @@ class Request:
     chat: str = "auto"
     """'always' and 'never' use the tokenizer's chat template or not; 'auto' leaves it to the task."""
     ending: str = "infinitebench"
-    """How a hidden-digits prompt ends: one of `samples.needles.ENDINGS`. Of a prompt through the chat template it says only
+    """End of a hidden-digits prompt: one of `samples.needles.ENDINGS`. Of a prompt through the chat template it says only
     whether the answer's first words are there ('open': no)."""
     wording: int = 0
-    """How digits are said and asked for: a number in `samples.needles.WORDINGS`."""
+    """Number of the words in which digits are said and asked for, one in `samples.needles.WORDINGS`."""
     offset: int = 0
     """Tokens in front of a hidden-digits prompt that move it against the chunks."""
 
@@ -54,7 +54,7 @@ class Example:
     special: bool = True
     """Whether the tokenizer adds its special tokens (a BOS); a rendered chat template brings its own."""
     depth: float | None = None
-    """Where the one needle stands, as a fraction of the haystack."""
+    """Place of the one needle, as a fraction of the haystack."""
     cut: int = 0
     """Tokens that were cut out of the document."""
     continuation: str = ""
@@ -82,9 +82,9 @@ class Task:
     haystack: str = "-"
     kind: str = "answer"
     size: int | None = None
-    """How many examples there are; None for tasks that make as many as are asked for."""
+    """Number of examples; None for tasks that make as many as are asked for."""
     text_hash: str = ""
-    """Of the haystack's text, see `rows.Row.text_hash`."""
+    """Hash of the haystack's text, see `rows.Row.text_hash`."""
     begins_alike: bool = False
     """Whether many of its prompts have a long beginning in common."""
 

@@ -1,6 +1,6 @@
-"""Prompts about one document, one after the other: what they have in common at their beginning is read once.
+"""A document: what prompts have in common at their beginning, read once for all of them, one after the other.
 
-The cache of that beginning is forked for every prompt (`BoundedCache.fork`). That equals a fresh run bit for bit where the
+Its cache is forked for every prompt (`BoundedCache.fork`). That equals a fresh run bit for bit where the
 beginning ends at a multiple of ``chunk`` before both prompts' held-back tails; no other is shared.
 """
 
@@ -39,7 +39,7 @@ def _common(a: array[int], b: array[int], schedule: Schedule) -> int:
 
 
 @dataclass(frozen=True)
-class Start:
+class Fork:
     """A cache that a prompt goes on from."""
 
     cache: BoundedCache
@@ -49,8 +49,8 @@ class Start:
     """Seconds in which the cache has read what it holds."""
 
 
-class Beginning:
-    """The cache of what prompts about one document have in common, of one policy and budget.
+class Document:
+    """The cache of what prompts have in common, of one policy and budget.
 
     Args:
         fresh: makes an empty cache for a prompt of so many tokens.
@@ -59,15 +59,15 @@ class Beginning:
 
     def __init__(self, model: PreTrainedModel, fresh: Callable[[int], BoundedCache], longest: int) -> None:
         self._model, self._fresh, self._longest = model, fresh, longest
-        self._held: Start | None = None
+        self._beginning: Fork | None = None
 
     def drop(self) -> None:
         """Forget the cache; the next prompt that shares a beginning reads it again."""
-        self._held = None
+        self._beginning = None
 
-    def start(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]] = ()) -> Start:
-        """The cache that the next prompt goes on from: a fork behind its first ``shared`` tokens; or an empty one, where that
-        is none or a fork would not equal a fresh run (budgets or frequencies that depend on the prompt's length).
+    def fork(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]] = ()) -> Fork:
+        """The cache that the next prompt goes on from: a copy behind its first ``shared`` tokens; or an empty one, where that
+        is none or a copy would not equal a fresh run (budgets or frequencies that depend on the prompt's length).
 
         Args:
             shared: see `shared_lengths`.
@@ -75,23 +75,23 @@ class Beginning:
         """
         try:
             if shared:
-                held = self._read(ids, shared, pins)
-                return Start(_pinned(held.cache.fork(len(ids)), pins), shared, held.seconds)
+                beginning = self._read(ids, shared, pins)
+                return Fork(_pinned(beginning.cache.fork(len(ids)), pins), shared, beginning.seconds)
         except CannotFork:
             self.drop()
-        return Start(_pinned(self._fresh(len(ids)), pins))
+        return Fork(_pinned(self._fresh(len(ids)), pins))
 
-    def _read(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]]) -> Start:
-        """Read the first ``shared`` tokens, as far as they are not held."""
-        held = self._held or Start(self._fresh(self._longest))
-        if held.shared < shared:
+    def _read(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]]) -> Fork:
+        """Read the first ``shared`` tokens, as far as they are not read yet."""
+        read = self._beginning or Fork(self._fresh(self._longest))
+        if read.shared < shared:
             began = time.perf_counter()
-            _pinned(held.cache, [(start, min(end, shared)) for start, end in pins if start < shared])
+            _pinned(read.cache, [(start, min(end, shared)) for start, end in pins if start < shared])
             with attach(self._model):
-                prefill(self._model, ids[:shared], held.cache)
-            held = Start(held.cache, shared, held.seconds + time.perf_counter() - began)
-        self._held = held
-        return held
+                prefill(self._model, ids[:shared], read.cache)
+            read = Fork(read.cache, shared, read.seconds + time.perf_counter() - began)
+        self._beginning = read
+        return read
 
 
 def _pinned(cache: BoundedCache, pins: Sequence[tuple[int, int]]) -> BoundedCache:
