@@ -30,11 +30,11 @@ from .arguments import check_arguments
 from .context import CacheCounters, Context, Pins
 from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
+from .make import make_layers
 from .pins import check_room, pins_of, without
 from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
 from .step import Fixed, evict_if_due, read_block, read_tokens
 from .storage.float8 import Float8Layer
-from .storage.make import make_layers
 from .storage.quantised import Scratch, check_storage
 from .storage.rows import BoundedLayer
 

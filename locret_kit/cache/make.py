@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ...sizes import parse_bytes
-from ..context import Context
-from .blocks import BlockStore
-from .compiled import CompiledLayer
-from .float8 import Float8Layer
-from .groups import SPARE
-from .host import HostMemory, RowForm
-from .quantised import FLOAT8, QuantisedLayer, Scratch, check_head_size
-from .ragged import RaggedLayer
-from .ragged_quantised import RaggedQuantisedLayer
-from .rows import BoundedLayer
+from ..sizes import parse_bytes
+from .context import Context
+from .storage.blocks import BlockStore
+from .storage.compiled import CompiledLayer
+from .storage.float8 import Float8Layer
+from .storage.groups import SPARE
+from .storage.host import HostMemory, RowForm
+from .storage.quantised import FLOAT8, QuantisedLayer, Scratch, check_head_size
+from .storage.ragged import RaggedLayer
+from .storage.ragged_quantised import RaggedQuantisedLayer
+from .storage.rows import BoundedLayer
 
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
