@@ -34,7 +34,7 @@ from .make import make_layers
 from .pins import check_room, pins_of, without
 from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
 from .step import Fixed, evict_if_due, read_block, read_tokens
-from .storage.float8 import Float8Layer
+from .storage.float8 import Float8
 from .storage.quantised import Scratch, check_storage
 from .storage.rows import BoundedLayer
 
@@ -466,7 +466,9 @@ class BoundedCache(Cache, Handler):
     @property
     def clipped(self) -> int:
         """Numbers of keys and values beyond the range of 8 bits (``kv_bits=8``). The host waits for the device."""
-        return sum(int(rows.clipped.sum()) for rows in self.bounded if isinstance(rows, Float8Layer) and rows.seen)
+        return sum(
+            int(rows.codec.clipped.sum()) for rows in self.bounded if isinstance(rows.codec, Float8) and rows.seen
+        )
 
     @property
     def nbytes(self) -> int:

@@ -1,32 +1,33 @@
-"""Layers of a bound cache: which store each of them has, and its size."""
+"""Layers of a bound cache: where and how the rows of each are stored, and how many."""
 
 from __future__ import annotations
 
+from ..policies.policy import Policy
 from ..sizes import parse_bytes
 from .context import Context
 from .storage.blocks import BlockStore
-from .storage.compiled import CompiledLayer
-from .storage.float8 import Float8Layer
+from .storage.codec import Codec, Plain
+from .storage.compiled import CompiledBits
+from .storage.float8 import Float8
 from .storage.groups import SPARE
 from .storage.host import HostMemory, RowForm
-from .storage.quantised import FLOAT8, QuantisedLayer, Scratch, check_head_size
-from .storage.ragged import RaggedLayer
-from .storage.ragged_quantised import RaggedQuantisedLayer
+from .storage.layouts import EqualRows, RaggedRows
+from .storage.quantised import FLOAT8, GroupedBits, Scratch, check_head_size
 from .storage.rows import BoundedLayer
 
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
-    """One store per layer; quantised ones are read through ``scratch``."""
-    chunk, policy = ctx.schedule.chunk, ctx.policy
+    """Rows of every layer; those in few bits are read through ``scratch``."""
+    chunk, policy, bits, compiled = ctx.schedule.chunk, ctx.policy, ctx.settings.kv_bits, ctx.backend.name == "cpu"
     memory, layers = host_memory(ctx), []
     for window, budget in zip(ctx.spec.windows, ctx.budgets, strict=True):
-        if window is not None:  # the rows that the window can still see beside one block, and no more
-            rows = BoundedLayer(window - 1 + chunk, window)
+        if window is not None:
+            rows = windowed_rows(window, chunk)
         elif policy.keeps_everything:
-            rows = _store(ctx, scratch, ctx.schedule.prompt_length or 0, spare=0.0)
+            rows = full_rows(policy, bits, scratch, ctx.schedule.prompt_length or 0, compiled=compiled)
         else:
-            statistics = len(ctx.statistics) * (1 + ctx.group)
-            rows = _store(ctx, scratch, budget + chunk, statistics, policy.recent(chunk))
+            statistics, recent = len(ctx.statistics) * (1 + ctx.group), policy.recent(chunk)
+            rows = full_rows(policy, bits, scratch, budget + chunk, statistics, recent, compiled=compiled)
             if policy.recall is not None:
                 room = -(-(ctx.schedule.prompt_length or 0) // policy.recall.size)
                 views = policy.recall.count(ctx.spec.n_heads // ctx.spec.n_kv_heads)
@@ -35,6 +36,34 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
         rows.backend = ctx.backend.name
         layers.append(rows)
     return layers
+
+
+def windowed_rows(window: int, chunk: int) -> BoundedLayer:
+    """Rows of a layer with a window: those that it can still see beside one block, and no more."""
+    return BoundedLayer(EqualRows(window - 1 + chunk), Plain(), window)
+
+
+def full_rows(
+    policy: Policy,
+    bits: int | None,
+    scratch: Scratch,
+    capacity: int,
+    statistics: int = 0,
+    recent: int = 0,
+    *,
+    compiled: bool = False,
+) -> BoundedLayer:
+    """Rows of a layer without a window, with keys and values in ``bits`` bits. ``compiled``: read and quantised by compiled
+    calls."""
+    codec: Codec = Plain()
+    if bits == FLOAT8:
+        codec = Float8()
+    elif bits is not None:
+        kind = CompiledBits if compiled else GroupedBits
+        codec = kind(bits, scratch, spare=0.0 if policy.keeps_everything else SPARE)
+    layout = RaggedRows if policy.ragged else EqualRows
+    merges = policy.merge is not None and policy.merge.remembers
+    return BoundedLayer(layout(capacity), codec, None, statistics, recent, merges=merges)
 
 
 def host_memory(ctx: Context) -> HostMemory:
@@ -49,20 +78,3 @@ def host_memory(ctx: Context) -> HostMemory:
         form = RowForm(spec.head_dim, ctx.model.dtype, s.store_bits)
         memory.most(2 * spec.n_kv_heads * ctx.policy.recall.size * form.nbytes)
     return memory
-
-
-def _store(
-    ctx: Context, scratch: Scratch, capacity: int, statistics: int = 0, recent: int = 0, spare: float = SPARE
-) -> BoundedLayer:
-    """Rows of one layer without a window."""
-    policy, bits = ctx.policy, ctx.settings.kv_bits
-    if bits == FLOAT8:
-        return Float8Layer(capacity, None, statistics, recent)
-    if bits is not None:
-        stored = (
-            RaggedQuantisedLayer if policy.ragged else CompiledLayer if ctx.backend.name == "cpu" else QuantisedLayer
-        )
-        return stored(capacity, statistics, recent, bits=bits, scratch=scratch, spare=spare)
-    make = RaggedLayer if policy.ragged else BoundedLayer
-    merges = policy.merge is not None and policy.merge.remembers
-    return make(capacity, None, statistics, recent, merges=merges)

@@ -23,7 +23,7 @@ from .attention import attend_heads
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
 from .sparse import attend_chosen
-from .storage.ragged import RaggedLayer
+from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import slots_of, turned_back
 
@@ -62,7 +62,7 @@ def read_tokens(
         out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, score))
         if not ctx.policy.needs_logits:  # those evict after the forward
             evict_if_due(ctx, layer, rows)
-        rows.finish_block()
+        rows.codec.finish_block()
         start += step
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
@@ -96,7 +96,8 @@ def read_block(
         cos, sin = ctx.tables.between(rope, seen, q.shape[2], q)
         q, k = ctx.backend.rotate(q, cos, sin), ctx.backend.rotate(k, cos, sin)
     if fixed is not None:
-        rows.put(fixed.row_1, k, v, score_BHT, fixed.position)
+        assert isinstance(rows.layout, EqualRows)
+        rows.put(rows.layout.at(fixed.row_1), k, v, score_BHT, fixed.position)
         rows.count(1)
         flat = fixed.flat
     else:
@@ -147,8 +148,8 @@ def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: in
     """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length, or one for heads of
     different lengths where PyTorch has it."""
     plain = not rows.statistics and not ctx.policy.sparse and _mask(ctx, rows) is None
-    if plain and isinstance(rows, RaggedLayer) and ctx.backend.attends_ragged(q):
-        return _attend_ragged(ctx, layer, rows, q)
+    if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(q):
+        return _attend_ragged(ctx, layer, rows, rows.layout, q)
     out = []
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
@@ -156,26 +157,25 @@ def _attend_parts(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, G: in
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
-def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Tensor:
+def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
     """``_attend_parts`` over all heads of a layer at once."""
-    # The scratch of rows in few bits may be larger than this layer.
-    keys, values = (rows.buffer(name)[: len(rows.positions)] for name in ("keys", "values"))
-    starts_P, lengths_P, rope = rows.starts, rows.lengths, ctx.read_rope(layer, rows)
+    keys, values = (rows.codec.read(name, (slice(0, len(rows.positions)),)) for name in ("keys", "values"))
+    starts_P, lengths_P, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
     if rope is not None:
-        (B, Q, T, _), N, H = q.shape, len(keys), rows.H
+        (B, Q, T, _), N, H = q.shape, len(keys), layout.H
         # Rank of each row in its head; that of its last row where it is free, so that tables reach there.
         row_N = torch.arange(N, device=q.device)
         head_N = torch.searchsorted(starts_P, row_N, right=True) - 1
         place_N = torch.minimum(row_N - starts_P[head_N], lengths_P[head_N] - 1)
         place_PT = lengths_P[:, None] - T + torch.arange(T, device=q.device)
-        size = max(rows.longest, ctx.positions.span or 0)
+        size = max(layout.longest, ctx.positions.span or 0)
         if not ctx.positions.by_rank:
             place_PT = ctx.positions.place(place_PT, rows.positions[starts_P[:, None] + place_PT], rows.seen)
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
         (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
         keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
         q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
-    return attend_heads(q, keys, values, starts_P, lengths_P, rows.longest, rows.scaling)
+    return attend_heads(q, keys, values, starts_P, lengths_P, layout.longest, rows.scaling)
 
 
 def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
     if (rope := ctx.read_rope(layer, rows)) is not None:
         n = keys.shape[2]
         if ctx.positions.by_rank:
-            cos, sin = ctx.tables.first(rope, n, q, rows.ragged)
+            cos, sin = ctx.tables.first(rope, n, q, rows.layout.ragged)
             newest = cos[-T:], sin[-T:]
         else:
             rank_S = torch.arange(n, device=q.device)
