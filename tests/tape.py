@@ -42,7 +42,8 @@ class TapedDecoder(GraphDecoder):
         self.captures, self.replays, self.evictions_replayed = True, 0, 0
 
     def _captured(self, before, after):
-        rows = [x for layer in self.cache.bounded for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+        holders = [one for layer in self.cache.bounded for one in (layer, layer.codec)]
+        rows = [x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)]
         state = [*rows, self.seen, self.length_L]
         kept, tape = [x.clone() for x in state], Tape()
         with tape:

@@ -20,8 +20,10 @@ from locret_kit.backbones import widened
 from locret_kit.backbones.rope import Rope
 from locret_kit.backbones.undo import Undo
 from locret_kit.cache.backend import CpuBackend, runs_on_cpu
-from locret_kit.cache.storage.compiled import CompiledLayer
-from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
+from locret_kit.cache.storage.compiled import CompiledBits
+from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.runtime import session
 
 WANT = frozenset({"sum", "square", "above"})
@@ -139,8 +141,9 @@ def test_gates_apart_or_side_by_side(dtype):
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 64), (torch.bfloat16, 16), (torch.float32, 24)])
 def test_rows_are_those_that_tensors_hold(dtype, D, bits):
     """Chunks and evictions: the same groups and codes, and rows read back alike."""
-    sizes = dict(bits=bits, group=8, residual=8)
-    made = [kind(200, scratch=Scratch(), **sizes) for kind in (CompiledLayer, QuantisedLayer)]
+    made = [
+        BoundedLayer(EqualRows(200), kind(bits, Scratch(), group=8, residual=8)) for kind in (CompiledBits, GroupedBits)
+    ]
     mine, theirs = made
     draw = torch.Generator().manual_seed(bits)
     for turn in range(6):
@@ -153,18 +156,21 @@ def test_rows_are_those_that_tensors_hold(dtype, D, bits):
             layer.append(k.to(dtype), v.to(dtype), torch.zeros(()).expand(k.shape[:3]))
             if turn:
                 layer.keep(order < 120, 120)
-            layer.finish_block()
-        held = mine._held()
-        assert mine.tail == theirs.tail and torch.equal(mine.group[held], theirs.group[held])
-        assert torch.equal(mine.key_codes[held][mine.group[held] >= 0], theirs.key_codes[held][mine.group[held] >= 0])
+            layer.codec.finish_block()
+        held = mine.layout.by_table()
+        assert mine.codec.tail == theirs.codec.tail and torch.equal(mine.codec.group[held], theirs.codec.group[held])
+        assert torch.equal(
+            mine.codec.key_codes[held][mine.codec.group[held] >= 0],
+            theirs.codec.key_codes[held][mine.codec.group[held] >= 0],
+        )
         for name in ("keys", "values"):
             torch.testing.assert_close(
                 mine.slots(name), theirs.slots(name), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
             )
         assert torch.equal(mine.slots("keys"), theirs.slots("keys"))
         for layer in made:
-            layer.finish_block()
-    assert (mine.group[mine._held()] >= 0).any()
+            layer.codec.finish_block()
+    assert (mine.codec.group[mine.layout.by_table()] >= 0).any()
 
 
 # ---- a model ------------------------------------------------------------------------------------------------------------

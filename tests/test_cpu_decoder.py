@@ -100,8 +100,8 @@ def test_few_bits(policy, bits):
     caches = [make(policy, kv_bits=bits, length=LENGTH, chunk=60) for _ in range(2)]
     assert same(backbone(), caches, tokens(), 3e-5) == STEPS
     for mine, theirs in zip(*(cache.bounded for cache in caches), strict=True):
-        group = mine.group[mine._held()]
-        assert torch.equal(group, theirs.group[theirs._held()]) and (group >= 0).any()
+        group = mine.codec.group[mine.layout.by_table()]
+        assert torch.equal(group, theirs.codec.group[theirs.layout.by_table()]) and (group >= 0).any()
 
 
 def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.step import read_block
-from locret_kit.cache.storage.quantised import QuantisedLayer
-from locret_kit.cache.storage.ragged import RaggedLayer
+from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.view import _keys
 from locret_kit.runtime.session import prefill
 
@@ -76,8 +75,8 @@ class Watch:
                     torch.testing.assert_close(stat[:-1], old + made[:-1].float(), rtol=1e-6, atol=1e-6)
                     torch.testing.assert_close(stat[-1], made[-1].float(), rtol=1e-6, atol=1e-6)
                     self.gains += 1
-        if isinstance(rows, QuantisedLayer):
-            rows.scratch.owner = None  # what the oracle has read does not count
+        if isinstance(rows.codec, GroupedBits):
+            rows.codec.scratch.owner = None  # what the oracle has read does not count
         self.steps += 1
 
 
@@ -126,7 +125,7 @@ def test_layers_with_a_window_among_ragged_ones():
     model = tiny_model("gemma3").double()
     cache = BoundedCache(24, "ada-snapkv(6,3)", chunk=13, prompt_length=LENGTH)
     watch = decoded(model, cache, tokens())
-    assert watch.steps == STEPS * sum(isinstance(layer, RaggedLayer) for layer in cache.bounded) > 0
+    assert watch.steps == STEPS * sum(layer.layout.ragged for layer in cache.bounded) > 0
 
 
 def test_a_part_of_the_head_is_rotated():
@@ -143,17 +142,17 @@ def test_a_part_of_the_head_is_rotated():
 def test_a_token_reads_no_row_back(policy):
     """Rows are brought back from their bits where the tail is full and before an eviction, and for no other token."""
     model, cache, opened = backbone(), make(policy, 60, length=150, chunk=50, kv_bits=4), []
-    real = QuantisedLayer._open
+    real = GroupedBits.read_all
     with attach(model), torch.no_grad():
         prefill(model, tokens(150), cache)
-        due, seen = [], []
-        with mock.patch.object(QuantisedLayer, "_open", lambda layer: (opened.append(layer), real(layer))):
+        codecs, due, seen = [rows.codec for rows in cache.bounded], [], []
+        with mock.patch.object(GroupedBits, "read_all", lambda codec: (opened.append(codec), real(codec))):
             for token in range(100):
-                full = [r.tail == r.tail_keys.shape[2] or r.rows == r.capacity for r in cache.bounded]
+                full = [r.codec.tail == r.codec.max_tail or r.rows == r.capacity for r in cache.bounded]
                 due.append({layer for layer, is_full in enumerate(full) if is_full})
                 opened.clear()
                 model(input_ids=torch.tensor([[5 + token % 90]]), past_key_values=cache)
-                seen.append({cache.bounded.index(layer) for layer in opened})
+                seen.append({codecs.index(codec) for codec in opened})
     assert seen == due and all(3 <= sum(layer in full for full in due) <= 6 for layer in range(3))
 
 

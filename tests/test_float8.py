@@ -13,7 +13,9 @@ from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8Layer
+from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8
+from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.planning import plan as p
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.graph_decoder import GraphDecoder
@@ -32,8 +34,8 @@ def number(code: int) -> float:
 FINITE = [code for code in range(256) if code & 0x7F != 0x7F]
 
 
-def layer_of(k: torch.Tensor, v: torch.Tensor, room: int = 64) -> Float8Layer:
-    rows = Float8Layer(room)
+def layer_of(k: torch.Tensor, v: torch.Tensor, room: int = 64) -> BoundedLayer:
+    rows = BoundedLayer(EqualRows(room), Float8())
     rows.update(k, v)
     rows.append(k, v, torch.zeros(k.shape[:3]))
     return rows
@@ -89,19 +91,19 @@ def test_what_is_read_back(dtype):
     k[0, 0, 0, 0], k[1, 2, 3, 4] = 0.0, 1e-4
     rows = layer_of(k, v)
     for name, x in (("keys", k), ("values", v)):
-        scale_BH = getattr(rows, name[:-1] + "_scale")
+        scale_BH = getattr(rows.codec, name[:-1] + "_scale")
         assert (scale_BH.log2() % 1 == 0).all()
         assert (x.float().abs().amax((2, 3)) * MARGIN <= LARGEST * scale_BH).all()
         step = scale_BH[..., None, None] * 2.0**-10
         error = (rows.slots(name).double() - x.double()).abs()
         assert (error <= torch.maximum(x.double().abs() / 16, step)).all()
-        assert rows.slots(name).dtype == dtype and getattr(rows, name).dtype == torch.uint8
-    assert rows.clipped.tolist() == [0, 0]
-    most = (LARGEST * rows.key_scale).to(dtype)
+        assert rows.slots(name).dtype == dtype and getattr(rows.codec, name).dtype == torch.uint8
+    assert rows.codec.clipped.tolist() == [0, 0]
+    most = (LARGEST * rows.codec.key_scale).to(dtype)
     beyond = torch.zeros(2, 3, 2, 64, dtype=dtype)
     beyond[:, :, 0, :5], beyond[0, 1, 1, 7] = 2 * most[..., None], -3 * most[0, 1]
     rows.append(beyond, beyond * 0, torch.zeros(2, 3, 2))
-    assert rows.clipped.tolist() == [2 * 3 * 5 + 1, 0]
+    assert rows.codec.clipped.tolist() == [2 * 3 * 5 + 1, 0]
     assert torch.equal(rows.slots("keys")[:, :, 9, 0], most) and rows.slots("keys")[0, 1, 10, 7] == -most[0, 1]
 
 
@@ -124,7 +126,7 @@ def read(backbone, policy: str, backend: str | None, pieces: int = 99, **rest) -
 
 def test_backends_agree(model):  # noqa: F811
     (mine, logits), (theirs, exact) = (read(model, "streaming", name) for name in ("triton", "reference"))
-    assert isinstance(mine.bounded[0], Float8Layer) and isinstance(theirs.bounded[0], Float8Layer)
+    assert all(isinstance(cache.bounded[0].codec, Float8) for cache in (mine, theirs))
     torch.testing.assert_close(
         logits, exact, rtol=5e-2, atol=5e-2
     )  # a number beside a step's middle may round either way
@@ -147,11 +149,11 @@ def test_pieces_files_and_other_texts(tmp_path):
         prefill(backbone, IDS, plain)
         after = [backbone(input_ids=torch.tensor([[9]]), past_key_values=cache).logits for cache in (whole, loaded)]
     assert torch.equal(*after)
-    assert whole.clipped == sum(int(rows.clipped.sum()) for rows in whole.bounded) and plain.clipped == 0
+    assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded) and plain.clipped == 0
     whole.reset()
     with attach(backbone), torch.no_grad():
         prefill(backbone, IDS, whole)
-    assert whole.clipped == sum(int(rows.clipped.sum()) for rows in whole.bounded)
+    assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -280,10 +280,10 @@ def test_reset_keeps_the_buffers_where_their_size_stays():
     model, cache = tiny_model("llama"), BoundedCache(16, "h2o", chunk=8, prompt_length=40)
     with attach(model), torch.no_grad():
         prefill(model, tokens(40)[0].tolist(), cache)
-        buffers = [rows.keys.data_ptr() for rows in cache.bounded]
+        buffers = [rows.codec.keys.data_ptr() for rows in cache.bounded]
         cache.reset(prompt_length=60)
         prefill(model, tokens(60)[0].tolist(), cache)
-    assert [rows.keys.data_ptr() for rows in cache.bounded] == buffers
+    assert [rows.codec.keys.data_ptr() for rows in cache.bounded] == buffers
     with pytest.raises(ValueError, match="prompt_length=0 must be at least 1"):
         cache.reset(prompt_length=0)
     assert cache.schedule.prompt_length == 60 and cache.get_seq_length() == 60
@@ -296,11 +296,11 @@ def test_a_length_that_is_refused_leaves_the_cache_as_it_was():
     cache.pin(0, 12)
     with attach(model), torch.no_grad():
         prefill(model, ids[0, :40].tolist(), cache)
-        before, held = dict(vars(cache)), [rows.keys.clone() for rows in cache.bounded]
+        before, held = dict(vars(cache)), [rows.codec.keys.clone() for rows in cache.bounded]
         with pytest.raises(ValueError, match="pins=4 tokens must be at most 2"):
             cache.reset(prompt_length=14)
         assert vars(cache) == before and cache.pins == ((0, 12),)
-        assert all(torch.equal(rows.keys, keys) for rows, keys in zip(cache.bounded, held, strict=True))
+        assert all(torch.equal(rows.codec.keys, keys) for rows, keys in zip(cache.bounded, held, strict=True))
         model(input_ids=ids[:, 40:41], past_key_values=cache)
 
 

@@ -11,8 +11,10 @@ from interpreted import KERNELS, REFERENCES, close, poisoned
 
 from locret_kernels.column_stats import STATISTICS
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
+from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.packing import unpack
-from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
+from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.rows import BoundedLayer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -115,48 +117,49 @@ def test_keys_and_values_must_be_alike():
 
 def stored(bits: int, B: int, H: int, D: int, blocks: tuple[int, ...], dtype=torch.float32, capacity: int = 200):
     """A layer as the cache keeps it after blocks of new rows and an eviction half-way."""
-    layer = QuantisedLayer(capacity, bits=bits, scratch=Scratch())
+    layer = BoundedLayer(EqualRows(capacity), GroupedBits(bits, Scratch()))
     for i, T in enumerate(blocks):
         k, v = (random(B, H, T, D, seed=10 * i + j, dtype=dtype) for j in range(2))
         k += torch.linspace(-6, 6, D).to(dtype)
         layer.update(k, v)
         layer.append(k, v, torch.zeros(()).expand(B, H, T))
-        layer.finish_block()
+        layer.codec.finish_block()
         if i == len(blocks) // 2 and layer.rows > 8:
             keep = layer.rows * 2 // 3
             layer.keep(random(B, H, layer.rows, seed=i).argsort(-1).argsort(-1) < keep, keep)
     return layer
 
 
-def packed(layer: QuantisedLayer) -> tuple[PackedRows, torch.Tensor, torch.Tensor]:
+def packed(layer: BoundedLayer) -> tuple[PackedRows, torch.Tensor, torch.Tensor]:
     """What the kernel takes, in place: flat views, first rows and lengths."""
     B, H = layer.positions.shape[:2]
-    flat = [x.flatten(0, 2) for x in (layer.key_codes, layer.value_codes, layer.group)]
-    levels = [x.flatten(0, 1) for x in (layer.key_step, layer.key_zero)]
-    levels += [x.flatten(0, 2) for x in (layer.value_step, layer.value_zero)]
-    tails = [x.flatten(0, 1) for x in (layer.tail_keys, layer.tail_values)]
-    tail = torch.full((B, H), layer.tail, dtype=torch.int32)
+    flat = [x.flatten(0, 2) for x in (layer.codec.key_codes, layer.codec.value_codes, layer.codec.group)]
+    levels = [x.flatten(0, 1) for x in (layer.codec.key_step, layer.codec.key_zero)]
+    levels += [x.flatten(0, 2) for x in (layer.codec.value_step, layer.codec.value_zero)]
+    tails = [x.flatten(0, 1) for x in (layer.codec.tail_keys, layer.codec.tail_values)]
+    tail = torch.full((B, H), layer.codec.tail, dtype=torch.int32)
     starts = torch.arange(B * H).view(B, H) * layer.capacity
     return PackedRows(*flat, *levels, *tails, tail), starts, torch.full((B, H), layer.rows)
 
 
-def dequantised(layer: QuantisedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantised(layer: BoundedLayer) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values ``[B, H, rows, D]`` in float64, from the codes by hand."""
-    n, (B, H) = layer.rows - layer.tail, layer.positions.shape[:2]
+    n, (B, H) = layer.rows - layer.codec.tail, layer.positions.shape[:2]
     b, h = torch.arange(B)[:, None, None], torch.arange(H)[None, :, None]
-    group = layer.group[:, :, :n].long()
-    key_levels = (x[b, h, group].double() for x in (layer.key_step, layer.key_zero))
+    group = layer.codec.group[:, :, :n].long()
+    key_levels = (x[b, h, group].double() for x in (layer.codec.key_step, layer.codec.key_zero))
     value_levels = (
-        x[:, :, :n].double().repeat_interleave(layer.value_group, -1) for x in (layer.value_step, layer.value_zero)
+        x[:, :, :n].double().repeat_interleave(layer.codec.value_group, -1)
+        for x in (layer.codec.value_step, layer.codec.value_zero)
     )
     out = []
     for codes, (step, zero), tail in (
-        (layer.key_codes, key_levels, layer.tail_keys),
-        (layer.value_codes, value_levels, layer.tail_values),
+        (layer.codec.key_codes, key_levels, layer.codec.tail_keys),
+        (layer.codec.value_codes, value_levels, layer.codec.tail_values),
     ):
-        numbers = zero + unpack(codes[:, :, :n], layer.bits).double() * step
-        numbers = rotated(numbers) if codes is layer.value_codes else numbers
-        out.append(torch.cat((numbers, tail[:, :, : layer.tail].double()), 2))
+        numbers = zero + unpack(codes[:, :, :n], layer.codec.bits).double() * step
+        numbers = rotated(numbers) if codes is layer.codec.value_codes else numbers
+        out.append(torch.cat((numbers, tail[:, :, : layer.codec.tail].double()), 2))
     return out[0], out[1]
 
 
@@ -202,7 +205,7 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
     layer = stored(4, 1, 3, 64, (90, 20))
     rows, starts, _ = packed(layer)
     k, v = dequantised(layer)
-    n, tail = layer.rows, layer.tail
+    n, tail = layer.rows, layer.codec.tail
     first = n - tail
     lengths, tails = torch.tensor([[first, n, 4]]), torch.tensor([[0, tail, 4]])
     q = random(1, 3, 64, seed=1)
@@ -219,7 +222,7 @@ def test_packed_decode_of_heads_that_share_a_table():
     rows, starts, lengths = packed(layer := stored(4, B, H, D, (90, 20)))
     M = rows.key_step_TMD.shape[1]
     table = [x.reshape(B, H * M, D) for x in (rows.key_step_TMD, rows.key_zero_TMD)]
-    group = layer.group.long() + torch.arange(H)[:, None] * M
+    group = layer.codec.group.long() + torch.arange(H)[:, None] * M
     shared = rows._replace(key_step_TMD=table[0], key_zero_TMD=table[1], group_N=group.int().flatten())
     q = random(B, 2 * H, D, seed=1)
     for functions in (KERNELS, REFERENCES):

@@ -153,7 +153,8 @@ def allocated(policy: str, family: str, bits: int | None) -> int:
     kept = BoundedCache(64, policy, chunk=48, prompt_length=150, stabilizers=8, local_len=8, kv_bits=bits)
     with attach(model):
         prefill(model, [1 + i % 90 for i in range(150)], kept)
-    tensors = {id(x): x for layer in kept.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)}
+    holders = [one for layer in kept.layers for one in (layer, layer.layout, layer.codec)]
+    tensors = {id(x): x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)}
     held = sum(x.numel() * x.element_size() for x in tensors.values()) + kept.scratch.nbytes
     assert held == kept.nbytes
     return held

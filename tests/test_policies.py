@@ -215,9 +215,9 @@ def test_ragged_heads_take_no_more_memory():
     lengths = [[len(head) for head in layer] for layer in held(ragged)]
     assert any(len(set(layer)) > 1 for layer in lengths)
     assert [sum(layer) for layer in lengths] == [2 * 28] * 3
-    index = sum(layer.starts.nbytes + layer.lengths.nbytes for layer in ragged.layers)
+    index = sum(layer.layout.starts.nbytes + layer.layout.lengths.nbytes for layer in ragged.layers)
     assert ragged.nbytes == even.nbytes + index
-    assert ragged.layers[0].keys.shape[0] == 2 * (24 + SMALL["chunk"])
+    assert ragged.layers[0].codec.keys.shape[0] == 2 * (24 + SMALL["chunk"])
 
 
 # ---- token entropy ----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from policy_runs import LENGTH, POLICIES, backbone, held, make, tokens, turn
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.groups import rank_alike, regroup
+from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
-from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
+from locret_kit.cache.storage.quantised import GroupedBits, Scratch
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.config.infer import INFER
 from locret_kit.config.reader import given_by
@@ -109,15 +111,15 @@ def test_rows_are_ranked_along_the_direction_of_their_widest_channel(seed, heads
 # ---- a layer ----------------------------------------------------------------------------------------------------
 
 
-def layer_of(bits: int, capacity: int = 40, **rest) -> QuantisedLayer:
-    return QuantisedLayer(capacity, bits=bits, scratch=Scratch(), **{"group": 4, "residual": 3, **rest})
+def layer_of(bits: int, capacity: int = 40, **rest) -> BoundedLayer:
+    return BoundedLayer(EqualRows(capacity), GroupedBits(bits, Scratch(), **{"group": 4, "residual": 3, **rest}))
 
 
 def feed(layer, k, v, settle: bool = True) -> None:
     layer.update(k, v)
     layer.append(k, v, torch.zeros(()).expand(k.shape[:3]))
     if settle:
-        layer.finish_block()
+        layer.codec.finish_block()
 
 
 def rows_drawn(draw: torch.Generator, T: int, B: int = 2, H: int = 2, D: int = 8) -> torch.Tensor:
@@ -147,16 +149,16 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps):
             bound = bound.gather(2, index.expand(-1, -1, -1, D))
             grid = grid.gather(2, index.expand(-1, -1, -1, grid.shape[-1]))
         k, v = rows_drawn(draw, T).to(dtype), rows_drawn(draw, T).to(dtype)
-        before = layer.group[:, :, : layer.rows].clone() if layer.is_initialized else None
+        before = layer.codec.group[:, :, : layer.rows].clone() if layer.is_initialized else None
         feed(layer, k, v)
         n, entered = layer.rows, entered + T * B * H
         original = {name: torch.cat([original[name], x.double()], 2) for name, x in (("keys", k), ("values", v))}
         bound = torch.cat([bound, bound.new_zeros(B, H, T, D)], 2)
         grid = torch.cat([grid, grid.new_full((B, H, T, grid.shape[-1]), -1)], 2)
 
-        group = layer.group[:, :, :n].long()
+        group = layer.codec.group[:, :, :n].long()
         index = group.clamp(min=0)[..., None].expand(-1, -1, -1, D)
-        step, zero = (table.gather(2, index).double() for table in (layer.key_step, layer.key_zero))
+        step, zero = (table.gather(2, index).double() for table in (layer.codec.key_step, layer.codec.key_zero))
         now = torch.cat([group[..., None].double(), step, zero], -1)
         fresh = (now != grid).any(-1) & (group >= 0)
         bound += torch.where(fresh[..., None], step / 2, 0.0)
@@ -167,16 +169,16 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps):
         ulp = 2**-18 * 40
         keys, values = layer.slots("keys").double(), layer.slots("values").double()
         assert bool(((keys - original["keys"]).abs() <= bound + ulp).all())
-        came = min(T, layer.residual)
+        came = min(T, layer.codec.residual)
         assert bool((group[:, :, n - came :] < 0).all())
-        alone = torch.where(group[..., None] < 0, 0.0, layer.value_step[:, :, :n].double() / 2)
+        alone = torch.where(group[..., None] < 0, 0.0, layer.codec.value_step[:, :, :n].double() / 2)
         missed = values - original["values"]
         assert bool((rotated(missed).abs() <= alone + ulp).all())
         assert bool((missed.norm(dim=-1) <= alone[..., 0] * D**0.5 + ulp).all())
         raw = (group < 0)[..., None].expand_as(keys)
         assert torch.equal(keys[raw], original["keys"][raw]) and torch.equal(values[raw], original["values"][raw])
         assert all(int(c) <= 4 for row in group.flatten(0, 1) for c in row[row >= 0].bincount())
-        layer.scratch.owner = None
+        layer.codec.scratch.owner = None
     assert merged <= 2 * entered + 4 * steps * B * H
 
 
@@ -184,33 +186,33 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps):
 def test_a_long_text_requantises_little(bits):
     """Evictions at random over 60 blocks: what is quantised again stays below twice what enters."""
     draw = torch.Generator().manual_seed(bits)
-    layer = QuantisedLayer(96, bits=bits, scratch=Scratch(), group=8, residual=8)
+    layer = layer_of(bits, 96, group=8, residual=8)
     rewritten = quantised = 0
     for _ in range(60):
         k = rows_drawn(draw, 32, 1, 1)
-        before = layer.group[:, :, : layer.rows].clone() if layer.is_initialized else None
+        before = layer.codec.group[:, :, : layer.rows].clone() if layer.is_initialized else None
         feed(layer, k, k, settle=False)
         if layer.rows > 64:
             stay = torch.rand(1, 1, layer.rows, generator=draw).argsort(-1).argsort(-1) < 64
-            tables = layer.key_step.clone(), layer.key_zero.clone()
+            tables = layer.codec.key_step.clone(), layer.codec.key_zero.clone()
             old = torch.cat([before, before.new_full((1, 1, 32), -1)], 2)[stay].long()
             layer.keep(stay, 64)
-            changed = (layer.key_step != tables[0]).any(-1) | (layer.key_zero != tables[1]).any(-1)
-            new = layer.group[0, 0, :64].long()
+            changed = (layer.codec.key_step != tables[0]).any(-1) | (layer.codec.key_zero != tables[1]).any(-1)
+            new = layer.codec.group[0, 0, :64].long()
             rewritten += int(((old >= 0) & changed[0, 0][new.clamp(min=0)]).sum())
             quantised += int(((old < 0) & (new >= 0)).sum())
         else:
-            layer.finish_block()
+            layer.codec.finish_block()
     assert 0 < rewritten < 2 * quantised + 8 * 60 and quantised > 500
 
 
 @pytest.mark.parametrize(("bits", "share"), [(4, 0.39), (2, 0.26)])
 def test_buffers_are_smaller_by_the_bits(bits, share):
     k = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
-    plain, layer = BoundedLayer(4096), QuantisedLayer(4096, bits=bits, scratch=Scratch())
+    plain, layer = (BoundedLayer(EqualRows(4096), codec) for codec in (Plain(), GroupedBits(bits, Scratch())))
     for each in (plain, layer):
         each.update(k, k)
-    for codes, raw in ((layer.key_codes, plain.keys), (layer.value_codes, plain.values)):
+    for codes, raw in ((layer.codec.key_codes, plain.codec.keys), (layer.codec.value_codes, plain.codec.values)):
         assert codes.nbytes * 16 == raw.nbytes * bits
     beside = plain.positions.nbytes + plain.scores.nbytes
     groups, heads, rows, halves = 4096 * 3 // 2 // 32 + 4096 // 16 // 2, 4, 4096, 2 * 2
@@ -223,7 +225,7 @@ def test_buffers_are_smaller_by_the_bits(bits, share):
 def test_rows_that_are_alike_share_their_steps():
     """Rows of two kinds in turn: a group that has both would have steps of a fifteenth of what parts them."""
     draw = torch.Generator().manual_seed(3)
-    layer = QuantisedLayer(128, bits=4, scratch=Scratch(), group=8, residual=8)
+    layer = layer_of(4, 128, group=8, residual=8)
     kind = torch.tensor([0.0, 60.0]).repeat(36)[:, None] * torch.tensor([1.0, -1.0, 0.5, 0.0] * 2)
     k = torch.randn(1, 2, 72, 8, generator=draw) + kind
     feed(layer, k, k)
@@ -236,7 +238,7 @@ def test_rows_that_stand_out_come_back_as_they_were(bits):
     """Four of 64 rows are far from the others: they are stored in pairs, to float16's precision, and do not coarsen the
     others' steps; through further evictions too."""
     draw = torch.Generator().manual_seed(5)
-    layer = QuantisedLayer(128, bits=bits, scratch=Scratch(), group=8, residual=8)
+    layer = layer_of(bits, 128, group=8, residual=8)
     k = torch.randn(1, 2, 72, 8, generator=draw)
     k[:, :, 10:50:10] = 40 * torch.randn(1, 2, 4, 8, generator=draw)
     feed(layer, k, k)
@@ -259,7 +261,7 @@ def test_rows_that_stand_out_come_back_as_they_were(bits):
 def test_a_large_channel_of_values_is_spread():
     """One channel fifty times as large as the others: by steps of its own group these would come back as nothing."""
     draw = torch.Generator().manual_seed(4)
-    layer = QuantisedLayer(128, bits=4, scratch=Scratch(), group=8, residual=8)
+    layer = layer_of(4, 128, group=8, residual=8)
     v = torch.randn(1, 2, 64, 64, generator=draw)
     v[..., 5] += 50
     feed(layer, v, v)
@@ -275,7 +277,7 @@ def test_copies_and_reset():
     feed(layer, k, v)
     read = [layer.slots(name).clone() for name in ("keys", "values")]
     copy.copy_from(layer)
-    assert copy.scratch is not layer.scratch
+    assert copy.codec.scratch is not layer.codec.scratch
     feed(layer, k[:, :, :9], v[:, :, :9])
     assert all(torch.equal(copy.slots(name), x) for name, x in zip(("keys", "values"), read, strict=True))
     copy.reset()
@@ -292,10 +294,10 @@ def test_growing_changes_nothing():
         layer.update(k, k)
         if layer.rows + T > layer.capacity:
             before = layer.slots("keys").clone()
-            layer.finish_block()
+            layer.codec.finish_block()
             layer.grow(layer.rows + T)
             assert torch.equal(layer.slots("keys"), before)
-            layer.finish_block()
+            layer.codec.finish_block()
         feed(layer, k, k)
         rows = torch.cat([rows, k], 2)
     assert layer.rows == 102 and float((layer.slots("keys") - rows).abs().max()) < 15 / 3
@@ -326,7 +328,7 @@ def test_every_policy_reads_and_decodes(policy):
         logits = [model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache).logits for token in range(6)]
     assert all(bool(x.isfinite().all()) for x in logits)
     long = [layer for layer in cache.bounded if layer.rows >= 64]  # a pyramid's last layers are all tail
-    assert long and all(bool((layer.group[layer._held()] >= 0).any()) for layer in long)
+    assert long and all(bool((layer.codec.group[layer.layout.by_table()] >= 0).any()) for layer in long)
     if policy != "full":
         assert all(layer.rows <= budget + 1 for layer, budget in zip(cache.bounded, cache.context.budgets, strict=True))
 
@@ -351,7 +353,8 @@ def test_attention_reads_the_rows_as_they_are_read_back():
         for cache in (plain, stored):
             prefill(model, tokens(260), cache)
         for there, here in zip(plain.bounded, stored.bounded, strict=True):
-            there.keys[:, :, : there.rows], there.values[:, :, : there.rows] = here.slots("keys"), here.slots("values")
+            for name in ("keys", "values"):
+                there.slots(name).copy_(here.slots(name))
         step = [model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits for cache in (plain, stored)]
     torch.testing.assert_close(*step, rtol=1e-9, atol=1e-9)
 
@@ -361,7 +364,7 @@ def test_layers_with_a_window_keep_their_dtype():
     cache = BoundedCache(60, "streaming", chunk=20, prompt_length=LENGTH, kv_bits=4)
     with attach(model), torch.no_grad():
         prefill(model, tokens(), cache)
-    kinds = {(layer.window is None, isinstance(layer, QuantisedLayer)) for layer in cache.bounded}
+    kinds = {(layer.window is None, isinstance(layer.codec, GroupedBits)) for layer in cache.bounded}
     assert kinds == {(True, True), (False, False)}
 
 
@@ -372,7 +375,8 @@ def test_the_report_counts_bits_and_every_buffer():
         prefill(model, tokens(150), cache)
     tensors = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for holder in (*cache.bounded, cache.scratch) for x in vars(holder).values() if isinstance(x, torch.Tensor)
+        for holder in (*cache.bounded, *(rows.codec for rows in cache.bounded), cache.scratch)
+        for x in vars(holder).values() if isinstance(x, torch.Tensor)
     }  # fmt: skip
     assert cache.nbytes == sum(tensors.values())
     report = Report.of(

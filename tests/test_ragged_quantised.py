@@ -14,10 +14,11 @@ from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.cache.decoding import decode_rows
+from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.groups import pairs_of, regroup, table_size
-from locret_kit.cache.storage.quantised import QuantisedLayer, Scratch
-from locret_kit.cache.storage.ragged import RaggedLayer
-from locret_kit.cache.storage.ragged_quantised import RaggedQuantisedLayer
+from locret_kit.cache.storage.layouts import EqualRows, RaggedRows
+from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.random import Random
 from locret_kit.runtime.session import prefill
@@ -126,16 +127,16 @@ def test_a_table_has_room_for_every_split(capacity, heads, spare, size):
 # ---- a layer ----------------------------------------------------------------------------------------------------
 
 
-def layer_of(bits: int, capacity: int = CAPACITY, statistics: int = 0, **rest) -> RaggedQuantisedLayer:
+def layer_of(bits: int, capacity: int = CAPACITY, statistics: int = 0, **rest) -> BoundedLayer:
     sizes = {"group": GROUP, "residual": 3, **rest}
-    return RaggedQuantisedLayer(capacity, statistics, bits=bits, scratch=Scratch(), **sizes)
+    return BoundedLayer(RaggedRows(capacity), GroupedBits(bits, Scratch(), **sizes), statistics=statistics)
 
 
 def feed(layer, k, v, settle: bool = True) -> None:
     layer.update(k, v)
     layer.append(k, v, torch.arange(k.shape[2]).expand(k.shape[:3]).float())
     if settle:
-        layer.finish_block()
+        layer.codec.finish_block()
 
 
 def rows_drawn(draw: torch.Generator, T: int, dtype=torch.float32) -> torch.Tensor:
@@ -145,38 +146,43 @@ def rows_drawn(draw: torch.Generator, T: int, dtype=torch.float32) -> torch.Tens
 
 def stay_drawn(draw: torch.Generator, layer, mean: int) -> torch.Tensor:
     """The best ``H * mean`` of each item's slots by random scores that favour some heads, so that lengths differ."""
-    valid = layer.valid()
+    valid = layer.layout.valid()
     score = torch.rand(valid.shape, generator=draw) * torch.rand(B, H, 1, generator=draw) + 1e-3
     flat = score.masked_fill(~valid, -1.0).flatten(1)
     return (flat.argsort(-1, descending=True).argsort(-1) < H * mean).view_as(valid)
 
 
-def by_hand(layer: RaggedQuantisedLayer) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def by_hand(layer: BoundedLayer) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Keys and values ``[rows, D]`` of each head in float64, number by number from the bytes."""
-    per_byte, mask = 8 // layer.bits, 2**layer.bits - 1
+    per_byte, mask = 8 // layer.codec.bits, 2**layer.codec.bits - 1
 
     def codes(row: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([byte >> (layer.bits * j) & mask for byte in row.tolist() for j in range(per_byte)])
+        return torch.tensor([byte >> (layer.codec.bits * j) & mask for byte in row.tolist() for j in range(per_byte)])
 
     out: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-    for b in range(layer.B):
+    for b in range(layer.layout.B):
         out.append([])
-        for h in range(layer.H):
-            start, n = (int(x[b * layer.H + h]) for x in (layer.starts, layer.lengths))
-            tail, channel = min(layer.tail, n), torch.arange(layer.value_size) // layer.value_group
-            keys, values = [torch.empty(0, layer.key_size).double()], [torch.empty(0, layer.value_size).double()]
+        for h in range(layer.layout.H):
+            start, n = (int(x[b * layer.layout.H + h]) for x in (layer.layout.starts, layer.layout.lengths))
+            tail, channel = min(layer.codec.tail, n), torch.arange(layer.codec.value_size) // layer.codec.value_group
+            keys, values = (
+                [torch.empty(0, layer.codec.key_size).double()],
+                [torch.empty(0, layer.codec.value_size).double()],
+            )
             for row in range(start, start + n - tail):
-                step, zero = (x[b, 0, int(layer.group[row])].double() for x in (layer.key_step, layer.key_zero))
-                keys.append((zero + codes(layer.key_codes[row]) * step)[None])
-                step, zero = (x[row, channel].double() for x in (layer.value_step, layer.value_zero))
-                values.append(rotated(zero + codes(layer.value_codes[row]) * step)[None])
-            newest = (x[b, h, :tail].double() for x in (layer.tail_keys, layer.tail_values))
+                step, zero = (
+                    x[b, 0, int(layer.codec.group[row])].double() for x in (layer.codec.key_step, layer.codec.key_zero)
+                )
+                keys.append((zero + codes(layer.codec.key_codes[row]) * step)[None])
+                step, zero = (x[row, channel].double() for x in (layer.codec.value_step, layer.codec.value_zero))
+                values.append(rotated(zero + codes(layer.codec.value_codes[row]) * step)[None])
+            newest = (x[b, h, :tail].double() for x in (layer.codec.tail_keys, layer.codec.tail_values))
             out[b].append(tuple(torch.cat([*old, new]) for old, new in zip((keys, values), newest, strict=True)))
     return out
 
 
 def heads_of_slots(layer, name: str, b: int, h: int) -> torch.Tensor:
-    return layer.slots(name)[b, h][layer.valid()[b, h]]
+    return layer.slots(name)[b, h][layer.layout.valid()[b, h]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -188,7 +194,7 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps, spa
     """Every row after every block: its error against the sum of the half steps of the grids it has been on, what it is by
     hand, and position, score and statistics against the layer that holds rows in full."""
     draw = torch.Generator().manual_seed(seed)
-    layer, plain = layer_of(bits, statistics=1, spare=spare), RaggedLayer(CAPACITY, statistics=1)
+    layer, plain = layer_of(bits, statistics=1, spare=spare), BoundedLayer(RaggedRows(CAPACITY), Plain(), statistics=1)
     heads = [(b, h) for b in range(B) for h in range(H)]
     bound = {head: torch.zeros(0, D, dtype=torch.float64) for head in heads}
     grid = {head: torch.zeros(0, 1 + 2 * D, dtype=torch.float64) for head in heads}
@@ -197,28 +203,30 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps, spa
         T = int(torch.randint(1, 12, (), generator=draw))
         if layer.rows > 1 and (layer.rows + T > CAPACITY or float(torch.rand((), generator=draw)) < 0.5):
             mean = int(torch.randint(1, min(layer.rows, CAPACITY - 11) + 1, (), generator=draw))
-            stay, valid = stay_drawn(draw, layer, mean), layer.valid()
+            stay, valid = stay_drawn(draw, layer, mean), layer.layout.valid()
             for b, h in heads:
                 own = stay[b, h][valid[b, h]]
                 bound[b, h], grid[b, h] = bound[b, h][own], grid[b, h][own]
             for each in (layer, plain):
                 each.keep(stay, mean)
-            assert layer.rows == mean and int(layer.lengths.sum()) == B * H * mean
-            uneven |= len(set(layer.lengths.tolist())) > 1
+            assert layer.rows == mean and int(layer.layout.lengths.sum()) == B * H * mean
+            uneven |= len(set(layer.layout.lengths.tolist())) > 1
         k, v = rows_drawn(draw, T, dtype), rows_drawn(draw, T, dtype)
         for each in (layer, plain):
             feed(each, k, v)
         for name in ("positions", "scores", "stats"):
             assert torch.equal(layer.slots(name), plain.slots(name))
-        assert torch.equal(layer.starts, plain.starts) and torch.equal(layer.lengths, plain.lengths)
+        assert torch.equal(layer.layout.starts, plain.layout.starts) and torch.equal(
+            layer.layout.lengths, plain.layout.lengths
+        )
 
         read = by_hand(layer)
         used = [(b, g) for b, h in heads for g in set(layer.head("group", b * H + h).tolist()) if g >= 0]
         assert len(used) == len(set(used)), "a group has rows of one head"
         for b, h in heads:
             group = layer.head("group", b * H + h).long()
-            n, tail, came = len(group), min(layer.tail, len(group)), min(T, layer.residual)
-            step, zero = (x[b, 0, group.clamp(min=0)].double() for x in (layer.key_step, layer.key_zero))
+            n, tail, came = len(group), min(layer.codec.tail, len(group)), min(T, layer.codec.residual)
+            step, zero = (x[b, 0, group.clamp(min=0)].double() for x in (layer.codec.key_step, layer.codec.key_zero))
             now = torch.cat([group[:, None].double(), step, zero], -1)
             old = torch.cat([grid[b, h], now.new_full((T, 1 + 2 * D), -1)])
             fresh = (now != old).any(-1) & (group >= 0)
@@ -234,7 +242,7 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps, spa
                 torch.testing.assert_close(back, got, rtol=0, atol=ulp)
                 missed = rotated(back - original) if name == "values" else back - original
                 assert bool((missed.abs() <= most + ulp).all()) and torch.equal(back[raw], original[raw])
-        layer.scratch.owner = None
+        layer.codec.scratch.owner = None
     assert uneven or layer.evictions == 0
 
 
@@ -250,15 +258,15 @@ def test_one_token_reads_the_codes(bits):
         for h, length in enumerate(lengths):
             stay[b, h, torch.randperm(48, generator=draw)[:length]] = True
     layer.keep(stay, 20)
-    codes = layer.key_codes.clone()
+    codes = layer.codec.key_codes.clone()
     for _ in range(3):
         feed(layer, *(rows_drawn(draw, 1) for _ in range(2)))
-    assert torch.equal(layer.key_codes, codes) and layer.reads_flat and layer.tail == 11
+    assert torch.equal(layer.codec.key_codes, codes) and layer.reads_flat and layer.codec.tail == 11
     q = torch.randn(B, 2 * H, 1, D, generator=draw)
     out = decode_rows(q, layer.flat(), 0.2, "reference")
     for b in range(B):
         for h, (keys, values) in enumerate(by_hand(layer)[b]):
-            assert len(keys) == int(layer.lengths.view(B, H)[b, h]) == int(stay[b, h].sum()) + 3
+            assert len(keys) == int(layer.layout.lengths.view(B, H)[b, h]) == int(stay[b, h].sum()) + 3
             weights = (q[b, 2 * h : 2 * h + 2, 0].double() @ keys.T * 0.2).softmax(-1)
             torch.testing.assert_close(out[b, 2 * h : 2 * h + 2, 0].double(), weights @ values, rtol=1e-5, atol=1e-4)
 
@@ -267,12 +275,12 @@ def test_one_token_reads_the_codes(bits):
 def test_buffers_are_smaller_by_the_bits(bits, share):
     """As small as heads of equal length are, but for where each begins and ends."""
     k = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
-    plain, even = RaggedLayer(4096), QuantisedLayer(4096, bits=bits, scratch=Scratch())
-    layer = RaggedQuantisedLayer(4096, bits=bits, scratch=Scratch())
+    plain = BoundedLayer(RaggedRows(4096), Plain())
+    even, layer = (BoundedLayer(layout(4096), GroupedBits(bits, Scratch())) for layout in (EqualRows, RaggedRows))
     for each in (plain, even, layer):
         each.update(k, k)
-    beside = plain.positions.nbytes + plain.scores.nbytes + plain.starts.nbytes + plain.lengths.nbytes
-    assert layer.nbytes == even.nbytes + layer.starts.nbytes + layer.lengths.nbytes
+    beside = plain.positions.nbytes + plain.scores.nbytes + plain.layout.starts.nbytes + plain.layout.lengths.nbytes
+    assert layer.nbytes == even.nbytes + layer.layout.starts.nbytes + layer.layout.lengths.nbytes
     assert layer.nbytes - beside < share * (plain.nbytes - beside)
 
 
@@ -284,7 +292,7 @@ def test_what_a_token_reads_is_no_copy():
         "key_codes", "value_codes", "group", "key_step", "key_zero", "value_step", "value_zero", "tail_keys", "tail_values",
     )  # fmt: skip
     for seen, name in zip(rows[: len(names)], names, strict=True):
-        assert seen.data_ptr() == getattr(layer, name).data_ptr(), name
+        assert seen.data_ptr() == getattr(layer.codec, name).data_ptr(), name
 
 
 def test_a_long_text_requantises_little():
@@ -297,11 +305,11 @@ def test_a_long_text_requantises_little():
         )
         feed(layer, *(rows_drawn(draw, 32) for _ in range(2)), settle=False)
         if layer.rows <= 64:
-            layer.finish_block()
+            layer.codec.finish_block()
             continue
-        stay, valid, step = stay_drawn(draw, layer, 64), layer.valid(), layer.key_step.clone()
+        stay, valid, step = stay_drawn(draw, layer, 64), layer.layout.valid(), layer.codec.key_step.clone()
         layer.keep(stay, 64)
-        changed = (layer.key_step != step).any(-1)[:, 0]
+        changed = (layer.codec.key_step != step).any(-1)[:, 0]
         for (b, h), group in before.items():
             old = torch.cat([group, group.new_full((32,), -1)])[stay[b, h][valid[b, h]]]
             new = layer.head("group", b * H + h).long()
@@ -321,12 +329,12 @@ def test_copies_and_reset():
 
     def read(of):
         found = [[[heads_of_slots(of, n, b, h) for n in ("keys", "values")] for h in range(H)] for b in range(B)]
-        of.finish_block()
+        of.codec.finish_block()
         return found
 
     was = read(layer)
     copy.copy_from(layer)
-    assert copy.scratch is not layer.scratch
+    assert copy.codec.scratch is not layer.codec.scratch
     feed(layer, k[:, :, :9], v[:, :, :9])
     flat = [x for item in was for head in item for x in head]
     assert all(torch.equal(a, b) for a, b in zip(flat, [x for i in read(copy) for h in i for x in h], strict=True))
@@ -336,7 +344,9 @@ def test_copies_and_reset():
     assert len(copy.kept()) == B
     copy.reset()
     feed(copy, k[:, :, :2], v[:, :, :2])
-    assert torch.equal(copy.slots("keys"), k[:, :, :2]) and copy.rows == 2 and copy.lengths.tolist() == [2] * B * H
+    assert (
+        torch.equal(copy.slots("keys"), k[:, :, :2]) and copy.rows == 2 and copy.layout.lengths.tolist() == [2] * B * H
+    )
 
 
 # ---- a cache ----------------------------------------------------------------------------------------------------
@@ -395,7 +405,9 @@ def test_the_first_eviction_is_that_of_rows_in_full(policy):
     if not caches[0].needs_logits:
         assert held(caches[0]) == held(caches[1]) and caches[1].counters.evictions == 1
     assert [sum(map(len, layer)) for layer in held(caches[1])] == [2 * budget for budget in caches[1].context.budgets]
-    assert all(bool((layer.group[layer._held()] >= 0).any()) for layer in caches[1].layers if layer.rows >= 64)
+    assert all(
+        bool((layer.codec.group[layer.layout.by_table()] >= 0).any()) for layer in caches[1].layers if layer.rows >= 64
+    )
 
 
 @pytest.mark.parametrize("policy", RAGGED)
@@ -444,7 +456,7 @@ def test_generate(bits):
             mine.append(int(logits.argmax()))
             logits = model(input_ids=torch.tensor([[mine[-1]]]), past_key_values=caches[1]).logits[0, -1]
     assert out[0, 150:].tolist() == mine
-    assert all(isinstance(layer, RaggedQuantisedLayer) for layer in caches[0].layers)
+    assert all(isinstance(layer.codec, GroupedBits) and layer.layout.ragged for layer in caches[0].layers)
     assert all(
         sum(map(len, layer)) == 2 * rows for layer, rows in zip(held(caches[0]), caches[0].kept_rows, strict=True)
     )

@@ -195,7 +195,7 @@ def test_rows_of_a_narrower_dtype_are_taken_where_that_is_asked(policy, tmp_path
         for mine, theirs in zip(loaded.cache.bounded, rows.bounded, strict=True):
             for name in ("keys", "values", "scores", "positions"):
                 assert torch.equal(mine.slots(name).double(), theirs.slots(name).double())
-            assert mine.keys.dtype == saved.DTYPES[wide]
+            assert mine.codec.keys.dtype == saved.DTYPES[wide]
         assert str(loaded.ask(QUESTIONS[0], max_new_tokens=4)) is not None
         for force in (False, True):
             with pytest.raises(ValueError, match=f"dtype: {wide} in the file, {narrow} here$"):

@@ -31,12 +31,12 @@ from .context import CacheCounters, Context, Pins, Stage
 from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
 from .layer_attention import Fixed
+from .make import make_layers
 from .pins import check_room, pins_of, without
 from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
 from .stages import stages_of
 from .step import evict_if_due, read_block, read_tokens
-from .storage.float8 import Float8Layer
-from .storage.make import make_layers
+from .storage.float8 import Float8
 from .storage.quantised import Scratch, check_storage
 from .storage.rows import BoundedLayer
 
@@ -471,7 +471,9 @@ class BoundedCache(Cache, Handler):
     @property
     def clipped(self) -> int:
         """Numbers of keys and values beyond the range of 8 bits (``kv_bits=8``). The host waits for the device."""
-        return sum(int(rows.clipped.sum()) for rows in self.bounded if isinstance(rows, Float8Layer) and rows.seen)
+        return sum(
+            int(rows.codec.clipped.sum()) for rows in self.bounded if isinstance(rows.codec, Float8) and rows.seen
+        )
 
     @property
     def nbytes(self) -> int:

@@ -176,7 +176,7 @@ class BatchCache(Lanes):
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
         heads: RetainingHeads | str | Path | None = None,
-        **given: object,
+        **given: Any,
     ) -> None:
         super().__init__()
         self._arguments = settings, policy, loaded(heads), given

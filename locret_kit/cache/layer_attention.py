@@ -16,7 +16,7 @@ from ..policies.base import PrefillMask
 from .attention import attend_heads
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
-from .storage.ragged import RaggedLayer
+from .storage.layouts import RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
 
 
@@ -51,35 +51,34 @@ def attend_chunk(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Ten
     different lengths where PyTorch has it."""
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
     plain = not rows.statistics and not narrows and prefill_mask(ctx, rows) is None
-    if plain and isinstance(rows, RaggedLayer) and ctx.backend.attends_ragged(q):
-        return _attend_ragged(ctx, layer, rows, q)
-    out, G = [], q.shape[1] // rows.H
+    if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(q):
+        return _attend_ragged(ctx, layer, rows, rows.layout, q)
+    out, G = [], q.shape[1] // rows.layout.H
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
         out.append(_attend_part(ctx, layer, rows, part, q[:, queries]))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
-def _attend_ragged(ctx: Context, layer: int, rows: RaggedLayer, q: Tensor) -> Tensor:
+def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
     """``attend_chunk`` over all heads of a layer at once."""
-    # The scratch of rows in few bits may be larger than this layer.
-    keys, values = (rows.buffer(name)[: len(rows.positions)] for name in ("keys", "values"))
-    starts_P, lengths_P, rope = rows.starts, rows.lengths, ctx.read_rope(layer, rows)
+    keys, values = (rows.codec.read(name, (slice(0, len(rows.positions)),)) for name in ("keys", "values"))
+    starts_P, lengths_P, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
     if rope is not None:
-        (B, Q, T, _), N, H = q.shape, len(keys), rows.H
+        (B, Q, T, _), N, H = q.shape, len(keys), layout.H
         # Rank of each row in its head; that of its last row where it is free, so that tables reach there.
         row_N = torch.arange(N, device=q.device)
         head_N = torch.searchsorted(starts_P, row_N, right=True) - 1
         place_N = torch.minimum(row_N - starts_P[head_N], lengths_P[head_N] - 1)
         place_PT = lengths_P[:, None] - T + torch.arange(T, device=q.device)
-        size = max(rows.longest, ctx.positions.span or 0)
+        size = max(layout.longest, ctx.positions.span or 0)
         if not ctx.positions.by_rank:
             place_PT = ctx.positions.place(place_PT, rows.positions[starts_P[:, None] + place_PT], rows.seen)
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
         (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
         keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
         q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
-    return attend_heads(q, keys, values, starts_P, lengths_P, rows.longest, rows.scaling)
+    return attend_heads(q, keys, values, starts_P, lengths_P, layout.longest, rows.scaling)
 
 
 def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
     if (rope := ctx.read_rope(layer, rows)) is not None:
         n = keys.shape[2]
         if ctx.positions.by_rank:
-            cos, sin = ctx.tables.first(rope, n, q, rows.ragged)
+            cos, sin = ctx.tables.first(rope, n, q, rows.layout.ragged)
             newest = cos[-T:], sin[-T:]
         else:
             rank_S = torch.arange(n, device=q.device)

@@ -61,12 +61,12 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
 
 def _held(rows: BoundedLayer, pins: Pins) -> int:
     """Pinned slots that a layer holds, per head; the mean where heads differ."""
-    pinned_BHS = pinned_slots(pins, rows.slots("positions"), rows.valid())
+    pinned_BHS = pinned_slots(pins, rows.slots("positions"), rows.layout.valid())
     if pinned_BHS is None or not pinned_BHS.numel():
         return 0
     # Equal heads: the fullest one decides. Ragged heads share their layer's slots: their mean, rounded up.
     held_BH = pinned_BHS.sum(-1)
-    return -int(-held_BH.sum(-1).max() // rows.H) if rows.ragged else int(held_BH.max())
+    return -int(-held_BH.sum(-1).max() // rows.layout.H) if rows.layout.ragged else int(held_BH.max())
 
 
 def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor | None:

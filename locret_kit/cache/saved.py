@@ -34,8 +34,6 @@ from .context import CacheCounters, Context
 from .file import Record, read, write
 from .geometry.schedule import Schedule
 from .pins import pins_of
-from .storage.float8 import Float8Layer
-from .storage.quantised import QuantisedLayer
 from .storage.rows import STATE, BoundedLayer
 
 if TYPE_CHECKING:
@@ -387,7 +385,7 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], wher
 def _room(layers: Sequence[BoundedLayer], stated: Sequence[Mapping[str, float]]) -> int:
     """Bytes of the rows' buffers, about: those of layers that are full."""
     full = [
-        rows.layout({**counts, "rows": rows.capacity}, [], 0).values() if counts["seen"] else ()
+        rows.exported({**counts, "rows": rows.capacity}, [], 0).values() if counts["seen"] else ()
         for rows, counts in zip(layers, stated, strict=True)
     ]
     return sum(prod(shape) * dtype.itemsize for layer in full for dtype, shape in layer)
@@ -435,8 +433,7 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
         raise ValueError(f"{shown(min(extra))}: no such count")
     seen = int(counts["seen"])
     most = {"rows": seen if keeps_everything else min(seen, rows.capacity), "since_eviction": seen, "evictions": seen}
-    if isinstance(rows, QuantisedLayer):
-        most["tail"] = min(seen, rows.residual + rows.group_rows - 1)
+    most |= {name: min(seen, limit) for name, limit in rows.codec.limits().items()}
     for name, limit in most.items():
         if counts[name] > limit:
             raise ValueError(f"{name}={counts[name]} must be at most {limit}")
@@ -447,24 +444,24 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
 def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor], ctx: Context) -> None:
     """Raise ValueError where a tensor is missing, has another dtype or shape, or is one too many."""
     lengths: Sequence[int] = []
-    if rows.ragged and counts["seen"]:
+    if rows.layout.ragged and counts["seen"]:
         stored = held.get("lengths")
-        if stored is None or stored.dtype != torch.int64 or tuple(stored.shape) != (rows.H,):
-            raise ValueError(f"lengths: must be {rows.H} numbers of int64")
+        if stored is None or stored.dtype != torch.int64 or tuple(stored.shape) != (rows.layout.H,):
+            raise ValueError(f"lengths: must be {rows.layout.H} numbers of int64")
         # Heads may differ, their sum may not.
-        if not ((stored >= 0) & (stored <= counts["seen"])).all() or stored.sum() != rows.H * counts["rows"]:
+        if not ((stored >= 0) & (stored <= counts["seen"])).all() or stored.sum() != rows.layout.H * counts["rows"]:
             raise ValueError(
                 f"lengths={shown(stored.tolist())} must be at least 0 and make {counts['rows']} rows per head"
             )
         lengths = stored.tolist()
-    layout = rows.layout(counts, lengths, ctx.spec.n_heads) if counts["seen"] else {}
+    layout = rows.exported(counts, lengths, ctx.spec.n_heads) if counts["seen"] else {}
     if rows.store is not None and layout:
-        like = torch.empty(1, rows.H, 0, rows.key_size, dtype=rows.dtype, device="meta")
+        like = torch.empty(1, rows.layout.H, 0, rows.codec.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, int(counts["seen"]))
     for name, (dtype, shape) in layout.items():
         _check_tensor(name, held.get(name), (dtype,), shape)
     # A score names the axes of its state by letters; one that is not known here takes the size that it has first.
-    sizes = {"B": 1, "H": rows.H, "Q": ctx.spec.n_heads, "D": rows.key_size}
+    sizes = {"B": 1, "H": rows.layout.H, "Q": ctx.spec.n_heads, "D": rows.codec.key_size}
     kinds = rows.dtype, torch.promote_types(rows.dtype, torch.float32), torch.float32
     memory = ctx.policy.score.memory(int(counts["seen"])) if rows.window is None else {}
     for name, axes in memory.items():
@@ -489,24 +486,11 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
     """Raise ValueError for values that no such layer has, or that would be read out of bounds."""
     if not held:
         return
-    ends = held["lengths"].cumsum(0) if rows.ragged else None
+    ends = held["lengths"].cumsum(0) if rows.layout.ragged else None
     _check_ascending("positions", held["positions"], 0, int(counts["seen"]), ends)
     for name in FINITE:
         if name in held and not held[name].isfinite().all():
             raise ValueError(f"{name} must be finite")
     if rows.store is not None:
-        rows.store.check(held, torch.empty(0, rows.key_size, dtype=rows.dtype, device="meta"))
-    if isinstance(rows, Float8Layer):
-        if not all((held[name] > 0).all() and held[name].isfinite().all() for name in ("key_scale", "value_scale")):
-            raise ValueError("key_scale and value_scale must be positive and finite")
-        if any(((held[name] & 0x7F) == 0x7F).any() for name in ("keys", "values")):
-            raise ValueError("keys and values must be finite")
-    if not isinstance(rows, QuantisedLayer):
-        return
-    group, groups, total = held["group"], held["key_step"].shape[2], held["group"].shape[-1]
-    if group.numel() and not (group.min() >= -1 and group.max() < groups):
-        raise ValueError(f"group must be from -1 to {groups - 1}")
-    ends_S = torch.tensor(total) if ends is None else ends.repeat_interleave(held["lengths"])
-    older_S = ends_S - torch.arange(total) > int(counts["tail"])  # rows of a head from this one to its newest
-    if (group[..., older_S] < 0).any():
-        raise ValueError(f"group=-1 must be of the newest {counts['tail']} rows alone")
+        rows.store.check(held, torch.empty(0, rows.codec.key_size, dtype=rows.dtype, device="meta"))
+    rows.codec.check(held, counts)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .context import Context
 from .layer_attention import Fixed, attend_chunk, attend_token, prefill_mask
+from .storage.layouts import EqualRows
 from .storage.rows import BoundedLayer
 from .view import entry_scores, slots_of
 
@@ -37,7 +38,7 @@ def read_tokens(
         out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, score))
         if not ctx.evicts_after_forward:
             evict_if_due(ctx, layer, rows)
-        rows.finish_block()
+        rows.codec.finish_block()
         start += step
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
@@ -71,7 +72,8 @@ def read_block(
         cos, sin = ctx.tables.between(rope, seen, q.shape[2], q)
         q, k = ctx.backend.rotate(q, cos, sin), ctx.backend.rotate(k, cos, sin)
     if fixed is not None:
-        rows.put(fixed.row_1, k, v, score_BHT, fixed.position)
+        assert isinstance(rows.layout, EqualRows)
+        rows.put(rows.layout.at(fixed.row_1), k, v, score_BHT, fixed.position)
         rows.count(1)
         return attend_token(ctx, layer, rows, q, fixed)
     rows.append(k, v, score_BHT)

@@ -29,7 +29,7 @@ def slots_of(
     stats, *alone = (
         dict(zip(names, kept[i * len(names) : (i + 1) * len(names)], strict=True)) for i in range(1 + ctx.group)
     )
-    positions, valid = rows.slots("positions"), rows.valid()
+    positions, valid = rows.slots("positions"), rows.layout.valid()
     if "count" in ctx.policy.statistics:
         for one in (stats, *alone):
             one["count"] = (seen - positions).float()
@@ -53,7 +53,7 @@ def slots_of(
         scaling=rows.scaling,
         seed=ctx.settings.seed,
         target=ctx.heads.config.target if ctx.heads is not None else "logit",
-        lengths=rows.head_lengths,
+        lengths=rows.layout.head_lengths,
         rope=ctx.ropes[layer] if ctx.ropes is not None else None,
         next_position=ctx.positions.next_place(valid.sum(-1), seen) if ctx.policy.score.needs_adapter else None,
         state=rows.state,
@@ -75,7 +75,9 @@ def _keys(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> T
     if rope is None:
         return keys
     if ctx.positions.by_rank:
-        cos, sin = rows.per_head_tables(lambda n: ctx.tables.first(rope, n, keys, rows.ragged), keys.shape[2])
+        cos, sin = rows.layout.per_head_tables(
+            lambda n: ctx.tables.first(rope, n, keys, rows.layout.ragged), keys.shape[2]
+        )
     else:
         cos, sin = _tables(ctx, rope, rows, seen, keys)
     return rotate(keys, cos, sin)
@@ -84,7 +86,7 @@ def _keys(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> T
 def _tables(ctx: Context, rope: Rope, rows: BoundedLayer, seen: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin ``[B, H, S, R]`` of every slot's position; those of position 0 at padding."""
     # Ranks count from a head's first slot; padding is on the left and has rank -1.
-    valid = rows.valid()
+    valid = rows.layout.valid()
     rank_BHS = valid.cumsum(-1) - 1
     place_BHS = ctx.positions.place(rank_BHS, rows.slots("positions"), seen).where(valid, 0)
     return ctx.tables.at(rope, place_BHS, ctx.positions.span, like)
@@ -110,7 +112,7 @@ def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
 def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
     # The newest W of the buffer [B, Q, recent, D]; the newest is last.
-    W = min(rows.recent, rows.valid().shape[-1])
+    W = min(rows.recent, rows.layout.valid().shape[-1])
     if not W:
         raise ValueError(f"policy={ctx.policy.name!r}: its score keeps no queries (Score.recent)")
     q = rows.queries[:, :, rows.recent - W :]
@@ -120,12 +122,12 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
     if rope is None:
         return rotate(q, *ctx.tables.between(ctx.ropes[layer], seen - W, W, q))
     if ctx.positions.by_rank:
-        cos, sin = rows.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
+        cos, sin = rows.layout.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
     else:
         cos, sin = (table[:, :, -W:] for table in _tables(ctx, rope, rows, seen, q))
-        if not rows.ragged:  # placed alike in heads of equal length: [B, 1, W, R] for all Q
+        if not rows.layout.ragged:  # placed alike in heads of equal length: [B, 1, W, R] for all Q
             cos, sin = cos[:, :1], sin[:, :1]
-    if rows.ragged:
+    if rows.layout.ragged:
         G = q.shape[1] // cos.shape[1]  # [B, H, W, R] -> [B, Q, W, R]
         cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)
     return rotate(q, cos, sin)

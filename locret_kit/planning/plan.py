@@ -10,21 +10,22 @@ tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context 
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
+import torch
 from annotated_types import Ge
 
 from ..backbones.families import BackboneSpec, spec_of
 from ..backbones.slices import SLICE
 from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
-from ..cache.storage.float8 import COUNTS, SCALES
-from ..cache.storage.groups import GROUP, SPARE, table_size
-from ..cache.storage.packing import BITS, value_group
-from ..cache.storage.quantised import FLOAT8, RESIDUAL, check_head_size, check_storage
+from ..cache.make import full_rows, windowed_rows
+from ..cache.storage.packing import BITS
+from ..cache.storage.quantised import FLOAT8, Scratch, check_storage
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
@@ -84,7 +85,6 @@ class Backbone:
 
 def parameters_of(config: Any) -> int:
     """Weights of the language model, tied embeddings once, made without memory for them."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):  # of a copy, and in float32, since transformers writes the type into the configuration
@@ -195,31 +195,31 @@ class Plan:
 
 
 def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
-    """Bytes of the bounded cache's buffers: keys, values, position, score and statistics of every row, and the newest
-    queries of every layer. Layers with a window keep neither statistics nor queries, nor fewer bits; all layers of few bits
-    share one scratch in full."""
-    item, policy, H = ITEM_BYTES[setting.dtype], setting.policy, spec.n_kv_heads
-    row, numbers = 2 * spec.head_dim * item, 4 + 4
-    windowed = sum(window - 1 + setting.schedule.chunk for window in spec.windows if window is not None)
+    """Bytes of the bounded cache's buffers, as the cache makes them: rows of every layer, the newest queries, and where keys and
+    values are in few bits the one scratch of all layers, in full.
+
+    Raises:
+        ValueError: a head size that the bits do not fit.
+    """
+    policy, bits, chunk, H = setting.policy, setting.run.kv_bits, setting.schedule.chunk, spec.n_kv_heads
     capacities = setting.capacities(sum(window is None for window in spec.windows))
-    statistics = 0 if policy.keeps_everything else 4 * len(policy.statistics - {"count"})
-    statistics *= 1 + (spec.n_heads // H if policy.by_query_head else 0)
-    recent = 0 if policy.keeps_everything else policy.recent(setting.schedule.chunk)
-    queries = spec.n_heads * recent * spec.head_dim * item + (2 * 8 * H if policy.ragged else 0)
-    if setting.run.kv_bits is None:
-        stored, scratch = H * row * sum(capacities), 0
-    elif setting.run.kv_bits == FLOAT8:
-        stored, scratch = 2 * H * spec.head_dim * sum(capacities) + (H * SCALES + COUNTS) * len(capacities), 0
-    else:
-        spare, ragged = 0.0 if policy.keeps_everything else SPARE, policy.ragged
-        stored = sum(
-            quantised_bytes(spec, item, rows, setting.run.kv_bits, spare, ragged=ragged) for rows in capacities
-        )
-        scratch = H * row * max(capacities, default=0)
-    absorbed = 4 if policy.merge is not None and policy.merge.remembers else 0
-    full = (numbers + statistics + absorbed) * sum(capacities) + (row + numbers) * windowed
-    recalled = 0 if setting.recall is None else recall.device_bytes(spec, setting.recall, setting.context, item)
-    return stored + scratch + H * full + queries * len(capacities) + recalled
+    statistics = recent = 0
+    if not policy.keeps_everything:
+        by_head = spec.n_heads // H if policy.by_query_head else 0
+        statistics, recent = len(policy.statistics - {"count"}) * (1 + by_head), policy.recent(chunk)
+    windows = Counter(window for window in spec.windows if window is not None)
+    alike = [(windowed_rows(window, chunk), count) for window, count in windows.items()]
+    for capacity, count in Counter(capacities).items():
+        alike.append((full_rows(policy, bits, Scratch(), capacity, statistics, recent), count))
+    like, stored = torch.empty(1, H, 0, spec.head_dim, dtype=getattr(torch, setting.dtype), device="meta"), 0
+    for rows, count in alike:
+        rows.measure(like, like)
+        stored += count * rows.planned_bytes(spec.n_heads)
+    scratch = 2 * H * spec.head_dim * ITEM_BYTES[setting.dtype] * max(capacities, default=0) if bits in BITS else 0
+    recalled = 0
+    if setting.recall is not None:
+        recalled = recall.device_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
+    return stored + scratch + recalled
 
 
 def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
@@ -227,19 +227,6 @@ def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
     if setting.recall is None:
         return 0
     return recall.host_bytes(spec, setting.recall, setting.context, setting.dtype, setting.run)
-
-
-def quantised_bytes(spec: BackboneSpec, item: int, rows: int, bits: int, spare: float, *, ragged: bool) -> int:
-    """Bytes of the keys and values of one layer in few bits, ``rows`` a head: codes, steps and zero points, group numbers, and
-    the newest rows in full. Heads of different lengths share a table of groups. See ``cache.quantised``."""
-    H, head_dim = spec.n_kv_heads, spec.head_dim
-    check_head_size(bits, head_dim)
-    tables = 1 if ragged else H
-    groups = table_size(rows, H // tables, spare)
-    levels = 2 * 2  # a step and a zero point, two bytes each
-    a_row = 2 * head_dim * bits // 8 + levels * head_dim // value_group(head_dim) + (2 if groups < 2**15 else 4)
-    newest = 2 * (RESIDUAL + GROUP - 1) * head_dim * item
-    return H * (rows * a_row + newest) + tables * levels * groups * head_dim
 
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:

@@ -28,11 +28,9 @@ from ..backbones.families import text_config
 from ..backbones.rope import Rope
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
-from ..cache.storage.compiled import CompiledLayer, fits
-from ..cache.storage.quantised import QuantisedLayer
-from ..cache.storage.ragged import RaggedLayer
-from ..cache.storage.ragged_quantised import RaggedQuantisedLayer
-from ..cache.storage.rows import BoundedLayer
+from ..cache.storage.codec import Plain
+from ..cache.storage.compiled import fits
+from ..cache.storage.quantised import GroupedBits
 from ..heads import RetainingHead, RetainingHeads
 from ..policies.base import Entry, Score
 from ..policies.methods.locret import Cis
@@ -41,8 +39,8 @@ from .cpu_groups import FullTail, point_at, quantise
 logger = logging.getLogger(__name__)
 
 
-STORES = (BoundedLayer, RaggedLayer, QuantisedLayer, CompiledLayer, RaggedQuantisedLayer)
-"""Rows that the call reads where they lie."""
+CODECS = (Plain, GroupedBits)
+"""Forms of keys and values that the call reads where they lie."""
 Signature = tuple[tuple[int, int], ...]
 
 
@@ -142,14 +140,14 @@ class CpuDecoder:
             return f"policy={policy.name!r} merges slots"
         if policy.recall is not None:
             return f"policy={policy.name!r} brings evicted slots back"
-        if any(type(rows) not in STORES for rows in cache.bounded):
+        if any(not isinstance(rows.codec, CODECS) for rows in cache.bounded):
             return "rows of another kind"
         return None
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
         ready = not (cache.needs_reread or cache.unfinished) and cache.get_seq_length() > 0
-        return ready and all(rows.reads_flat for rows in cache.bounded if isinstance(rows, QuantisedLayer))
+        return ready and not any(rows.codec.open for rows in cache.bounded)
 
     def weight_bytes(self, heads: RetainingHeads | None = None) -> int:
         """Bytes of matrices that are read for a token, with those of retaining heads."""
@@ -226,7 +224,9 @@ class CpuDecoder:
                 )
                 at["statistics"] = sum(cpp.STATISTICS[name] for name in ctx.statistics)
             if (rope := ctx.read_rope(layer, rows)) is not None:
-                tables = self._table(rope, max(rows.capacity * (H if rows.ragged else 1), ctx.positions.span or 0))
+                tables = self._table(
+                    rope, max(rows.capacity * (H if rows.layout.ragged else 1), ctx.positions.span or 0)
+                )
                 at["cos"], at["sin"], at["rotated"] = tables.cos.data_ptr(), tables.sin.data_ptr(), tables.cos.shape[1]
                 lane.held.append(tables)
             elif (rope := ctx.write_rope(layer, rows)) is not None:
@@ -234,10 +234,10 @@ class CpuDecoder:
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=self.sums)))
                 at["own_cos"], at["own_sin"], at["rotated"] = held[0].data_ptr(), held[1].data_ptr(), R
             if isinstance(flat.rows, PackedRows):
-                assert isinstance(rows, QuantisedLayer)
-                point_at(lane.packed[layer], flat.rows, rows)
+                assert isinstance(rows.codec, GroupedBits)
+                point_at(lane.packed[layer], flat.rows, rows.codec)
                 at["packed"] = lane.packed[layer : layer + 1].ctypes.data
-                lane.left = min(lane.left, rows.tail_keys.shape[2] - rows.tail + 1)
+                lane.left = min(lane.left, rows.codec.max_tail - rows.codec.tail + 1)
             else:
                 at["keys"], at["values"] = (x.data_ptr() for x in flat.rows)
             lane.held.append(flat)
@@ -247,10 +247,11 @@ class CpuDecoder:
     def _widen(self, cache: BoundedCache, lane: Lane) -> None:
         """Room for the token with which a group of rows fills and is quantised."""
         for layer, rows in enumerate(cache.bounded):
-            if isinstance(rows, QuantisedLayer) and rows.tail == rows.tail_keys.shape[2]:
-                keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (rows.tail_keys, rows.tail_values))
+            codec = rows.codec
+            if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
+                keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
                 lane.wider[layer], at = (keys, values), lane.packed[layer]
-                at["tail_keys"], at["tail_values"], at["tail_room"] = keys.data_ptr(), values.data_ptr(), rows.tail + 1
+                at["tail_keys"], at["tail_values"], at["tail_room"] = keys.data_ptr(), values.data_ptr(), codec.tail + 1
 
     def _table(self, rope: Rope, length: int) -> Tables:
         """Of the positions below ``length`` at least."""
@@ -268,18 +269,19 @@ class CpuDecoder:
         lane.seen += 1
         full: list[FullTail] = []
         for layer, rows in enumerate(cache.bounded):
-            if isinstance(rows, QuantisedLayer):
+            codec = rows.codec
+            if isinstance(codec, GroupedBits):
                 wider = lane.wider.get(layer)
                 # An eviction comes before the quantising, and moves rows that are open.
-                if wider is not None and not (lane.seen < lane.due and fits(rows)):
-                    rows.overflow(*wider)
+                if wider is not None and not (lane.seen < lane.due and fits(codec)):
+                    codec.overflow(*wider)
                 else:
-                    rows.tail += 1
-                    full += [] if wider is None else [FullTail(rows, *wider)]
+                    codec.tail += 1
+                    full += [] if wider is None else [FullTail(codec, *wider)]
             rows.count(1)
             if not lane.left:
                 evict_if_due(cache.context, layer, rows)
-                rows.finish_block()
+                codec.finish_block()
         if full:
             quantise(full)
 

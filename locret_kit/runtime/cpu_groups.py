@@ -14,10 +14,10 @@ from locret_kernels.quantise import cpu as quantiser
 from locret_kernels.ragged_decode import PackedRows
 
 from ..cache.storage.compiled import describe
-from ..cache.storage.quantised import QuantisedLayer
+from ..cache.storage.quantised import GroupedBits
 
 
-def point_at(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer) -> None:
+def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
     """Write the addresses of rows in few bits into an element of ``PACKED``."""
     quantiser.load()  # compiled before a group is full
     tables, groups, _ = packed.key_step_TMD.shape
@@ -31,19 +31,19 @@ def point_at(at: np.ndarray, packed: PackedRows, rows: QuantisedLayer) -> None:
         packed.bits,
         packed.group_N.itemsize,
         groups,
-        rows.H // tables,
+        codec.layout.H // tables,
     )
     at["value_groups"], at["tail_room"], at["tail"] = (
         packed.value_step_NC.shape[1],
         packed.tail_keys_PRD.shape[1],
-        rows.tail,
+        codec.tail,
     )
 
 
 class FullTail(NamedTuple):
     """A layer whose newest rows are counted, and a copy ``[H, tail, D]`` of its tail, for which it has no room."""
 
-    rows: QuantisedLayer
+    codec: GroupedBits
     keys: Tensor
     values: Tensor
 
@@ -51,11 +51,11 @@ class FullTail(NamedTuple):
 def quantise(full: Sequence[FullTail]) -> None:
     """Quantise the groups that are full, as ``finish_block`` does, up to the order of sums."""
     found = np.zeros(len(full), quantiser.GROUP)
-    for at, (rows, keys, values) in zip(found, full, strict=True):
-        at["ready"] = (rows.tail - rows.residual) // rows.group_rows * rows.group_rows
-        describe(at, rows, keys, values)
+    for at, (codec, keys, values) in zip(found, full, strict=True):
+        at["ready"] = (codec.tail - codec.residual) // codec.group_rows * codec.group_rows
+        describe(at, codec, keys, values)
     quantiser.load().locret_quantise(found.ctypes.data, len(found), torch.get_num_threads())
-    for at, (rows, keys, values) in zip(found, full, strict=True):
+    for at, (codec, keys, values) in zip(found, full, strict=True):
         ready = int(at["ready"])
-        rows.tail -= ready
-        rows.tail_keys[0, :, : rows.tail], rows.tail_values[0, :, : rows.tail] = keys[:, ready:], values[:, ready:]
+        codec.tail -= ready
+        codec.tail_keys[0, :, : codec.tail], codec.tail_values[0, :, : codec.tail] = keys[:, ready:], values[:, ready:]

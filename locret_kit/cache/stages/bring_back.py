@@ -75,7 +75,7 @@ def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, 
     if rows.store.blocks:
         chosen_BHK = _choose(ctx, recall, layer, rows, rows.store, q_BQTD, later)
     else:
-        chosen_BHK = torch.empty(q_BQTD.shape[0], rows.H, 0, dtype=torch.int64, device=q_BQTD.device)
+        chosen_BHK = torch.empty(q_BQTD.shape[0], rows.layout.H, 0, dtype=torch.int64, device=q_BQTD.device)
     recalled, loads = rows.store.load(chosen_BHK, rows.slots("keys"), rows.slots("values"))
     counters.lookups += 1
     counters.blocks += chosen_BHK.numel()
@@ -83,7 +83,7 @@ def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, 
     counters.loaded_bytes += loads * rows.store.block_bytes if loads else 0
     counters.recall_s += time.perf_counter() - began
     local = resolve_count(recall.local, ctx.budgets[layer]) if in_tail(ctx, rows, T + later) else 0
-    out, G = [], q_BQTD.shape[1] // rows.H
+    out, G = [], q_BQTD.shape[1] // rows.layout.H
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)
         shown = chosen_BHK[:, part.heads] if local else None
@@ -101,7 +101,7 @@ def _choose(
     if rope is not None:
         at_1 = torch.full((1,), recall.far or LOOKUP, device=q_BQTD.device)
         q_BQTD = rotate(q_BQTD, *rope.tables(at_1, q_BQTD.dtype))
-    kept, positions, valid = rows.slots("keys"), rows.slots("positions").long(), rows.valid()
+    kept, positions, valid = rows.slots("keys"), rows.slots("positions").long(), rows.layout.valid()
     older = slice(0, kept.shape[2] - T - later)
     block_BHS = positions.div(recall.size, rounding_mode="floor")
     block_BHS = block_BHS.masked_fill(~valid | (positions < FIRST) | (block_BHS >= N), -1)
@@ -118,7 +118,7 @@ def _choose(
     holds_BHN = stored.held[:, :, :N].any(-1)
     holds_BHN = holds_BHN if worth_BHN.shape[1] > 1 else holds_BHN.any(1, keepdim=True)
     best_BHN = worth_BHN.masked_fill(~holds_BHN, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    return best_BHN[..., : recall.take].sort(dim=-1).values.expand(-1, rows.H, -1)
+    return best_BHN[..., : recall.take].sort(dim=-1).values.expand(-1, rows.layout.H, -1)
 
 
 @dataclass(frozen=True)

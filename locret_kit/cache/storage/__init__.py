@@ -1,1 +1,1 @@
-"""Where rows lie: plain, ragged, quantised, and both, one layer each."""
+"""Rows of a layer: a layout (where they lie) and a codec (how they are stored), and what was evicted."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .host import HostMemory, RowForm
+from .layouts import Shapes
 from .segments import NOWHERE, Segments
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 STORE = "store."
 """Prefix of the names under which a store is exported."""
 ON_HOST = ("keys", "values")
@@ -199,7 +199,7 @@ class BlockStore:
         found |= dict(zip(ON_HOST, self.rows.pick(head_M, block_M, row_M), strict=True))
         return {STORE + name: tensor for name, tensor in found.items()}
 
-    def layout(self, tensors: Mapping[str, Tensor], like: Tensor, seen: int) -> Layout:
+    def layout(self, tensors: Mapping[str, Tensor], like: Tensor, seen: int) -> Shapes:
         """Dtype and shape of every tensor that ``export`` gives after ``seen`` tokens, the stored ones being as ``tensors`` say.
 
         Args:
@@ -219,7 +219,7 @@ class BlockStore:
         if not 0 < held.shape[2] <= N or held.flatten(2)[..., seen:].any():
             raise ValueError(f"{name}: {held.shape[2]} blocks of {seen} tokens must be from 1 to {N}")
         rows, found = int(held.sum()), (B, H, held.shape[2], self.views * self.representatives)
-        made: Layout = {name: (held.dtype, tuple(held.shape)), f"{STORE}worth": (torch.float32, found)}
+        made: Shapes = {name: (held.dtype, tuple(held.shape)), f"{STORE}worth": (torch.float32, found)}
         made[f"{STORE}index"] = like.dtype, (*found, D)
         form = RowForm(D, like.dtype, self.bits)
         return made | {STORE + name: (form.stored, (rows, form.width)) for name in ON_HOST}

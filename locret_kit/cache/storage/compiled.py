@@ -1,5 +1,5 @@
-"""Rows in few bits that compiled calls (``locret_kernels.quantise``) read and quantise while a prompt is read on a CPU: of one
-text, with as many rows for every head."""
+"""Keys and values in few bits that compiled calls (``locret_kernels.quantise``) read and quantise while a prompt is read on a
+CPU: of one text, with as many rows for every head."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from locret_kernels.hadamard import hadamard
 from locret_kernels.quantise import cpu as quantiser
 
 from .groups import pairs_of
-from .quantised import QuantisedLayer
+from .quantised import GroupedBits
 
 
-def fits(rows: QuantisedLayer) -> bool:
+def fits(codec: GroupedBits) -> bool:
     """Whether the calls take a layer: heads of equal length, and keys as wide as values."""
-    alike = rows.key_size == rows.value_size and not rows.ragged
-    return alike and rows.group.dtype == torch.int16 and rows.device.type == "cpu" and rows.dtype in cpp.TYPES
+    alike = codec.key_size == codec.value_size and not codec.layout.ragged
+    device = codec.layout.device.type
+    return alike and codec.group.dtype == torch.int16 and device == "cpu" and codec.dtype in cpp.TYPES
 
 
-def describe(at: np.ndarray, rows: QuantisedLayer, keys_HRD: Tensor, values_HRD: Tensor) -> None:
+def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: Tensor) -> None:
     """Write sizes and addresses of a layer into an element of ``quantiser.GROUP``.
 
     Args:
         keys_HRD: those of the tail, and so are the values; contiguous.
     """
+    rows = codec.layout
     tensors = (
-        rows.key_codes, rows.value_codes, rows.group, rows.key_step, rows.key_zero, rows.value_step, rows.value_zero, keys_HRD,
-        values_HRD, hadamard(rows.value_size, rows.device),
+        codec.key_codes, codec.value_codes, codec.group, codec.key_step, codec.key_zero, codec.value_step, codec.value_zero,
+        keys_HRD, values_HRD, hadamard(codec.value_size, rows.device),
     )  # fmt: skip
     for name, x in zip(quantiser.GROUP.names or (), tensors, strict=False):
         at[name] = x.data_ptr()
-    at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, rows.key_size
-    at["bits"], at["groups"], at["value_group"] = rows.bits, rows.key_step.shape[2], rows.value_group
-    at["tail"], at["tail_room"] = rows.tail, keys_HRD.shape[1]
-    at["full"], at["pairs"], at["type"] = rows.group_rows, pairs_of(rows.capacity), cpp.TYPES[rows.dtype]
+    at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, codec.key_size
+    at["bits"], at["groups"], at["value_group"] = codec.bits, codec.key_step.shape[2], codec.value_group
+    at["tail"], at["tail_room"] = codec.tail, keys_HRD.shape[1]
+    at["full"], at["pairs"], at["type"] = codec.group_rows, pairs_of(rows.capacity), cpp.TYPES[codec.dtype]
 
 
-class CompiledLayer(QuantisedLayer):
-    """The same rows as ``QuantisedLayer`` holds, up to the order of sums: where the rounding decides which rows are most alike,
+class CompiledBits(GroupedBits):
+    """The same rows as ``GroupedBits`` holds, up to the order of sums: where the rounding decides which rows are most alike,
     they may share other groups."""
 
-    def _open(self, *, values: bool = True) -> None:
-        if self.scratch.owner is self or not fits(self):
-            super()._open(values=values)
+    def read_all(self, *, values: bool = True) -> None:
+        if self.open or not fits(self):
+            super().read_all(values=values)
             return
         self.scratch.lend(self)
         quantiser.load().locret_open(self._described().ctypes.data, values, torch.get_num_threads())

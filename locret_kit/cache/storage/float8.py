@@ -1,4 +1,4 @@
-"""Rows of one layer in floating point of 8 bits (E4M3: sign, 4 bits of exponent, 3 of mantissa), a scale for each head.
+"""Keys and values of rows in floating point of 8 bits (E4M3: sign, 4 bits of exponent, 3 of mantissa), a scale for each head.
 
 A number is read back as ``code * scale``, within 1/16 of itself wherever it is above a 28,672nd of the largest, which is 448
 times the scale. A head's scale is a power of two, so scaling rounds nothing, and is fixed by the first tokens of a text that are
@@ -18,16 +18,13 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows
 
-from .rows import BoundedLayer, Column, Layout
+from .codec import Codec, Column
+from .layouts import ALL, Index, Shapes
 
 BITS = 8
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MARGIN = 4.0
 """How far a number may be above the largest of the first tokens; one bit of 17 in the range of a code."""
-SCALES = 2 * 4
-"""Bytes of a head's two scales."""
-COUNTS = 2 * 8
-"""Bytes of the counts of clipped keys and values."""
 
 
 def scale_of(x_BHTD: Tensor) -> Tensor:
@@ -37,11 +34,12 @@ def scale_of(x_BHTD: Tensor) -> Tensor:
     return ((exponent_BH + 127) << 23).view(torch.float32)  # 2 to that power, exactly
 
 
-class Float8Layer(BoundedLayer):
-    """Rows of one layer in 8 bits, the same number in every head."""
+class Float8(Codec):
+    """Keys and values in 8 bits."""
 
     keys: Tensor
-    """``[B, H, capacity, D]``: codes as uint8, which every operation can move, and so are the values'."""
+    """Codes as uint8, which every operation can move, and so are the values'."""
+    values: Tensor
     key_scale: Tensor
     """``[B, H]`` float32, and so is the values'."""
     value_scale: Tensor
@@ -49,58 +47,56 @@ class Float8Layer(BoundedLayer):
     """``[2]`` int64: numbers of keys and of values that were beyond the largest code."""
 
     def columns(self) -> dict[str, Column]:
-        codes: dict[str, Column] = {
-            "keys": (torch.uint8, (self.key_size,)),
-            "values": (torch.uint8, (self.value_size,)),
-        }
-        return super().columns() | codes
+        return {"keys": (torch.uint8, (self.key_size,)), "values": (torch.uint8, (self.value_size,))}
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        with torch.inference_mode(False):
-            self.key_scale, self.value_scale = torch.ones(2, self.B, self.H, device=self.device)
-            self.clipped = torch.zeros(2, dtype=torch.int64, device=self.device)
+    def tables(self) -> Shapes:
+        scale = torch.float32, (self.layout.B, self.layout.H)
+        return {"key_scale": scale, "value_scale": scale, "clipped": (torch.int64, (2,))}
 
-    def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        for number, (name, x) in enumerate((("key", k), ("value", v))):
-            scale_BH = getattr(self, f"{name}_scale")
-            if self.seen == 0:
+    def begin(self) -> None:
+        self.key_scale.fill_(1)
+        self.value_scale.fill_(1)
+        self.clipped.zero_()
+
+    def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
+        for number, (codes, scale_BH, x) in enumerate(
+            ((self.keys, self.key_scale, k_BHTD), (self.values, self.value_scale, v_BHTD))
+        ):
+            if not self.layout.rows:
                 scale_BH[:] = scale_of(x)
             y = x.float() / scale_BH[..., None, None]
             self.clipped[number] += (y.abs() > LARGEST).sum()
-            codes = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
-            getattr(self, f"{name}s")[:, :, new] = codes
+            codes[at] = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def _numbers(self, name: str, rows: Tensor) -> Tensor:
-        if name not in ("keys", "values"):
-            return rows
-        scale_BH = self.key_scale if name == "keys" else self.value_scale
-        return rows.view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_BH[..., None, None].to(self.dtype))
+    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+        codes, scale_BH = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
+        scale_BH11 = scale_BH[:, heads, None, None].to(self.dtype)
+        return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_BH11)
 
-    def _flat_rows(self) -> Float8Rows:
-        keys, values = self.keys.flatten(0, 2), self.values.flatten(0, 2)
+    def flat(self) -> Float8Rows:
+        keys, values = self.keys.flatten(0, -2), self.values.flatten(0, -2)
         return Float8Rows(keys, values, self.key_scale.flatten(), self.value_scale.flatten())
 
-    def head(self, name: str, h: int) -> Tensor:
-        raise ValueError("rows in 8 bits are not merged in place")
+    def clear(self) -> None:
+        if hasattr(self, "clipped"):
+            self.clipped.zero_()
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
-    def export(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        counts, tensors = super().export()
-        own = {"key_scale": self.key_scale, "value_scale": self.value_scale, "clipped": self.clipped} if tensors else {}
-        return counts, tensors | own
+    def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.tables()}
 
-    def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
-        scales: Layout = {name: (torch.float32, (self.B, self.H)) for name in ("key_scale", "value_scale")}
-        return super().layout(counts, lengths, query_heads) | scales | {"clipped": (torch.int64, (2,))}
+    def exported(self, counts: Mapping[str, float], lengths: Sequence[int]) -> Shapes:
+        return self.tables()
 
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        super()._fill(tensors)
-        for name in ("key_scale", "value_scale", "clipped"):
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in self.tables():
             getattr(self, name).copy_(tensors[name])
 
-    def reset(self) -> None:
-        super().reset()
-        if self.is_initialized:
-            self.clipped.zero_()
+    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
+        if not all(
+            (tensors[name] > 0).all() and tensors[name].isfinite().all() for name in ("key_scale", "value_scale")
+        ):
+            raise ValueError("key_scale and value_scale must be positive and finite")
+        if any(((tensors[name] & 0x7F) == 0x7F).any() for name in ("keys", "values")):
+            raise ValueError("keys and values must be finite")

@@ -1,4 +1,4 @@
-"""Rows of one layer in 4 or 2 bits: keys by channel, values by token, the newest rows as they came.
+"""Keys and values of rows in 4 or 2 bits: keys by channel, values by token, the newest rows as they came.
 
 Source: KIVI, arXiv 2402.02750. A value row has its own steps and zero points, one for every ``VALUE_GROUP`` channels, and is
 quantised once; not as it came but rotated by a Hadamard matrix (QuaRot, arXiv 2404.00456), so that one large channel does not
@@ -32,9 +32,10 @@ from locret_kernels.hadamard import hadamard
 from locret_kernels.ragged_decode import PackedRows
 
 from ...policies.policy import Policy
+from .codec import Codec, Column
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
+from .layouts import ALL, Index, Layout, Shapes
 from .packing import BITS, decode, encode, levels, pack, unpack, value_group
-from .rows import BoundedLayer, Column, Index, Layout
 
 FLOAT8 = 8
 """Bits that are no codes of groups but floating point: see ``float8``."""
@@ -74,21 +75,25 @@ class Scratch:
     """Keys and values ``[B, H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
 
     def __init__(self) -> None:
-        self.owner: QuantisedLayer | None = None
+        self.owner: GroupedBits | None = None
         self.complete = True
         """Whether it holds all values, and not the tail's alone."""
         self.keys = self.values = torch.empty(0)
 
-    def lend(self, layer: QuantisedLayer) -> None:
+    def lend(self, codec: GroupedBits) -> None:
         """Give the buffers to a layer, made anew where they do not fit it."""
-        B, H = layer.B, layer.H
-        for name, size in (("keys", layer.key_size), ("values", layer.value_size)):
-            old, shape = getattr(self, name), (B, H, layer.capacity, size)
-            fits = old.dim() == 4 and old.shape[2] >= layer.capacity and (*old.shape[:2], old.shape[3]) == (B, H, size)
-            if not (fits and old.dtype == layer.dtype and old.device == layer.device):
+        rows = codec.layout
+        for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
+            old, shape = getattr(self, name), (rows.B, rows.H, rows.capacity, size)
+            fits = (
+                old.dim() == 4
+                and old.shape[2] >= rows.capacity
+                and (*old.shape[:2], old.shape[3]) == (*shape[:2], size)
+            )
+            if not (fits and old.dtype == codec.dtype and old.device == rows.device):
                 with torch.inference_mode(False):
-                    setattr(self, name, torch.empty(shape, dtype=layer.dtype, device=layer.device))
-        self.owner = layer
+                    setattr(self, name, torch.empty(shape, dtype=codec.dtype, device=rows.device))
+        self.owner = codec
 
     @property
     def nbytes(self) -> int:
@@ -96,146 +101,93 @@ class Scratch:
         return int(self.keys.nbytes + self.values.nbytes)
 
 
-class QuantisedLayer(BoundedLayer):
-    """Rows of one layer in ``bits`` bits, as many for every head (``ragged_quantised`` lets heads differ).
+class GroupedBits(Codec):
+    """Keys and values in ``bits`` bits.
 
-    Between blocks every row but the newest ``tail`` is quantised. In a block all rows are read into the scratch, new ones are
-    written after them, and ``finish_block`` quantises those that have left the tail. A row of the tail may be quantised already
-    (after an eviction among the newest); it keeps its codes. One token goes to the tail alone and its attention reads the
-    codes as they are, until the tail is full: once every ``group`` tokens.
+    Between blocks every row but the newest ``tail`` of each head is quantised. In a block all rows are read into the scratch,
+    new ones are written after them, and ``finish_block`` quantises those that have left the tail. A row of the tail may be
+    quantised already (after an eviction among the newest); it keeps its codes. One token goes to the tail alone and its
+    attention reads the codes as they are, until the tail is full: once every ``group`` tokens.
     """
 
+    COUNTS = ("tail",)
+    takes_back = False
+    packed = True
     key_codes: Tensor
-    """``[B, H, capacity, D * bits / 8]`` uint8, and so are the values'."""
+    """``[..., D * bits / 8]`` uint8 (the axes before are the layout's), and so are the values'."""
     value_codes: Tensor
     value_step: Tensor
-    """``[B, H, capacity, groups of channels]`` float16, and so is the zero point."""
+    """``[..., groups of channels]`` float16, and so is the zero point."""
     value_zero: Tensor
     group: Tensor
-    """``[B, H, capacity]``: a row's key group; -1 where it is not quantised."""
+    """A row's key group; -1 where it is not quantised."""
     key_step: Tensor
-    """``[B, tables, groups, D]`` float16, and so is the zero point; here each head has a table of its own."""
+    """``[B, tables, groups, D]`` float16, and so is the zero point."""
     key_zero: Tensor
     tail_keys: Tensor
-    """``[B, H, residual + group - 1, D]``: the newest ``tail`` rows, and so are the values."""
+    """``[B, H, residual + group - 1, D]``: the newest ``tail`` rows as they came, and so are the values."""
     tail_values: Tensor
-    takes_back = False
 
     def __init__(
-        self,
-        capacity: int,
-        statistics: int = 0,
-        recent: int = 0,
-        *,
-        bits: int,
-        scratch: Scratch,
-        group: int = GROUP,
-        residual: int = RESIDUAL,
-        spare: float = SPARE,
+        self, bits: int, scratch: Scratch, *, group: int = GROUP, residual: int = RESIDUAL, spare: float = SPARE
     ) -> None:
-        super().__init__(capacity, None, statistics, recent)
         self.bits, self.scratch = bits, scratch
         self.group_rows, self.residual, self.spare = group, residual, spare
         self.tail = 0
 
-    def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
-        super().measure(k_BHTD, v_BHTD)
-        for size in (self.key_size, self.value_size):
+    def measure(self, layout: Layout, key_size: int, value_size: int, dtype: torch.dtype) -> None:
+        super().measure(layout, key_size, value_size, dtype)
+        for size in (key_size, value_size):
             check_head_size(self.bits, size)
-        self.value_group = value_group(self.value_size)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        tables, groups = self._tables()
-        tail = self.B, self.H, self.residual + self.group_rows - 1
-        with torch.inference_mode(False):
-            # The newest rows as they came: [B, H, residual + group - 1, D].
-            self.tail_keys = torch.empty(*tail, self.key_size, dtype=self.dtype, device=self.device)
-            self.tail_values = torch.empty(*tail, self.value_size, dtype=self.dtype, device=self.device)
-            # Per key group, not per row: one step and one zero point per channel.
-            shape = self.B, tables, groups, self.key_size
-            self.key_step = torch.empty(shape, dtype=torch.float16, device=self.device)
-            self.key_zero = torch.empty_like(self.key_step)
+        self.value_group = value_group(value_size)
 
     def columns(self) -> dict[str, Column]:
         # Packed codes, and for values one step and one zero point per group of channels.
-        per_byte, groups = 8 // self.bits, self._tables()[1]
-        levels = torch.float16, (self.value_size // self.value_group,)
+        per_byte, levels = 8 // self.bits, (torch.float16, (self.value_size // self.value_group,))
         return {
             "key_codes": (torch.uint8, (self.key_size // per_byte,)),
             "value_codes": (torch.uint8, (self.value_size // per_byte,)),
             "value_step": levels,
             "value_zero": levels,
-            "group": (torch.int16 if groups < 2**15 else torch.int32, ()),
-            "positions": (torch.int32, ()),
-            "scores": (torch.float32, ()),
+            "group": (torch.int16 if self._groups() < 2**15 else torch.int32, ()),
         }
 
-    # ---- which rows: what heads of different lengths do otherwise ------------------------------------------------
-
-    def _tables(self) -> tuple[int, int]:
-        """Tables of key groups for one item of the batch, and groups in each."""
-        return self.H, table_size(self.capacity, 1, self.spare, self.group_rows)
+    def tables(self) -> Shapes:
+        tail = self.layout.B, self.layout.H, self.max_tail
+        return self._levels() | {
+            "tail_keys": (self.dtype, (*tail, self.key_size)),
+            "tail_values": (self.dtype, (*tail, self.value_size)),
+        }
 
     @property
-    def longest(self) -> int:
-        """Rows of the longest head."""
-        return self.rows
+    def max_tail(self) -> int:
+        """Rows for which the tail has room."""
+        return self.residual + self.group_rows - 1
 
-    def _written(self, new: slice | Tensor) -> Index:
-        """Index of new rows ``[B, H, T]``."""
-        return slice(None), slice(None), new
+    def _groups(self) -> int:
+        """Key groups in a table."""
+        return table_size(self.layout.capacity, self.layout.tables()[1], self.spare, self.group_rows)
 
-    def _next_row(self) -> slice | Tensor:
-        """The row that the next token becomes in every head."""
-        return slice(self.rows, self.rows + 1)
-
-    def _newest(self, older: int, newer: int) -> Index:
-        """Index of the rows that are among the newest ``older`` of their head and not among its newest ``newer``."""
-        return slice(None), slice(None), slice(self.rows - older, self.rows - newer)
-
-    def _held(self) -> Index:
-        """Index of all rows ``[B, tables, S]``: those that share a table side by side."""
-        return self._newest(self.rows, 0)
-
-    def _among(self, held: Index, some_BTN: Tensor) -> Index:
-        """Index of some of the rows that are held ``[B, tables, N]``."""
-        B, tables = (torch.arange(n, device=self.device) for n in some_BTN.shape[:2])
-        return B[:, None, None], tables[:, None], some_BTN
-
-    def _heads(self) -> tuple[Tensor, int]:
-        """Head of each row ``[B, tables, S]`` (int64) among those that share a table, and how many share it."""
-        return torch.zeros((), dtype=torch.int64, device=self.device).expand(self.B, self.H, self.rows), 1
-
-    def _in_tail(self) -> Index:
-        """Index of the rows that are in the tail, among the tail's."""
-        return slice(None), slice(None), slice(0, self.tail)
-
-    def _next_in_tail(self) -> Index:
-        """Index of the tail's next row ``[B, H]``."""
-        return slice(None), slice(None), self.tail
-
-    def _tails(self) -> Tensor:
-        """Rows of each head ``[B, H]`` (int32) that are in its tail."""
-        return torch.full((self.B, self.H), self.tail, dtype=torch.int32, device=self.device)
-
-    def _lent(self, name: str) -> Tensor:
-        """The scratch's keys or values, as this layer's buffers lie."""
-        return getattr(self.scratch, name)
+    def _levels(self) -> Shapes:
+        # Per key group, not per row: one step and one zero point per channel.
+        shape = self.layout.B, self.layout.tables()[0], self._groups(), self.key_size
+        return {"key_step": (torch.float16, shape), "key_zero": (torch.float16, shape)}
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def slots(self, name: str) -> Tensor:
-        if name in ("keys", "values"):
-            self._open()
-            return self._lent(name)[:, :, : self.rows]
-        return super().slots(name)
-
     @property
-    def reads_flat(self) -> bool:
-        return self.scratch.owner is not self
+    def open(self) -> bool:
+        return self.scratch.owner is self
 
-    def _flat_rows(self) -> PackedRows:
+    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+        self.read_all()
+        return self._lent(name)[at]
+
+    def _lent(self, name: str) -> Tensor:
+        """The scratch's keys or values, as the layout's buffers lie."""
+        return self.layout.laid(getattr(self.scratch, name))
+
+    def flat(self) -> PackedRows:
         return PackedRows(
             self.key_codes.flatten(0, -2),
             self.value_codes.flatten(0, -2),
@@ -246,25 +198,25 @@ class QuantisedLayer(BoundedLayer):
             self.value_zero.flatten(0, -2),
             self.tail_keys.flatten(0, 1),
             self.tail_values.flatten(0, 1),
-            self._tails(),
+            self.layout.tails(self.tail),
         )
 
-    def _open(self, *, values: bool = True) -> None:
+    def read_all(self, *, values: bool = True) -> None:
         """Read all rows into the scratch, unless they are there. To quantise, the tail's ``values`` are enough."""
-        scratch, open_already = self.scratch, self.scratch.owner is self
-        if open_already and (scratch.complete or not values):
+        scratch, was_open = self.scratch, self.open
+        if was_open and (scratch.complete or not values):
             return
-        held, newest, in_tail = self._held(), self._newest(self.tail, 0), self._in_tail()
+        rows, newest, in_tail = self.layout.by_table(), self.layout.newest(self.tail), self.layout.in_tail(self.tail)
         # All rows from their codes first, then the tail's over them: rows of the tail have no codes, or keep exact ones.
-        if not open_already:
+        if not was_open:
             scratch.lend(self)
             lent = self._lent("keys")
-            lent[held] = self._read_keys(held)
+            lent[rows] = self._read_keys(rows)
             lent[newest] = self.tail_keys[in_tail]
         lent = self._lent("values")
-        tail = lent[newest].clone() if open_already else self.tail_values[in_tail]
+        tail = lent[newest].clone() if was_open else self.tail_values[in_tail]
         if values:
-            lent[held] = self._read_values(held)
+            lent[rows] = self._read_values(rows)
         lent[newest] = tail
         scratch.complete = values
 
@@ -277,7 +229,7 @@ class QuantisedLayer(BoundedLayer):
         """Step and zero point ``[B, tables, S, D]`` of groups."""
         # Tables end to end [B * tables * M, D]: group m of table t is row t * M + m.
         B, tables, M, D = self.key_step.shape
-        index = group_BTS + M * torch.arange(B * tables, device=self.device).view(B, tables, 1)
+        index = group_BTS + M * torch.arange(B * tables, device=self.layout.device).view(B, tables, 1)
         return F.embedding(index, self.key_step.view(-1, D)), F.embedding(index, self.key_zero.view(-1, D))
 
     def _read_values(self, at: Index) -> Tensor:
@@ -289,58 +241,60 @@ class QuantisedLayer(BoundedLayer):
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        T, at = k.shape[2], self._written(new)
+    def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
+        T = k_BHTD.shape[2]
         # One token while no row is open: it joins the tail, and attention reads codes; otherwise all goes to the scratch.
-        if T == 1 and self.reads_flat and self.tail < self.tail_keys.shape[2]:
-            next_one = self._next_in_tail()
-            self.tail_keys[next_one], self.tail_values[next_one] = k[:, :, 0], v[:, :, 0]
+        if T == 1 and self.tail < self.max_tail and not self.open:
+            one = self.layout.next_in_tail(self.tail)
+            self.tail_keys[one], self.tail_values[one] = k_BHTD[:, :, 0], v_BHTD[:, :, 0]
         else:
-            self._open()
-            self._lent("keys")[at], self._lent("values")[at] = k, v
+            self.read_all()
+            self._lent("keys")[at], self._lent("values")[at] = k_BHTD, v_BHTD
         self.group[at] = self.group.new_full((), -1)
         self.tail += T
 
     def overflow(self, keys_HRD: Tensor, values_HRD: Tensor) -> None:
         """Write the token for which the full tail has no room, from a copy of the tail that has; it is not yet counted.
         ``finish_block`` then quantises the group that is full."""
-        self._open(values=False)
-        at, new = self._next_in_tail(), self._written(self._next_row())  # [B, H] and [B, H, 1]
+        self.read_all(values=False)
+        at, new = self.layout.next_in_tail(self.tail), self.layout.following(1)  # [B, H] and [B, H, 1]
         self._lent("keys")[new] = keys_HRD[None][at].unsqueeze(2)
         self._lent("values")[new] = values_HRD[None][at].unsqueeze(2)
         self.group[new] = self.group.new_full((), -1)
         self.tail += 1
 
     def finish_block(self) -> None:
-        if self.scratch.owner is not self:
+        if not self.open:
             return
+        self.tail = min(self.tail, self.layout.longest)  # an eviction may have left fewer
         # Whole groups leave the tail, and `residual` rows stay in it.
         ready = max(0, self.tail - self.residual) // self.group_rows * self.group_rows
         if ready:
             self._quantise(ready)
         self.tail -= ready
-        newest, in_tail = self._newest(self.tail, 0), self._in_tail()
+        newest, in_tail = self.layout.newest(self.tail), self.layout.in_tail(self.tail)
         self.tail_keys[in_tail], self.tail_values[in_tail] = self._lent("keys")[newest], self._lent("values")[newest]
         self.scratch.owner = None
 
     def _quantise(self, ready: int) -> None:
         """Quantise those of the tail's oldest ``ready`` rows that are not yet."""
-        # held: [B, tables, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
-        held, oldest = self._held(), self._newest(self.tail, self.tail - ready)
+        # rows: [B, tables, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
+        rows, oldest = self.layout.by_table(), self.layout.newest(self.tail, self.tail - ready)
         leaving = torch.zeros_like(self.group, dtype=torch.bool)
         leaving[oldest] = self.group[oldest] < 0
         self._store_values(oldest, leaving[oldest])
-        keys, group = self._lent("keys")[held].float(), self.group[held].long()
+        keys, group = self._lent("keys")[rows].float(), self.group[rows].long()
         target_BTS, made_BTM = regroup(
             keys,
             group,
-            leaving[held],
-            *self._heads(),
+            leaving[rows],
+            self.layout.head_in_table(),
+            self.layout.tables()[1],
             self.key_step.shape[2],
             self.group_rows,
-            pairs_of(self.capacity),
+            pairs_of(self.layout.capacity),
         )
-        self._store_keys(held, keys, target_BTS, made_BTM)
+        self._store_keys(rows, keys, target_BTS, made_BTM)
 
     def _store_values(self, at: Index, leaving: Tensor) -> None:
         """Quantise the values of those of the rows ``at`` that are ``leaving``."""
@@ -358,7 +312,7 @@ class QuantisedLayer(BoundedLayer):
         if x.device.type == "cpu":  # few rows have a target; elsewhere the host would wait for their number
             some_BTN = (target_BTS < 0).byte().argsort(dim=-1, stable=True)
             some_BTN = some_BTN[..., : int((target_BTS >= 0).sum(-1).max())]
-            at, target_BTS = self._among(at, some_BTN), target_BTS.gather(2, some_BTN)
+            at, target_BTS = self.layout.among(at, some_BTN), target_BTS.gather(2, some_BTN)
             x = x.gather(2, some_BTN[..., None].expand(*some_BTN.shape, x.shape[-1]))
         chosen_BTS = target_BTS >= 0
         step, zero = levels(*self._limits(x, target_BTS, made_BTM.shape[-1]), self.bits)
@@ -380,71 +334,64 @@ class QuantisedLayer(BoundedLayer):
         )
         return lo[:, :, :groups], hi[:, :, :groups]
 
-    # ---- eviction and the rest -----------------------------------------------------------------------------------
+    # ---- the rest ------------------------------------------------------------------------------------------------
 
-    def keep(self, stay_BHS: Tensor, mean: int) -> None:
-        self._open()  # rows move beside their codes, so that those of the tail are at hand
-        super().keep(stay_BHS, mean)
-        self.tail = min(self.tail, self.longest)
-        self.finish_block()
+    def moving(self) -> list[Tensor]:
+        # Rows that are open move beside their codes, so that those of the tail are at hand.
+        lent = [self._lent(name) for name in ("keys", "values")] if self.open else []
+        return [*super().moving(), *lent]
 
-    def _moving(self) -> list[Tensor]:
-        lent = [self._lent(name) for name in ("keys", "values") if self.scratch.owner is self]
-        return [*super()._moving(), *lent]
-
-    def grow(self, rows: int) -> None:
+    def grow(self) -> None:
         self.scratch.owner = None
-        super().grow(rows)
-        for name in ("key_step", "key_zero"):
-            old = getattr(self, name)
-            with torch.inference_mode(False):
-                new = old.new_empty(*old.shape[:2], self._tables()[1], self.key_size)
+        for name, (dtype, shape) in self._levels().items():
+            old, new = getattr(self, name), torch.empty(shape, dtype=dtype, device=self.layout.device)
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
 
-    def reset(self) -> None:
-        super().reset()
+    def clear(self) -> None:
         self.tail, self.scratch.owner = 0, None
 
-    def export(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        counts, tensors = super().export()
-        counts["tail"] = self.tail
-        if tensors:
-            # Rows without a group have no codes yet, and free groups no levels: zeros, not what the memory held before.
-            bare = tensors["group"] < 0
-            for name in ("key_codes", "value_codes", "value_step", "value_zero"):
-                tensors[name] = tensors[name].masked_fill(bare[..., None], 0)
-            in_tail, used = self._in_tail(), self._used()
-            tensors |= {name: getattr(self, name)[in_tail] for name in ("tail_keys", "tail_values")}
-            tensors |= {name: getattr(self, name).masked_fill(~used, 0) for name in ("key_step", "key_zero")}
-        return counts, tensors
+    def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Rows without a group have no codes yet, and free groups no levels: zeros, not what the memory held before.
+        bare = rows["group"] < 0
+        coded = ("key_codes", "value_codes", "value_step", "value_zero")
+        blanked = {name: rows[name].masked_fill(bare[..., None], 0) for name in coded}
+        in_tail, used = self.layout.in_tail(self.tail), self._used()
+        tails = {name: getattr(self, name)[in_tail] for name in ("tail_keys", "tail_values")}
+        return blanked | tails | {name: getattr(self, name).masked_fill(~used, 0) for name in ("key_step", "key_zero")}
 
     def _used(self) -> Tensor:
         """Boolean ``[B, tables, groups, 1]``: the groups that have rows."""
-        group_BTS = self.group[self._held()].long()
-        groups = torch.zeros(*self.key_step.shape[:2], self.key_step.shape[2] + 1, dtype=torch.bool, device=self.device)
+        group_BTS, shape = self.group[self.layout.by_table()].long(), self.key_step.shape
+        groups = torch.zeros(*shape[:2], shape[2] + 1, dtype=torch.bool, device=self.layout.device)
         # Rows without a group mark one group too many, which is cut off.
         at = group_BTS.where(group_BTS >= 0, groups.shape[2] - 1)
         return groups.scatter_(2, at, True)[:, :, :-1, None]
 
-    def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
-        levels = torch.float16, (self.B, *self._tables(), self.key_size)
-        tail = self._tail_shape(int(counts["tail"]), lengths)
-        return super().layout(counts, lengths, query_heads) | {
+    def exported(self, counts: Mapping[str, float], lengths: Sequence[int]) -> Shapes:
+        tail = self.layout.tail_shape(int(counts["tail"]), lengths)
+        return {
             "tail_keys": (self.dtype, (*tail, self.key_size)),
             "tail_values": (self.dtype, (*tail, self.value_size)),
-            "key_step": levels,
-            "key_zero": levels,
-        }
+        } | self._levels()
 
-    def _tail_shape(self, tail: int, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the exported tail with one number per row."""
-        return self.B, self.H, tail
-
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        super()._fill(tensors)
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
         for name in ("tail_keys", "tail_values"):
-            getattr(self, name)[self._in_tail()] = tensors[name].to(self.device)
+            getattr(self, name)[self.layout.in_tail(self.tail)] = tensors[name].to(self.layout.device)
         groups = tensors["key_step"].shape[2]  # a larger room has a larger table
         for name in ("key_step", "key_zero"):
-            getattr(self, name)[:, :, :groups] = tensors[name].to(self.device)
+            getattr(self, name)[:, :, :groups] = tensors[name].to(self.layout.device)
+
+    def limits(self) -> dict[str, int]:
+        return {"tail": self.max_tail}
+
+    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
+        group, groups, total = tensors["group"], tensors["key_step"].shape[2], tensors["group"].shape[-1]
+        if group.numel() and not (group.min() >= -1 and group.max() < groups):
+            raise ValueError(f"group must be from -1 to {groups - 1}")
+        ends_S = torch.tensor(total)
+        if "lengths" in tensors:
+            ends_S = tensors["lengths"].cumsum(0).repeat_interleave(tensors["lengths"])
+        older_S = ends_S - torch.arange(total) > int(counts["tail"])  # rows of a head from this one to its newest
+        if (group[..., older_S] < 0).any():
+            raise ValueError(f"group=-1 must be of the newest {counts['tail']} rows alone")

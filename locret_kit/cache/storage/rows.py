@@ -1,31 +1,30 @@
-"""Rows of one layer: key, value, position, entry score and running statistics per slot, the same number in every head
-(``ragged`` lets heads differ). The methods of ``BoundedLayer`` are the interface of every store."""
+"""Rows of one layer: key, value, position, entry score and running statistics per slot. A layout says where the rows of each
+head lie, a codec how keys and values are stored; both are handed in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from locret_kernels.backend import function
-from locret_kernels.ragged_decode import Float8Rows, PackedRows
-
 from ..decoding import VarlenRows
 from .blocks import BlockStore
+from .codec import Codec, Column
+from .layouts import ALL, Index, Layout, Shapes
 
-Index = slice | Tensor | tuple[slice | Tensor | int, ...]
-"""Index of rows in a layer's buffers."""
-Column = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype of a buffer that has a row per slot, and the shape of one row."""
 COUNTS = ("rows", "seen", "since_eviction", "evictions")
 """Counts of a layer that a step changes."""
 STATE = "state."
 """Prefix of the names under which a score's state is exported."""
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of tensors, by name."""
+
+
+def stacked(at: Index) -> Index:
+    """Index of the same rows in several buffers, stacked along a first axis."""
+    return ALL, *at
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,22 @@ class EqualLengthHeads:
 
 class BoundedLayer(CacheLayerMixin):
     """Rows of one layer, preallocated, ordered by age. ``update`` hands the new keys and values through: the rows are
-    written by ``BoundedCache.attend``, which the attention call reaches right after."""
+    written by ``BoundedCache.attend``, which the attention call reaches right after.
+
+    Buffers have a row per slot, laid out by ``layout``: positions, scores, statistics, and those of ``codec``.
+    """
 
     is_sliding = False
-    ragged = False
     backend = "reference"
     """Of ``locret_kernels``, which moves the rows."""
     grows = False
     """Whether rows that no window ends are all kept, in buffers that grow."""
-    keys: Tensor  # type: ignore[assignment]
-    values: Tensor  # type: ignore[assignment]
     positions: Tensor
     scores: Tensor
     stats: Tensor
-    """``[statistics, B, H, capacity]`` float32."""
+    """``[statistics, ...]`` float32."""
     absorbed: Tensor
-    """``[B, H, capacity]`` float32, where evicted slots are merged: logarithm of the weight that a slot has taken over."""
+    """Float32, where evicted slots are merged: logarithm of the weight that a slot has taken over."""
     queries: Tensor
     """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
     store: BlockStore | None = None
@@ -67,7 +66,8 @@ class BoundedLayer(CacheLayerMixin):
 
     def __init__(
         self,
-        capacity: int,
+        layout: Layout,
+        codec: Codec,
         window: int | None = None,
         statistics: int = 0,
         recent: int = 0,
@@ -75,45 +75,70 @@ class BoundedLayer(CacheLayerMixin):
         merges: bool = False,
     ) -> None:
         super().__init__()
-        self.capacity, self.window = capacity, window
+        self.layout, self.codec, self.window = layout, codec, window
         self.statistics, self.recent, self.merges = statistics, recent, merges
         self.scaling = 1.0
         self.state: dict[str, Tensor] = {}
-        self.rows = 0
         self.seen = 0
         self.since_eviction = 0
         self.evictions = 0
 
+    @property
+    def rows(self) -> int:
+        """Rows of a head, on average where heads differ."""
+        return self.layout.rows
+
+    @rows.setter
+    def rows(self, rows: int) -> None:
+        self.layout.rows = rows
+
+    @property
+    def capacity(self) -> int:
+        """Rows for which there is room in a head."""
+        return self.layout.capacity
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.measure(key_states, value_states)
         # Allocated once, for budget + chunk rows; nothing is ever concatenated.
-        shape = self._shape(self.capacity)
+        made = self.shapes()
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
-            for name, (dtype, row) in self.columns().items():
-                setattr(self, name, torch.empty(*shape, *row, dtype=dtype, device=self.device))
-            self.stats = torch.empty(self.statistics, *shape, dtype=torch.float32, device=self.device)
+            for name, (dtype, shape) in made.items():
+                setattr(self._holder(name), name, torch.empty(shape, dtype=dtype, device=self.device))
+            self.layout.begin()
+            self.codec.begin()
         self.is_initialized = True
 
     def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
         """Take batch, heads, channels, dtype and device from keys and values. Allocates nothing."""
-        self.B, self.H, _, self.key_size = k_BHTD.shape
-        self.value_size = v_BHTD.shape[-1]
+        B, H, _, key_size = k_BHTD.shape
         self.dtype, self.device = k_BHTD.dtype, k_BHTD.device
+        self.layout.measure(B, H, self.device)
+        self.codec.measure(self.layout, key_size, v_BHTD.shape[-1], self.dtype)
+
+    def shapes(self) -> Shapes:
+        """Dtype and shape of every buffer that is made for the first token. Needs ``measure``."""
+        shape = self.layout.shape(self.capacity)
+        columns = {name: (dtype, (*shape, *row)) for name, (dtype, row) in self.columns().items()}
+        return columns | {"stats": (torch.float32, (self.statistics, *shape))} | self.codec.tables()
+
+    def planned_bytes(self, query_heads: int) -> int:
+        """Bytes of all that the layer holds once tokens have come, but for what its score remembers and its store has. Needs
+        ``measure``."""
+        queries = self.dtype, (self.layout.B, query_heads, self.recent, self.codec.key_size)
+        made = *self.shapes().values(), *self.layout.tensors().values(), queries
+        return sum(prod(shape) * dtype.itemsize for dtype, shape in made)
 
     def columns(self) -> dict[str, Column]:
-        """Buffers with a row per slot, which move with the rows: ``[B, H, capacity, ...]``."""
-        absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
-        return {
-            "keys": (self.dtype, (self.key_size,)),
-            "values": (self.dtype, (self.value_size,)),
-            "positions": (torch.int32, ()),
-            "scores": (torch.float32, ()),
-            **absorbed,
-        }
+        """Buffers with a row per slot, which move with the rows."""
+        return self.codec.columns() | self._own_columns()
 
-    def _shape(self, rows: int) -> tuple[int, ...]:
-        """Shape of a buffer with one number per row, for so many rows per head."""
-        return self.B, self.H, rows
+    def _own_columns(self) -> dict[str, Column]:
+        absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
+        return {"positions": (torch.int32, ()), "scores": (torch.float32, ()), **absorbed}
+
+    def _holder(self, name: str) -> BoundedLayer | Codec:
+        """The object that has a buffer."""
+        return self if name == "stats" or name in self._own_columns() else self.codec
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -127,46 +152,31 @@ class BoundedLayer(CacheLayerMixin):
     def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
         """Write new rows after the newest one."""
         T = k.shape[2]
-        self.put(slice(self.rows, self.rows + T), k, v, score_BHT, self._new_positions(T))
+        position_T = torch.arange(self.seen, self.seen + T, device=self.device, dtype=torch.int32)
+        self.put(self.layout.following(T), k, v, score_BHT, position_T)
         self.count(T)
 
-    def put(self, new: slice | Tensor, k: Tensor, v: Tensor, score_BHT: Tensor, position_T: Tensor) -> None:
-        """Write rows at ``new``, which may be a tensor that only the device knows, without counting them."""
-        self._write(new, k, v)
-        self.scores[:, :, new] = score_BHT
-        self.positions[:, :, new] = position_T
-        self._begin(new)
-
-    def _write(self, new: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        self.keys[:, :, new], self.values[:, :, new] = k, v
-
-    def _begin(self, new: slice | Tensor) -> None:
-        """Zero the statistics of new rows. Writing a Python scalar through a device index copies it host-to-device and
-        synchronises, so device scalars are written."""
+    def put(self, at: Index, k: Tensor, v: Tensor, score_BHT: Tensor, position_T: Tensor) -> None:
+        """Write rows ``at``, which may be an index that only the device knows, without counting them."""
+        self.codec.write(at, k, v)
+        self.scores[at] = score_BHT
+        self.positions[at] = position_T
+        # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
         if self.statistics:
-            self.stats[..., new] = self.stats.new_zeros(())
+            self.stats[stacked(at)] = self.stats.new_zeros(())
         if self.merges:
-            self.absorbed[..., new] = self.absorbed.new_full((), float("-inf"))
-
-    def finish_block(self) -> None:
-        """Bring new rows into the form in which they are kept, after their block's attention and eviction."""
-
-    def _new_positions(self, T: int) -> Tensor:
-        return torch.arange(self.seen, self.seen + T, device=self.device, dtype=torch.int32)
+            self.absorbed[at] = self.absorbed.new_full((), float("-inf"))
 
     def count(self, T: int) -> None:
         """``T`` rows more."""
-        self.rows += T
+        self.layout.count(T)
         self.seen += T
         self.since_eviction += T
-
-    takes_back = True
-    """Whether rows are held as they came, so that the newest ones can be forgotten."""
 
     def can_take_back(self, tokens: int) -> bool:
         """Whether the newest tokens can be forgotten as though they had never come: they have changed nothing but their own
         rows, and an older one has come since the last eviction."""
-        own = self.takes_back and not (self.statistics or self.recent or self.state)
+        own = self.codec.takes_back and not (self.layout.ragged or self.statistics or self.recent or self.state)
         own = own and not (self.merges or self.store is not None)
         return own and self.rows > tokens < self.since_eviction and (self.window is None or self.rows == self.seen)
 
@@ -192,108 +202,82 @@ class BoundedLayer(CacheLayerMixin):
 
     def score_newest(self, score_BT: Tensor) -> None:
         """Set the entry scores of the newest rows, the same for every head."""
-        T = score_BT.shape[1]
-        self.scores[:, :, self.rows - T : self.rows] = score_BT[:, None]
+        self.scores[self.layout.last(score_BT.shape[1])] = score_BT[:, None]
 
     # ---- what attention and policies read ------------------------------------------------------------------------
 
     def parts(self) -> Iterator[EqualLengthHeads]:
         """The rows as they lie, heads of equal length together."""
-        yield EqualLengthHeads(
-            slice(0, self.H),
-            self.slots("keys"),
-            self.slots("values"),
-            self.slots("stats"),
-            self.slots("positions"),
-        )
+        for heads, at in self.layout.pieces():
+            keys, values = (self.codec.read(name, at, heads) for name in ("keys", "values"))
+            yield EqualLengthHeads(heads, keys, values, self.stats[stacked(at)], self.positions[at])
 
     @property
     def reads_flat(self) -> bool:
-        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it.
-        PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
-        return self.backend == "triton"
+        """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, and where heads
+        differ. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
+        return not self.codec.open and (self.codec.packed or self.layout.ragged or self.backend == "triton")
 
     def flat(self) -> VarlenRows:
-        """The rows as they lie, of all heads together."""
-        # All heads end to end [B * H * capacity]: head (b, h) begins at its multiple of the capacity.
-        B, H = self.positions.shape[:2]
-        starts = self.capacity * torch.arange(B * H, device=self.device).view(B, H)
-        lengths = torch.full_like(starts, self.rows)
-        return VarlenRows(
-            self._flat_rows(), self.positions.flatten(), self.stats.flatten(1), starts, lengths, self.rows
-        )
-
-    def _flat_rows(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
-        return self.keys.flatten(0, 2), self.values.flatten(0, 2)
+        """The rows as they are stored, of all heads together."""
+        starts, lengths = self.layout.spans()
+        # Statistics [statistics, N]: the axes of one of them are those of the positions.
+        stats = self.stats.flatten(1)
+        return VarlenRows(self.codec.flat(), self.positions.flatten(), stats, starts, lengths, self.layout.longest)
 
     def head(self, name: str, h: int) -> Tensor:
         """One head's rows ``[rows, ...]`` of a buffer, in place."""
-        return getattr(self, name)[0, h, : self.rows]
+        return getattr(self._holder(name), name)[self.layout.head(h)]
 
     def slots(self, name: str) -> Tensor:
-        """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right."""
-        buffer = getattr(self, name)
-        return buffer[..., : self.rows] if name == "stats" else self._numbers(name, buffer[:, :, : self.rows])
-
-    def _numbers(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of a buffer ``[B, H, S, ...]`` as policies and attention read them."""
-        return rows
-
-    def valid(self) -> Tensor:
-        """Boolean ``[B, H, S]``: which slots are no padding."""
-        return torch.ones(*self.positions.shape[:2], self.rows, dtype=torch.bool, device=self.device)
-
-    def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
-        """Two tables ``[1, 1, size, R]`` that ``tables(rows)`` gives for a head of so many rows; here all heads are alike."""
-        cos, sin = tables(self.rows)
-        return cos[None, None], sin[None, None]
-
-    @property
-    def head_lengths(self) -> list[int] | None:
-        """Rows of every head, where heads differ."""
-        return None
+        """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right; 0 at padding."""
+        at, padding = self.layout.slots()
+        if name in ("keys", "values"):
+            rows = self.codec.read(name, at)
+            return rows if padding is None else rows.masked_fill(padding[..., None], 0)
+        rows = self.stats[stacked(at)] if name == "stats" else getattr(self, name)[at]
+        return rows if padding is None else rows.masked_fill(padding, 0)
 
     def kept(self) -> Tensor | list[list[Tensor]]:
-        """Positions ``[B, H, rows]`` held now."""
-        return self.positions[:, :, : self.rows].clone()
+        """Positions held now: ``[B, H, rows]``, or ``kept()[b][h]`` where heads differ."""
+        return self.layout.kept(self.positions)
 
     def set_entry_scores(self, score_BHS: Tensor) -> None:
-        """Take the entry scores of ``slots("scores")`` back; here those are the buffer itself."""
+        """Take the entry scores of ``slots("scores")`` back."""
+        self.layout.put_back(self.scores, score_BHS)
 
     # ---- eviction ------------------------------------------------------------------------------------------------
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
-        # In place: row i moves to a row that is not above it, so order by age is kept.
-        index_BHK = function("kept_rows", self.backend)(stay_BHS, mean)
-        function("compact_rows", self.backend)(self._moving(), index_BHK)
-        self.rows = mean
+        self.codec.read_all()
+        own = [getattr(self, name) for name in self._own_columns()]
+        self.layout.keep(stay_BHS, mean, [*self.codec.moving(), *own, *self.stats], self.backend)
         self.since_eviction = 0
-
-    def _moving(self) -> list[Tensor]:
-        """Every buffer ``[B, H, capacity, ...]`` whose rows an eviction moves."""
-        return [*(getattr(self, name) for name in self.columns()), *self.stats]
+        self.codec.finish_block()
 
     def drop_oldest(self, keep: int) -> None:
         """Keep the newest ``keep`` rows (layers with a window)."""
         if self.rows > keep:
-            # clone, since source and target overlap where more than half stays
-            old, self.rows = self.rows, keep
-            for rows in (self.keys, self.values, self.positions, self.scores):
-                rows[:, :, :keep] = rows[:, :, old - keep : old].clone()
+            newest, self.rows = self.layout.newest(keep), keep
+            for name in self.columns():
+                buffer = getattr(self._holder(name), name)
+                # clone, since source and target overlap where more than half stays
+                buffer[self.layout.every()] = buffer[newest].clone()
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length)."""
         # Doubling makes the copies of a whole text linear in its length.
-        self.capacity = max(rows, 2 * self.capacity)
-        for name in self.columns():
-            old = getattr(self, name)
-            with torch.inference_mode(False):
-                new = old.new_empty(*old.shape[:2], self.capacity, *old.shape[3:])
-            new[:, :, : self.rows] = old[:, :, : self.rows]
-            setattr(self, name, new)
+        self.layout.capacity = max(rows, 2 * self.capacity)
+        held = self.layout.every()
         with torch.inference_mode(False):
-            self.stats = self.stats.new_empty(*self.stats.shape[:3], self.capacity)
+            for name, (dtype, row) in self.columns().items():
+                old = getattr(self._holder(name), name)
+                new = torch.empty(*self.layout.shape(self.capacity), *row, dtype=dtype, device=self.device)
+                new[held] = old[held]
+                setattr(self._holder(name), name, new)
+            self.stats = self.stats.new_empty(self.statistics, *self.layout.shape(self.capacity))
+            self.codec.grow()
 
     # ---- what the rest of transformers asks ----------------------------------------------------------------------
 
@@ -311,7 +295,9 @@ class BoundedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.rows = self.seen = self.since_eviction = self.evictions = 0
+        self.seen = self.since_eviction = self.evictions = 0
+        self.layout.clear()
+        self.codec.clear()
         self.state.clear()
         if self.store is not None:
             self.store.clear()
@@ -327,31 +313,33 @@ class BoundedLayer(CacheLayerMixin):
         """Everything that the layer needs to go on: counts, and tensors in logical order, wherever the rows lie. Nothing of
         the free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
         counts = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
+        counts |= {name: getattr(self.codec, name) for name in self.codec.COUNTS}
         if not self.is_initialized:
             return counts, {}
         # Every tensor of the score's state and every buffer, or the layer would go on otherwise.
-        rows = self._all_rows()
-        tensors = {name: getattr(self, name)[rows] for name in self.columns()}
+        rows = self.layout.every()
+        tensors = {name: getattr(self._holder(name), name)[rows] for name in self.columns()}
         if self.statistics:
             tensors["stats"] = torch.stack([stat[rows] for stat in self.stats])
         if hasattr(self, "queries"):
             tensors["queries"] = self.queries
-        return counts, tensors | {STATE + name: value for name, value in self.state.items()}
+        tensors |= {STATE + name: value for name, value in self.state.items()}
+        return counts, tensors | self.layout.export() | self.codec.export(tensors)
 
-    def layout(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Layout:
+    def exported(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Shapes:
         """Dtype and shape of every tensor that ``export`` gives with such counts, but for the score's state. Needs
         ``measure``.
 
         Args:
             lengths: rows of every head, where heads differ.
         """
-        shape = self._shape(int(counts["rows"]))
+        shape = self.layout.shape(int(counts["rows"]))
         found = {name: (dtype, (*shape, *row)) for name, (dtype, row) in self.columns().items()}
         if self.statistics:
             found["stats"] = torch.float32, (self.statistics, *shape)
         if self.recent and counts["seen"]:
-            found["queries"] = self.dtype, (self.B, query_heads, self.recent, self.key_size)
-        return found
+            found["queries"] = self.dtype, (self.layout.B, query_heads, self.recent, self.codec.key_size)
+        return found | self.layout.exported() | self.codec.exported(counts, lengths)
 
     def restore(
         self, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_BH0D: Tensor, v_BH0D: Tensor
@@ -362,19 +350,16 @@ class BoundedLayer(CacheLayerMixin):
             k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
         """
         for name, value in counts.items():
-            setattr(self, name, value)
+            setattr(self.codec if name in self.codec.COUNTS else self, name, value)
         if not tensors:
             return
         # Under full attention a text may be longer than the room that was planned.
-        self.capacity = max(self.capacity, self.rows)
+        self.layout.capacity = max(self.capacity, self.rows)
         self.lazy_initialization(k_BH0D, v_BH0D)
-        self._fill(tensors)
-
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write exported tensors into the buffers."""
-        rows = self._all_rows()
+        self.layout.fill(tensors)
+        rows = self.layout.every()
         for name in self.columns():
-            getattr(self, name)[rows] = tensors[name].to(self.device)
+            getattr(self._holder(name), name)[rows] = tensors[name].to(self.device)
         for number in range(self.statistics):
             self.stats[number][rows] = tensors["stats"][number].to(self.device)
         with torch.inference_mode(False):
@@ -382,24 +367,22 @@ class BoundedLayer(CacheLayerMixin):
             self.state = {name.removeprefix(STATE): x for name, x in own.items()}
             if "queries" in tensors:
                 self.queries = tensors["queries"].to(self.device, copy=True)
-
-    def _all_rows(self) -> Index:
-        """Index of all rows, in logical order."""
-        return slice(None), slice(None), slice(0, self.rows)
+        self.codec.fill(tensors)
 
     def copy_from(self, other: BoundedLayer) -> None:
         """Become a copy of another layer of the same kind; nothing that one of both writes is shared. The room may be another
         one."""
         if other.is_initialized:
-            empty = torch.empty(other.B, other.H, 0, other.key_size, dtype=other.dtype, device=other.device)
-            self.restore(*other.export(), empty, empty.new_empty(other.B, other.H, 0, other.value_size))
+            empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
+            sizes = other.codec.key_size, other.codec.value_size
+            self.restore(*other.export(), *(empty.new_empty(*empty.shape, size) for size in sizes))
         if self.store is not None and other.store is not None:
             self.store.share(other.store)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the preallocated buffers and of what the score remembers."""
-        # Every tensor that the layer holds is a buffer, so none can be forgotten here.
-        held = (*vars(self).values(), *self.state.values())
+        # Every tensor that the layer, its layout and its codec hold is a buffer, so none can be forgotten here.
+        held = (x for holder in (self, self.layout, self.codec) for x in vars(holder).values())
         stored = self.store.device_bytes if self.store is not None else 0
-        return stored + sum(int(value.nbytes) for value in held if isinstance(value, Tensor))
+        return stored + sum(int(x.nbytes) for x in (*held, *self.state.values()) if isinstance(x, Tensor))

@@ -25,7 +25,9 @@ from ...backbones.handler import Handler
 from ...backbones.intercept import attach
 from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
-from ...cache.storage.ragged import RaggedLayer
+from ...cache.storage.codec import Plain
+from ...cache.storage.layouts import RaggedRows
+from ...cache.storage.rows import BoundedLayer
 from ...policies.base import TopK, rank_of
 from ...policies.methods.streaming import Recency
 from ...policies.policy import Policy
@@ -172,9 +174,13 @@ def compress(cache: BoundedCache, scores_LBHS: Tensor, keep: int, joint: bool) -
         none = torch.zeros_like(pool, dtype=torch.bool)
         stay_BHS = (rank_of(pool, none, ~none) < (H * mean if joint else mean)).view(B, H, S)
         if joint:
-            ragged = RaggedLayer(rows.capacity)
-            ragged.lazy_initialization(rows.keys, rows.values)
-            ragged.append(rows.slots("keys"), rows.slots("values"), rows.slots("scores"))
+            ragged, keys, values = (
+                BoundedLayer(RaggedRows(rows.capacity), Plain()),
+                rows.slots("keys"),
+                rows.slots("values"),
+            )
+            ragged.lazy_initialization(keys, values)
+            ragged.append(keys, values, rows.slots("scores"))
             cache.layers[i] = rows = ragged
         rows.keep(stay_BHS, mean)
 

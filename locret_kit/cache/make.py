@@ -1,0 +1,85 @@
+"""Layers of a bound cache: where and how the rows of each are stored, and how many."""
+
+from __future__ import annotations
+
+from ..policies.policy import Policy
+from ..sizes import parse_bytes
+from .context import Context
+from .storage.blocks import BlockStore
+from .storage.codec import Codec, Plain
+from .storage.compiled import CompiledBits
+from .storage.float8 import Float8
+from .storage.groups import SPARE
+from .storage.host import HostMemory, RowForm
+from .storage.layouts import EqualRows, RaggedRows
+from .storage.quantised import FLOAT8, GroupedBits, Scratch, check_head_size
+from .storage.rows import BoundedLayer
+
+
+def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
+    """Rows of every layer; those in few bits are read through ``scratch``."""
+    chunk, policy, bits, compiled = (
+        ctx.schedule.chunk,
+        ctx.policy,
+        ctx.settings.kv_bits,
+        ctx.backend.packs(ctx.model.dtype),
+    )
+    memory, layers = host_memory(ctx), []
+    for window, budget in zip(ctx.spec.windows, ctx.budgets, strict=True):
+        if window is not None:
+            rows = windowed_rows(window, chunk)
+        elif policy.keeps_everything:
+            rows = full_rows(policy, bits, scratch, ctx.schedule.prompt_length or 0, compiled=compiled)
+        else:
+            statistics, recent = len(ctx.statistics) * (1 + ctx.group), policy.recent(chunk)
+            rows = full_rows(policy, bits, scratch, budget + chunk, statistics, recent, compiled=compiled)
+            if policy.recall is not None:
+                room = -(-(ctx.schedule.prompt_length or 0) // policy.recall.size)
+                views = policy.recall.count(ctx.spec.n_heads // ctx.spec.n_kv_heads)
+                size, representatives = policy.recall.size, policy.recall.representatives
+                rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
+        rows.backend, rows.grows = ctx.backend.name, policy.keeps_everything
+        layers.append(rows)
+    return layers
+
+
+def windowed_rows(window: int, chunk: int) -> BoundedLayer:
+    """Rows of a layer with a window: those that it can still see beside one block, and no more."""
+    return BoundedLayer(EqualRows(window - 1 + chunk), Plain(), window)
+
+
+def full_rows(
+    policy: Policy,
+    bits: int | None,
+    scratch: Scratch,
+    capacity: int,
+    statistics: int = 0,
+    recent: int = 0,
+    *,
+    compiled: bool = False,
+) -> BoundedLayer:
+    """Rows of a layer without a window, with keys and values in ``bits`` bits. ``compiled``: read and quantised by compiled
+    calls."""
+    codec: Codec = Plain()
+    if bits == FLOAT8:
+        codec = Float8()
+    elif bits is not None:
+        kind = CompiledBits if compiled else GroupedBits
+        codec = kind(bits, scratch, spare=0.0 if policy.keeps_everything else SPARE)
+    layout = RaggedRows if policy.ragged else EqualRows
+    merges = policy.merge is not None and policy.merge.remembers
+    return BoundedLayer(layout(capacity), codec, None, statistics, recent, merges=merges)
+
+
+def host_memory(ctx: Context) -> HostMemory:
+    """Host memory of all stores of a cache. Raises ValueError where it has no room for a block of each, or their bits do not fit
+    the heads."""
+    s, spec = ctx.settings, ctx.spec
+    limit = None if s.store_memory is None else parse_bytes(s.store_memory, "store_memory")
+    memory = HostMemory(limit, s.store_file, spec.windows.count(None))
+    if ctx.policy.recall is not None and spec.windows.count(None):
+        if s.store_bits is not None:
+            check_head_size(s.store_bits, spec.head_dim, "store_bits")
+        form = RowForm(spec.head_dim, ctx.model.dtype, s.store_bits)
+        memory.most(2 * spec.n_kv_heads * ctx.policy.recall.size * form.nbytes)
+    return memory
