@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.step import read_block
-from locret_kit.cache.storage.quantised import GroupedBits
+from locret_kit.cache.storage.quantised import GroupedBits, Scratch
 from locret_kit.cache.view import _keys
 from locret_kit.runtime.session import prefill
 
@@ -52,7 +52,7 @@ class Watch:
         self.patch.stop()
 
     def compare(self, ctx, layer, rows, q, scaling, out, before) -> None:
-        keys, values, valid = _keys(ctx, layer, rows, rows.seen), rows.slots("values"), rows.valid()
+        keys, values, valid = _keys(ctx, layer, rows, rows.seen), rows.slots("values"), rows.layout.valid()
         span, seen = ctx.positions.span, rows.seen
         newest = seen - 1 if span is None else seen - 1 - max(0, seen - span)
         place_BH = torch.full(valid.shape[:2], newest)
@@ -142,11 +142,11 @@ def test_a_part_of_the_head_is_rotated():
 def test_a_token_reads_no_row_back(policy):
     """Rows are brought back from their bits where the tail is full and before an eviction, and for no other token."""
     model, cache, opened = backbone(), make(policy, 60, length=150, chunk=50, kv_bits=4), []
-    real = GroupedBits.read_all
+    real = Scratch.lend
     with attach(model), torch.no_grad():
         prefill(model, tokens(150), cache)
         codecs, due, seen = [rows.codec for rows in cache.bounded], [], []
-        with mock.patch.object(GroupedBits, "read_all", lambda codec: (opened.append(codec), real(codec))):
+        with mock.patch.object(Scratch, "lend", lambda scratch, codec: (opened.append(codec), real(scratch, codec))):
             for token in range(100):
                 full = [r.codec.tail == r.codec.max_tail or r.rows == r.capacity for r in cache.bounded]
                 due.append({layer for layer, is_full in enumerate(full) if is_full})

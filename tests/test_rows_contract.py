@@ -191,3 +191,25 @@ def test_bytes_are_known_before_there_is_a_tensor(layout, codec):
     rows.reset()
     filled(layout, codec, rows)
     assert rows.nbytes == planned
+
+
+@pytest.mark.parametrize(("layout", "codec"), EVERY)
+def test_rows_lie_in_memory_of_somebody_else(layout, codec):
+    """The same rows, in the tensors that were handed in; one that does not fit is refused by name."""
+    own = made(layout, codec)
+    filled(layout, codec, own)
+    lent = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in own.shapes().items()}
+    rows = made(layout, codec, buffers=lent)
+    lists = filled(layout, codec, rows)
+    assert all(torch.equal(x, own.export()[1][name]) for name, x in rows.export()[1].items())
+    assert all(getattr(rows._holder(name), name) is x for name, x in lent.items())
+    same(rows, lists, CODECS[codec][1])
+    with pytest.raises(ValueError, match=f"buffers: room for {ROOM} rows a head, {ROOM + 1} are needed"):
+        rows.grow(ROOM + 1)
+    block = drawn(torch.Generator(), 1)
+    for name, x in lent.items():
+        for bad, why in ((x[..., :0], "contiguous"), (x.double(), f"is torch.float64 .*, must be {x.dtype}")):
+            with pytest.raises(ValueError, match=f"buffers: {name} .*{why}"):
+                made(layout, codec, buffers=lent | {name: bad}).update(*block[:2])
+        with pytest.raises(ValueError, match=f"buffers: {name} is missing"):
+            made(layout, codec, buffers={other: y for other, y in lent.items() if other != name}).update(*block[:2])

@@ -46,6 +46,12 @@ class BoundedLayer(CacheLayerMixin):
     written by ``BoundedCache.attend``, which the attention call reaches right after.
 
     Buffers have a row per slot, laid out by ``layout``: positions, scores, statistics, and those of ``codec``.
+
+    Args:
+        window: positions that a token sees; None is all. statistics: kept of every slot. recent: newest queries at hand.
+        merges: whether evicted slots are merged into others.
+        buffers: memory that somebody else owns, for every name of ``shapes``; by default the layer makes its own. Its first
+            token raises ValueError for a tensor of another shape, dtype or device; such a layer does not grow.
     """
 
     is_sliding = False
@@ -73,10 +79,12 @@ class BoundedLayer(CacheLayerMixin):
         recent: int = 0,
         *,
         merges: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.layout, self.codec, self.window = layout, codec, window
         self.statistics, self.recent, self.merges = statistics, recent, merges
+        self.lent = buffers
         self.scaling = 1.0
         self.state: dict[str, Tensor] = {}
         self.seen = 0
@@ -103,10 +111,20 @@ class BoundedLayer(CacheLayerMixin):
         made = self.shapes()
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
             for name, (dtype, shape) in made.items():
-                setattr(self._holder(name), name, torch.empty(shape, dtype=dtype, device=self.device))
+                setattr(self._holder(name), name, self._buffer(name, dtype, shape))
             self.layout.begin()
             self.codec.begin()
         self.is_initialized = True
+
+    def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if self.lent is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if (lent := self.lent.get(name)) is None:
+            raise ValueError(f"buffers: {name} is missing")
+        if (lent.dtype, tuple(lent.shape), lent.device) != (dtype, shape, self.device) or not lent.is_contiguous():
+            found = f"{lent.dtype} {tuple(lent.shape)} on {lent.device}"
+            raise ValueError(f"buffers: {name} is {found}, must be {dtype} {shape} on {self.device}, contiguous")
+        return lent
 
     def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
         """Take batch, heads, channels, dtype and device from keys and values. Allocates nothing."""
@@ -266,7 +284,10 @@ class BoundedLayer(CacheLayerMixin):
                 buffer[self.layout.every()] = buffer[newest].clone()
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length)."""
+        """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length). Raises
+        ValueError where the buffers are somebody else's."""
+        if self.lent is not None:
+            raise ValueError(f"buffers: room for {self.capacity} rows a head, {rows} are needed")
         # Doubling makes the copies of a whole text linear in its length.
         self.layout.capacity = max(rows, 2 * self.capacity)
         held = self.layout.every()
