@@ -21,6 +21,7 @@ import torch
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.backbones.families import spec_of
+from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_engine import load_parts
 from locret_kit.config.evaluate import load_eval_config
@@ -104,7 +105,7 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     assert (one.chunk, one.stabilizers, one.local_len, one.positions) == (32, 4, 4, "compact")  # as locret-infer scales
     assert one.tokens <= 240 and one.new_tokens <= 4 and one.prefill_s > 0 and one.versions["locret_kit"]
     assert (one.backend, one.adapter, one.heads_hash) == (
-        "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
+        "cpu" if runs_on_cpu() else "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
     )  # fmt: skip
     text = hashlib.sha256(load_text("pydoc").encode()).hexdigest()[:16]
     assert {row.text_hash for row in rows} == {text}
