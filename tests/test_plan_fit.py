@@ -71,7 +71,7 @@ def test_a_refused_plan_names_three_that_fit():
         fit.require_fit(one, setting, cap)
     near = fit.nearest_fitting(one, setting, cap)
     assert len(near) == 3
-    assert "budget 16384, chunk 1024, bfloat16 at context 131072 needs 17.68 GiB, above the cap of 16.00 GiB" in str(
+    assert "budget 16384, chunk 1024, bfloat16 at context 131072 needs 17.67 GiB, above the cap of 16.00 GiB" in str(
         caught.value
     )
     assert all(str(s) in str(caught.value) for s in near)
@@ -85,7 +85,7 @@ def test_a_cap_below_the_weights_asks_for_fewer_bits_of_them():
         assert all(p.plan_inference(one, s).peak <= cap * GIB for s in near)
         assert alone == (changed(near[0], weight_bits=None) == setting)
     with pytest.raises(
-        fit.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.19 GiB"
+        fit.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.18 GiB"
     ):
         fit.require_fit(one, setting, 15 * GIB)
     least = r"No setting fits: weights and heads alone take 15\.33 GiB, with 4-bit weights 5\.69 GiB$"
@@ -154,7 +154,7 @@ def test_every_shipped_configuration_is_a_recipes_backbone():
 def test_the_command_prints_a_plan(capsys):
     assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB"]) == 0
     out = capsys.readouterr().out
-    assert "budget 6000, chunk 3072" in out and "7.12 GiB" in out and "48.00 GiB, 14.0 times" in out
+    assert "budget 6000, chunk 3072" in out and "7.12 GiB" in out and "48.00 GiB, 14.2 times" in out
     assert cli.main(["--model", "Qwen/Qwen3-8B", "--gpu-memory", "24GiB", "--train", "10240"]) == 0
     assert "longest sample that fits" in capsys.readouterr().out
     assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB", "--context", "600", "--budget", "600"]) == 0

@@ -97,13 +97,17 @@ def operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
 
 
 def unrotated(undo: Undo, rotary: Any) -> None:
-    """Let a rotary module answer no cos and no sin while a handler wants q and k before RoPE, until ``undo``: ``fused`` passes q
-    and k through then. Its own forward, which of LongRoPE makes the host wait for the largest position, is not called."""
+    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE, until ``undo``. Its own forward is
+    not called then: of LongRoPE it makes the host wait for the largest position."""
 
-    def answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
         if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
-            return forward(*args, **named)
-        return None, None
+            return forward(x, position_ids, *kind, **named)
+        if operations(x) is not None:
+            return None, None  # `fused` passes q and k through
+        inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
+        cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
+        return cos_BTR, torch.zeros_like(cos_BTR)
 
     replace_forward(undo, rotary, answer)
 

@@ -172,7 +172,7 @@ class Batch:
     def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
         """Logits ``[sequences, V]`` after the last new token of each."""
         ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
-        return logits_after(self.model, caches, ids, [len(piece) for piece in pieces])
+        return logits_after(self.model, caches, ids, [len(piece) for piece in pieces]).float()
 
     def _decoder(self, sequence: Sequence) -> Decoder | None:
         """The decoder of a sequence's next token; None where its new tokens go into the shared forward."""

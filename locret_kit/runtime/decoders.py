@@ -50,7 +50,7 @@ class DynamicDecoder:
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.model.device)
-        return logits_after(self.model, caches, ids, [1] * len(caches))
+        return logits_after(self.model, caches, ids, [1] * len(caches)).float()
 
 
 class Decoding:
@@ -106,14 +106,14 @@ def _chosen(model: Any, cache: BoundedCache, graph: bool | None) -> Decoder | st
 
 
 def logits_after(model: Any, caches: Sequence[BoundedCache], ids_1T: Tensor, counts: Sequence[int]) -> Tensor:
-    """Logits ``[texts, V]`` (float32) after the last new token of each text, in one forward.
+    """Logits ``[texts, V]`` in the model's type after the last new token of each text, in one forward.
 
     Args:
         model: attached.
         ids_1T: new tokens of the texts, end to end. counts: how many are each text's.
     """
     if len(caches) == 1:
-        return forward(model, ids_1T, caches[0], logits_to_keep=1).logits[:, -1].float()
+        return forward(model, ids_1T, caches[0], logits_to_keep=1).logits[:, -1]
     packed = Packed(caches, counts)
     last = torch.tensor(packed.last, device=model.device)
-    return forward(model, ids_1T, packed, logits_to_keep=last).logits[0].float()
+    return forward(model, ids_1T, packed, logits_to_keep=last).logits[0]

@@ -60,7 +60,8 @@ class Chooser:
 
     def __init__(self, sampling: Sampling, seed: int, device: torch.device, prompt: Sequence[int]) -> None:
         self._sampling, self._processors = sampling, sampling.processors()
-        self._generator = torch.Generator(device=device).manual_seed(seed)
+        drawn = sampling.temperature > 0  # greedy choices need no generator, which some devices lack
+        self._generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
         self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
 
     def __call__(self, logits_V: Tensor) -> int:

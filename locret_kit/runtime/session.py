@@ -54,7 +54,7 @@ def prefill(
             progress(cache.get_seq_length(), total)
     if logits_V.is_cuda:  # so that the time of a prefill is a prefill's
         torch.cuda.synchronize(logits_V.device)
-    return logits_V
+    return logits_V.float()
 
 
 def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
