@@ -214,7 +214,7 @@ def test_every_form_is_saved_and_loaded(form, tmp_path):
 def test_decay_lowers_a_score_by_its_age():
     """Kept is what is largest of ``score - decay * age``, whenever it is looked at."""
     scores = torch.tensor([[[3.0, 1.0, 2.5, 0.0, 2.6]]])
-    head = type("Head", (torch.nn.Module,), {"forward": lambda self, q, k, v: scores[..., : q.shape[2]]})()
+    head = type("Head", (torch.nn.Module,), {"forward": lambda self, q, k, v, linear: scores[..., : q.shape[2]]})()
     x = torch.zeros(1, 1, 5, 2)
     made = Cis(decay=0.2).score_new_tokens(Entry(0, 100, x, x, x, head, 0))
     for now in (105, 900):

@@ -88,6 +88,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=Q > H)
 
     yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
+    yield case("attend_and_count", chunk, q, k, v, scaling, flops=6 * Q * D * seen, want=frozenset({"sum"}))
     few = min(16, T)  # the smaller tile of queries, and splits of the rows
     yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
 

@@ -109,7 +109,8 @@ def _skip_identity(undo: Undo, module: ModuleType) -> None:
     with _LOCK:
         own, users = _WRAPPED.setdefault(module, (getattr(module, ROTATION), set()))
         users.add(undo)
-        setattr(module, ROTATION, _passing(own))
+        if getattr(module, ROTATION) is own:
+            setattr(module, ROTATION, _passing(own))
 
 
 def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
