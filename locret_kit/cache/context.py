@@ -66,7 +66,7 @@ class CacheCounters:
 
 
 class Stage:
-    """What a policy does beside evicting. The base does nothing; a part of a policy that needs more derives from it."""
+    """Work of a policy beside evicting. The base does none; a part of a policy that needs more derives from it."""
 
     def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
         """Whether the attention of a layer's newest ``tokens`` rows is this stage's own: ``attend`` computes it."""
@@ -125,7 +125,7 @@ class Context:
     recalls: RecallCounters = field(default_factory=RecallCounters)
     votes: Votes = field(default_factory=Votes)
     stages: tuple[Stage, ...] = ()
-    """What the policy does beside evicting."""
+    """Work of the policy beside evicting."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
 

@@ -47,7 +47,7 @@ class Report:
     host_bytes: int = 0
     """Of what was evicted and is stored in the host's memory."""
     recall: dict[str, float] | None = None
-    """Counters of what came back, see ``cache.recall``; None where nothing can."""
+    """Counters of what came back, see ``cache.stages.bring_back``; None where nothing can."""
 
     @classmethod
     def of(cls, model: Any, cache: BoundedCache, **measured: Any) -> Report:

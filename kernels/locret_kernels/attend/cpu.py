@@ -68,7 +68,7 @@ def attend_and_count(
     by_head: bool = False,
     rotation: ChunkRotation | None = None,
 ) -> tuple[Tensor, list[ColumnStats]]:
-    """As ``column_stats.reference.attend_and_count``, of queries and keys before RoPE where there is a ``rotation``.
+    """As ``reference.attend_and_count``, of queries and keys before RoPE where there is a ``rotation``.
 
     Args:
         want: some of ``STATISTICS`` of this package.
@@ -86,8 +86,8 @@ def attend_and_count(
     at["texts"], at["queries"], at["heads"], at["tokens"], at["rows"], at["channels"] = B, Q, H, T, S, D
     at["type"], at["scaling"], at["margin"] = cpp.TYPES[q_BQTD.dtype], scaling, MARGIN
     at["statistics"], at["by_head"] = sum(cpp.STATISTICS[name] for name in kinds), by_head
-    held = () if rotation is None else [x.float().contiguous() for x in rotation]
-    for name, x in zip(("cos", "sin", "q_cos", "q_sin"), held, strict=False):
+    tables = () if rotation is None else [x.float().contiguous() for x in rotation]
+    for name, x in zip(("cos", "sin", "q_cos", "q_sin"), tables, strict=False):
         at[name], at["rotated"] = x.data_ptr(), x.shape[-1]
     load().locret_attend(at.ctypes.data, torch.get_num_threads())
     counted = [ColumnStats(**dict(zip(kinds, one, strict=True))) for one in stats]
