@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import FAMILIES, UnsupportedArchitecture, spec_of
+from locret_kit.backbones.spec import FAMILIES, UnsupportedArchitecture, spec_of
 from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.session import prefill

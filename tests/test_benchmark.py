@@ -12,7 +12,7 @@ from tiny_text import tiny_tokenizer
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.eval import main
 from locret_kit.config import benchmark as config
 from locret_kit.evals.cells import wilson

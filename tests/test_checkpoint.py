@@ -17,7 +17,7 @@ from tiny_tokenizer import save_tiny_backbone
 from transformers import AutoConfig
 
 from locret_kit import HeadsConfig, RetainingHeads, checkpoint, files
-from locret_kit.backbones.families import BackboneSpec, spec_of
+from locret_kit.backbones.spec import BackboneSpec, spec_of
 from locret_kit.heads import state_of
 
 SPEC = BackboneSpec("llama", 2, 4, 2, 8, "silu", (None, None))

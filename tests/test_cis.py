@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import ropes_of, spec_of
+from locret_kit.backbones.spec import ropes_of, spec_of
 from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.rope import rotate
 from locret_kit.cis import cis_loss, cis_target, top_recall

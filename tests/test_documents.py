@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
 from locret_kit.runtime.session import generate

@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import ropes_of, spec_of
+from locret_kit.backbones.spec import ropes_of, spec_of
 from locret_kit.card import describe
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config

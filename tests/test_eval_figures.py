@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.eval import main
 from locret_kit.config.figures import Look
 from locret_kit.evals.engine.rows import Row, read_rows

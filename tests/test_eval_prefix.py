@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.fork import CannotFork
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of

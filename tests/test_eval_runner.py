@@ -20,7 +20,7 @@ import pytest
 import torch
 from tiny_tokenizer import save_tiny_backbone
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_engine import load_parts

@@ -13,7 +13,7 @@ from tape import TapedDecoder
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.view import slots_of
 from locret_kit.runtime import decoders, graph_decoder, session
 from locret_kit.runtime.graph_decoder import GraphDecoder, SyncDetector

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones import load
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import plan as plan_cli
 from locret_kit.cli.infer import main
 from locret_kit.planning import fit, memory

@@ -19,7 +19,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones import intercept
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.backbones.fused import ROTATION
 from locret_kit.backbones.intercept import active_handler, attached, is_attached
 from locret_kit.backbones.releases import CACHE

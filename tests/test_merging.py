@@ -15,7 +15,7 @@ from policy_runs import LENGTH, backbone, held, make, run, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.families import UnsupportedArchitecture
+from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.cache.storage.quantised import check_storage
 from locret_kit.cli.infer import main
 from locret_kit.evals.engine.settings import check_policies

@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import decoder_of, ropes_of, spec_of
+from locret_kit.backbones.spec import decoder_of, ropes_of, spec_of
 from locret_kit.planning import plan as p
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill

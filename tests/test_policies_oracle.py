@@ -20,7 +20,7 @@ from policy_oracle import OracleLayer, Rule, Setting
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.allocation import Adaptive, Pyramid
 from locret_kit.policies.base import Entry, Slots, TopK, rank_of
 from locret_kit.policies.grammar import parse_policy

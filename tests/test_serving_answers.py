@@ -15,7 +15,7 @@ from test_documents import parts, text_of
 from test_serving import bearer, expected, user
 
 from locret_kit import BoundedCache, Document
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.serve import main
 from locret_kit.planning.plan import Setting
 from locret_kit.planning.serving import Caches

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import ropes_of, spec_of
+from locret_kit.backbones.spec import ropes_of, spec_of
 from locret_kit.cis import attention_mass, boundary_loss, cis_loss, cis_target, drawn_budgets
 from locret_kit.config.recipes import load_config
 from locret_kit.heads import FORMS

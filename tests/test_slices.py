@@ -11,7 +11,7 @@ from torch import nn
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import slices
-from locret_kit.backbones.families import decoder_of
+from locret_kit.backbones.spec import decoder_of
 from locret_kit.runtime.session import prefill
 
 

@@ -14,7 +14,7 @@ import torch
 from policy_runs import LENGTH, SMALL, backbone, make, tokens
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.host import HostMemory, RowForm
 from locret_kit.cache.storage.segments import NOWHERE, Segments

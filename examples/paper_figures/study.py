@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from locret_kit.backbones.families import decoder_of, has_adapter, ropes_of, spec_of, text_config
-from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.handler import Handler, Softmax
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.rope import rotate
+from locret_kit.backbones.spec import decoder_of
 from locret_kit.cache.attention import attend_text
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.view import slots_of
@@ -98,7 +99,7 @@ class Study:
         Raises:
             ValueError: a layer that there is not, or one with a window.
         """
-        windows = spec_of(text_config(self.engine.model)).windows
+        windows = describe(self.engine.model).spec.windows
         full = [layer for layer, window in enumerate(windows) if window is None]
         return _some(self.layers, full, "layers", "layers with full attention")
 
@@ -108,7 +109,7 @@ class Study:
         Raises:
             ValueError: a head that there is not.
         """
-        n = spec_of(text_config(self.engine.model)).n_kv_heads
+        n = describe(self.engine.model).spec.n_kv_heads
         return _some(self.heads, list(range(n)), "heads", "key/value heads")
 
     def answer(self, members: list[Variant], folder: str = "") -> list[Row]:
@@ -219,19 +220,19 @@ class Watcher(Handler):
     attention sees them."""
 
     def __init__(self, model: Any, tokens: int, see: Callable[[int, Tensor, Tensor, float], None]) -> None:
-        config = text_config(model)
-        self.wants_unrotated = has_adapter(config)
-        self.windows = spec_of(config).windows
-        self.ropes = ropes_of(model, tokens) if self.wants_unrotated else None
+        description = describe(model)
+        self.wants_unrotated = not isinstance(description.rotations, str)
+        self.layers = description.spec.layers
+        self.ropes = description.ropes(model, tokens) if self.wants_unrotated else None
         self.see = see
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         if self.ropes is not None:
             cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
             q_BQTD, k_BHTD = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
-        if self.windows[layer] is None:
-            self.see(layer, q_BQTD[0], k_BHTD[0], scaling)
-        return attend_text(q_BQTD, k_BHTD, v_BHTD, scaling, self.windows[layer])
+        if self.layers[layer].window is None:
+            self.see(layer, q_BQTD[0], k_BHTD[0], softmax.scaling)
+        return attend_text(q_BQTD, k_BHTD, v_BHTD, softmax, self.layers[layer])
 
 
 @torch.inference_mode()

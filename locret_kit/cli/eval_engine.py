@@ -103,8 +103,8 @@ def load_engine(config: EvalConfig, parts: Parts) -> Engine:
     Raises:
         ValueError, OSError: see `load_backbone`; ValueError also for heads of another backbone.
     """
-    from ..backbones.families import spec_of, text_config
     from ..backbones.load import load_backbone
+    from ..backbones.probe import describe
     from ..evals.engine.settings import Engine
 
     model, tokenizer = load_backbone(
@@ -115,7 +115,7 @@ def load_engine(config: EvalConfig, parts: Parts) -> Engine:
         weight_bits=config.weight_bits,
     )
     for one in parts.heads.values():
-        one.check_backbone(spec_of(text_config(model)))
+        one.check_backbone(describe(model).spec)
         one.to(model.device, model.dtype)
     published = {name: one.config.inference for name, one in parts.heads.items()}
     return Engine(

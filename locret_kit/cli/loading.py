@@ -57,15 +57,15 @@ class Chosen:
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
         """
-        from ..backbones.families import spec_of, text_config
         from ..backbones.load import load_backbone
+        from ..backbones.probe import describe
 
         model, tokenizer = load_backbone(
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
             weight_bits=machine.weight_bits,
         )  # fmt: skip
         if self.heads is not None:
-            self.heads.check_backbone(spec_of(text_config(model)))
+            self.heads.check_backbone(describe(model).spec)
         return model, tokenizer
 
     def cache(
@@ -176,7 +176,7 @@ def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
-    from ..backbones.families import text_config
+    from ..backbones.spec import text_config
 
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
     budgets, places = cache.context.budgets, cache.context.positions

@@ -68,7 +68,6 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 
 def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
-    from ..backbones.families import require_adapter
     from ..backbones.weight_bits import suffix
     from ..planning import fit
     from ..planning import plan as p
@@ -89,8 +88,6 @@ def run(args: PlanOptions) -> int:
     args.load_plugin()
     config, recipe = resolve(args.model)
     policy = parse_policy(args.policy)
-    if policy.needs_adapter or policy.needs_heads or args.train is not None:
-        require_adapter(config)
     backbone = p.Backbone.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
     if recipe.get("heads.form") == "sink" and args.d_hidden is None:  # a rank for each head

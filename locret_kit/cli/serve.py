@@ -108,7 +108,7 @@ def run(args: ServeOptions) -> int:
 
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
-    from ..backbones.families import spec_of, text_config
+    from ..backbones.probe import describe
     from ..planning.plan import Setting
     from ..planning.serving import Caches, refuse_unbounded
     from ..policies.grammar import parse_policy
@@ -139,7 +139,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
         store=store, policies=policies, beginnings=args.beginnings, shares=args.share_beginnings,
     )  # fmt: skip
-    spec, dtype = spec_of(text_config(model)), str(model.dtype).removeprefix("torch.")
+    spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
     caches = Caches.of(
         spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.spec.policies, args.sessions,
         args.documents, args.beginnings,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..backbones.families import has_adapter, text_config
 from ..backbones.load import pick_device
+from ..backbones.spec import text_config
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..sizes import UNITS, parse_bytes, show
@@ -77,7 +77,7 @@ def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
     """One line from PyTorch's message and the run's own setting."""
     figures = allocator_figures(said)
     config = text_config(model)
-    if figures is None or not has_adapter(config):
+    if figures is None:
         return said.splitlines()[0]
     setting = Setting(
         tokens, cache.settings, dtype=str(model.dtype).removeprefix("torch."),

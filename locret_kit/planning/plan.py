@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge
 
-from ..backbones.families import BackboneSpec, spec_of
 from ..backbones.slices import SLICE
+from ..backbones.spec import BackboneSpec, field_of, spec_of
 from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
 from ..cache.make import full_rows, windowed_rows
@@ -57,10 +57,9 @@ class Backbone:
 
     @classmethod
     def of(cls, config: Any) -> Backbone:
-        """Read a (text) configuration. The workspace of an architecture without an adapter is that of a like model of a known
-        family."""
-        hidden = config.hidden_size
-        inter = getattr(config, "intermediate_size", None) or 4 * hidden
+        """Read a (text) configuration. The workspace is that of a like model of Llama's form."""
+        hidden = field_of(config, "hidden_size", "n_embd", "d_model")
+        inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
         return cls(spec_of(config), config.vocab_size, hidden, inter, parameters_of(config))
 
     @property
@@ -201,21 +200,30 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     Raises:
         ValueError: a head size that the bits do not fit.
     """
-    policy, bits, chunk, H = setting.policy, setting.run.kv_bits, setting.schedule.chunk, spec.n_kv_heads
-    capacities = setting.capacities(sum(window is None for window in spec.windows))
-    statistics = recent = 0
-    if not policy.keeps_everything:
-        by_head = spec.n_heads // H if policy.by_query_head else 0
-        statistics, recent = len(policy.statistics - {"count"}) * (1 + by_head), policy.recent(chunk)
-    windows = Counter(window for window in spec.windows if window is not None)
-    alike = [(windowed_rows(window, chunk), count) for window, count in windows.items()]
-    for capacity, count in Counter(capacities).items():
-        alike.append((full_rows(policy, bits, Scratch(), capacity, statistics, recent), count))
-    like, stored = torch.empty(1, H, 0, spec.head_dim, dtype=getattr(torch, setting.dtype), device="meta"), 0
-    for rows, count in alike:
-        rows.measure(like, like)
-        stored += count * rows.planned_bytes(spec.n_heads)
-    scratch = 2 * H * spec.head_dim * ITEM_BYTES[setting.dtype] * max(capacities, default=0) if bits in BITS else 0
+    policy, bits, chunk, dtype = (
+        setting.policy,
+        setting.run.kv_bits,
+        setting.schedule.chunk,
+        getattr(torch, setting.dtype),
+    )
+    capacities = iter(setting.capacities(sum(window is None for window in spec.windows)))
+    # Layers of equal sizes and capacities hold equal buffers: each kind is laid out once, on no device.
+    kinds = Counter((replace(layer, index=0), next(capacities) if layer.window is None else 0) for layer in spec.layers)
+    stored = scratch = 0
+    for (layer, capacity), count in kinds.items():
+        if layer.window is not None:
+            rows = windowed_rows(layer, chunk)
+        else:
+            statistics = recent = 0
+            if not policy.keeps_everything:
+                by_head = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
+                statistics, recent = len(policy.statistics - {"count"}) * (1 + by_head), policy.recent(chunk)
+            rows = full_rows(policy, bits, Scratch(), capacity, statistics, recent)
+            if bits in BITS:
+                scratch = max(scratch, layer.row_size * ITEM_BYTES[setting.dtype] * capacity)
+        rows.measure(*layer.empty(dtype, "meta"))
+        stored += count * rows.planned_bytes(layer.n_heads)
+    stored += sum(size.nbytes(dtype) for size in spec.state_sizes)
     recalled = 0
     if setting.recall is not None:
         recalled = recall.device_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
@@ -231,13 +239,13 @@ def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
     """Bytes of an unbounded cache of ``context`` tokens in full-attention layers and of windows in the others."""
-    rows = sum(context if window is None else min(window, context) for window in spec.windows)
-    return rows * spec.n_kv_heads * 2 * spec.head_dim * ITEM_BYTES[dtype]
+    numbers = sum((context if one.window is None else min(one.window, context)) * one.row_size for one in spec.layers)
+    return numbers * ITEM_BYTES[dtype]
 
 
 def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
     """Weights of all retaining heads."""
-    return spec.n_layers * d_hidden * (spec.qkv_dim + spec.n_kv_heads)
+    return d_hidden * sum(layer.qkv_dim + layer.n_kv_heads for layer in spec.layers)
 
 
 def plan_inference(backbone: Backbone, setting: Setting) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backbones.families import BackboneSpec
+from ..backbones.spec import BackboneSpec
 from ..cache.stages.bring_back import TILE
 from ..cache.storage.host import HostMemory, RowForm
 from ..policies.base import Recall

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..backbones.families import BackboneSpec
+from ..backbones.spec import BackboneSpec
 from ..policies.policy import Policy
 from ..sizes import show
 from .plan import ITEM_BYTES, Backbone, Setting, cache_bytes, store_bytes

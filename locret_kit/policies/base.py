@@ -31,7 +31,7 @@ from .slots import wide as wide
 if TYPE_CHECKING:
     from locret_kernels.sparse_attend import Blocks
 
-    from ..backbones.families import BackboneSpec
+    from ..backbones.spec import BackboneSpec
 
 Count = Annotated[int, Interval(ge=0, lt=2**31)]
 """Tokens or slots; positions are int32."""

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..backbones.handler import Linear
+from locret_kernels.backend import function
+from locret_kernels.column_stats.reference import window_attention
+
+from ..backbones.handler import Linear, Softmax
 
 if TYPE_CHECKING:
     from ..backbones.rope import Rope
+
+
+PLAIN = Softmax(1.0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class Slots:
     queries: Callable[[], Tensor] = _nothing
     """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
     ``Score.recent`` asked for."""
-    scaling: float = 1.0
+    softmax: Softmax = PLAIN
+    """Of the layer's attention."""
     seed: int = 0
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
@@ -106,6 +113,20 @@ class Slots:
     keep the slot in each query head. ``Policy.choose`` sets it."""
     backend: str = "reference"
     """Of ``locret_kernels``."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.softmax.scaling
+
+    def attention(self, q_BQWD: Tensor, k_BHSD: Tensor, heads: slice = slice(None)) -> Tensor:
+        """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.column_stats.window_attention``; ``heads``
+        are the query heads whose queries they are."""
+        if self.softmax.is_plain:
+            given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
+            return given
+        softmax = self.softmax.of(heads)
+        return window_attention(q_BQWD, k_BHSD, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
 
     def newest(self, n: int) -> Tensor:
         """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""

@@ -114,6 +114,9 @@ def logits_after(model: Any, caches: Sequence[BoundedCache], ids_1T: Tensor, cou
     """
     if len(caches) == 1:
         return forward(model, ids_1T, caches[0], logits_to_keep=1).logits[:, -1]
+    if not caches[0].context.description.packs_texts:
+        own = zip(caches, ids_1T.split(list(counts), 1), strict=True)
+        return torch.cat([logits_after(model, [cache], ids, [ids.shape[1]]) for cache, ids in own])
     packed = Packed(caches, counts)
     last = torch.tensor(packed.last, device=model.device)
     return forward(model, ids_1T, packed, logits_to_keep=last).logits[0]

@@ -42,6 +42,7 @@ def prefill(
         raise _other_length(cache, total)
     if not total:
         raise ValueError("the prompt holds no tokens")
+    cache.bind(model)
     sequence = Sequence(Request(ids, 0), alone=True)
     sequence.start(cache, model.device)
     text = torch.as_tensor(ids, dtype=torch.long).to(model.device)  # once: for every copy the host waits

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from ..backbones.families import decoder_of, require_adapter, spec_of
 from ..backbones.intercept import attach
 from ..backbones.releases import forward
+from ..backbones.spec import decoder_of, spec_of
 from ..cache.bounded import BoundedCache
 from ..cache.storage.packing import BITS
 from ..heads import HeadsConfig, RetainingHeads
@@ -231,7 +231,6 @@ def record(config: Any, setting: Setting) -> Recorded:
         UnsupportedArchitecture: one without an adapter.
         ValueError: a setting whose kernels' work is not known here, or cannot be decoded as a graph.
     """
-    require_adapter(config)
     policy = setting.policy
     unknown = {
         f"dtype={setting.dtype}": setting.dtype == "float32",

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
+from ..backbones.probe import describe
+from ..backbones.spec import decoder_of
 from ..config.train import TrainConfig
 from ..config.trials import trials_of
 from ..files import write_json
@@ -45,9 +46,9 @@ class HeadTraining(FrozenTraining):
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
-        config = text_config(backbone)
-        require_adapter(config)
-        self.spec = spec_of(config)
+        self.description = describe(backbone)
+        self.description.require_rotations()
+        self.spec = self.description.spec
         self.scored = [layer for layer, window in enumerate(self.spec.windows) if window is None]
         """Layers that are evicted from, and have heads to train."""
         if not self.scored:
@@ -114,7 +115,7 @@ class HeadTraining(FrozenTraining):
         gradients of all heads."""
         observers = []
         for sample in batch:
-            ropes = ropes_of(self.backbone, len(sample.ids))
+            ropes = self.description.ropes(self.backbone, len(sample.ids))
             mine = [trial.observer(sample, ropes, backward, watch, not self.alone) for trial in self.trials.values()]
             observers.append(mine)
         lengths = [len(sample.ids) for sample in batch]

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from locret_kit.backbones.families import spec_of, text_config
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import spec_of, text_config
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.naming import first_line

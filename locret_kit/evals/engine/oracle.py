@@ -21,7 +21,7 @@ from torch import Tensor
 
 from locret_kernels.backend import choose, function
 
-from ...backbones.handler import Handler
+from ...backbones.handler import Handler, Softmax
 from ...backbones.intercept import attach
 from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
@@ -81,8 +81,8 @@ class Repetition(Handler):
         self.scores: list[Tensor] = []
         """``[B, H, stop - start]``, per layer."""
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
-        out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
         held, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
         read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (held - T, held))]
         index_N = torch.cat(read).to(q_BQTD.device)
@@ -92,7 +92,7 @@ class Repetition(Handler):
             q_BQTD = rotate(q_BQTD, cos[-T:], sin[-T:])
             if self.cache.context.positions.span is not None:
                 k_BHND = rotate(k_BHND, cos, sin)
-        self.scores.append(most_attention(q_BQTD, k_BHND, sinks, scaling))
+        self.scores.append(most_attention(q_BQTD, k_BHND, sinks, softmax.scaling))
         return out
 
 

@@ -35,7 +35,7 @@ from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
 
 if TYPE_CHECKING:
-    from ...backbones.families import BackboneSpec
+    from ...backbones.spec import BackboneSpec
 
 FORMAT = "locret_kit.lococo.v1"
 DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")

@@ -19,7 +19,7 @@ from ..registry import part, register
 from .streaming import Recency
 
 if TYPE_CHECKING:
-    from ...backbones.families import BackboneSpec
+    from ...backbones.spec import BackboneSpec
 
 BLOCK = 64
 """Queries of a block, and rows of a tile."""

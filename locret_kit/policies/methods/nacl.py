@@ -8,8 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from locret_kernels.backend import function
-
 from ...backbones.rope import rotate
 from ..attention import Weight, recent_attention
 from ..base import (
@@ -77,7 +75,7 @@ class ProxyAttention(Weight):
         if slots.rope is not None:
             cos, sin = slots.rope.tables(torch.arange(n, device=q_BQND.device), q_BQND.dtype)
             q_BQND, k_BHND = rotate(q_BQND, cos, sin), rotate(k_BHND, cos, sin)
-        given_BHN = function("window_attention", slots.backend)(q_BQND, k_BHND, slots.scaling)
+        given_BHN = slots.attention(q_BQND, k_BHND)
         if n == self.first:
             state["given"] = given_BHN
             del state["q"], state["k"]
