@@ -20,7 +20,7 @@ from locret_kit import HeadsConfig, RetainingHeads, checkpoint, files
 from locret_kit.backbones.spec import BackboneSpec, spec_of
 from locret_kit.heads import state_of
 
-SPEC = BackboneSpec("llama", 2, 4, 2, 8, "silu", (None, None))
+SPEC = BackboneSpec.uniform("llama", 2, 4, 2, 8)
 CONFIG = HeadsConfig.for_backbone(SPEC, "some/backbone", 16, target="log_prob", inference={"budget": 64})
 
 

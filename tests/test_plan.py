@@ -14,7 +14,8 @@ from tiny_models import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.spec import decoder_of, ropes_of, spec_of
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import decoder_of, spec_of
 from locret_kit.planning import plan as p
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
@@ -219,7 +220,7 @@ def test_peak_of_a_training_step(name, tokens, answer):
     loss = dict(smoothing=0.0025, top_fraction=0.05, top_weight=20.0, beta=1.0)
     with FusedAttention(), LiveBytes() as live:
         observer = Observer(
-            heads, ropes_of(model, tokens), spec_of(config).windows, ((tokens - answer, tokens),),
+            heads, describe(model).ropes(model, tokens), spec_of(config).layers, ((tokens - answer, tokens),),
             kind="log_prob", floor=-12.0, lead=1, loss=loss, backward=torch.Tensor.backward,
         )  # fmt: skip
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")

@@ -18,8 +18,8 @@ import torch
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit import BoundedCache
-from locret_kit.backbones.spec import spec_of
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.serve import main
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.session import generate

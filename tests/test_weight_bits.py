@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import slices, weight_bits
-from locret_kit.backbones.spec import decoder_of
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import decoder_of
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 from locret_kit.planning import plan as p

@@ -8,6 +8,7 @@ first at every position. Windows are read off the mask that each layer is given.
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -184,15 +185,13 @@ def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in decoder.named_modules()
-        if "Rotary" in type(module).__name__ and any(_frequencies(module))
+        if "Rotary" in type(module).__name__ and _frequencies(module)
     }
 
 
-def _frequencies(module: nn.Module) -> Iterator[str]:
+def _frequencies(module: nn.Module) -> list[str]:
     """Names of a rotary module's buffers of inverse frequencies."""
-    for name, _ in module.named_buffers(recurse=False):
-        if name.endswith("inv_freq") and "original" not in name:
-            yield name
+    return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
 
 
 def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span: int) -> Rope:
@@ -337,10 +336,12 @@ class _Run:
     cache: Any
 
 
-def _run(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None) -> _Run:
+def _run(
+    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
+) -> _Run:
     _NOW.calls, _NOW.outputs, _NOW.replayed = [], [], replayed
     _NOW.cache = _Indexed(config=config)
-    hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: _NOW.cache}).last_hidden_state
+    hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: _NOW.cache}, **more).last_hidden_state
     return _Run(_NOW.calls, _NOW.outputs, hidden, _NOW.cache)
 
 
@@ -374,6 +375,8 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> Descript
     first = _run(decoder, config, ids_1T)
     if not first.calls:
         raise UnsupportedArchitecture("no attention call comes through transformers' interface")
+    if not rotaries_of(decoder):
+        _refuse_other_positions(decoder, config, ids_1T, first)
     spec, calls = _layers(decoder, config, first, ranks)
     found = Description(spec, calls, "no rotation was looked for")
     found = replace(found, rotations=_rotations(decoder, config, ids_1T, first, found))
@@ -385,6 +388,15 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> Descript
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=_reads_pieces(decoder, config, ids_1T, first))
     return _with_fusions(decoder, config, ids_1T, first, found)
+
+
+def _refuse_other_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run) -> None:
+    """Raise UnsupportedArchitecture where a decoder that is told no positions counts them otherwise than from 0, as encoders that
+    keep places for padding do: ``generate`` and a plain forward differ then."""
+    if "position_ids" in inspect.signature(decoder.forward).parameters:
+        at_1T = torch.arange(TOKENS, device=ids_1T.device)[None]
+        if not _close(_run(decoder, config, ids_1T, first.outputs, position_ids=at_1T).hidden, first.hidden, 2):
+            raise UnsupportedArchitecture("it counts the positions of a text otherwise than from 0")
 
 
 def _layers(

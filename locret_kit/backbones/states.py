@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from .spec import BackboneSpec, text_config
 
@@ -64,3 +65,36 @@ class States:
     def nbytes(self) -> int:
         """Bytes of all states."""
         return sum(state.nbytes for state in self.tensors().values())
+
+
+class StatefulCache(Cache):
+    """A cache whose layers hold attention alone; what the backbone asks of other layers goes to the states of the text.
+
+    Attributes:
+        states: None where the backbone has attention alone, or is not known yet.
+    """
+
+    states: States | None = None
+
+    def get_conv_state(self, *args: Any, **named: Any) -> Tensor | None:
+        return self._own_layers().get_conv_state(*args, **named)
+
+    def update_conv_state(self, *args: Any, **named: Any) -> Tensor:
+        return self._own_layers().update_conv_state(*args, **named)
+
+    def get_recurrent_state(self, *args: Any, **named: Any) -> Tensor | None:
+        return self._own_layers().get_recurrent_state(*args, **named)
+
+    def update_recurrent_state(self, *args: Any, **named: Any) -> Tensor:
+        return self._own_layers().update_recurrent_state(*args, **named)
+
+    def has_previous_state(self, *args: Any, **named: Any) -> bool:
+        return self.states is not None and bool(self.states.cache.has_previous_state(*args, **named))
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def _own_layers(self) -> Cache:
+        if self.states is None:
+            raise ValueError("a layer asks for its state, which this cache was not made for")
+        return self.states.cache

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
 from ..backbones.intercept import active_handler
 from ..backbones.probe import describe
-from ..backbones.states import States
+from ..backbones.states import StatefulCache, States
 from ..heads import RetainingHeads, loaded
 from ..policies.grammar import composed_of, parse_policy
 from ..policies.methods.sirllm import token_entropy
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class BoundedCache(Cache, Handler):
+class BoundedCache(StatefulCache, Handler):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
     Args:
@@ -103,8 +102,6 @@ class BoundedCache(Cache, Handler):
         self.counters = CacheCounters()
         self._stages = tuple(stages)
         self._context: Context | None = None
-        # What layers hold that are no attention, where there are some.
-        self.states: States | None = None
         self.last_hidden: Tensor | None = None
         self.reread_positions: list[int] = []
         # Whether a forward has begun that not every layer has finished.
@@ -483,26 +480,6 @@ class BoundedCache(Cache, Handler):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.bounded[0].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
-
-    def get_conv_state(self, *args: Any, **named: Any) -> Tensor | None:
-        return self._held_states().get_conv_state(*args, **named)
-
-    def update_conv_state(self, *args: Any, **named: Any) -> Tensor:
-        return self._held_states().update_conv_state(*args, **named)
-
-    def get_recurrent_state(self, *args: Any, **named: Any) -> Tensor | None:
-        return self._held_states().get_recurrent_state(*args, **named)
-
-    def update_recurrent_state(self, *args: Any, **named: Any) -> Tensor:
-        return self._held_states().update_recurrent_state(*args, **named)
-
-    def has_previous_state(self, *args: Any, **named: Any) -> bool:
-        return self.states is not None and bool(self.states.cache.has_previous_state(*args, **named))
-
-    def _held_states(self) -> Cache:
-        if self.states is None:
-            raise ValueError("this backbone has layers with a state that the cache was not made for")
-        return self.states.cache
 
     def kept_positions(self, layer: int) -> Any:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
