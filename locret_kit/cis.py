@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def cis_target(
     Raises:
         ValueError: an unknown kind, or no query.
     """
-    more = {name: value for name, value in (("cap", cap), ("sinks_Q", sinks_Q)) if value is not None}
+    more: dict[str, Any] = {name: value for name, value in (("cap", cap), ("sinks_Q", sinks_Q)) if value is not None}
     if more:
         backend = "reference"
     if kind not in TARGETS:

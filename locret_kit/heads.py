@@ -89,7 +89,7 @@ class HeadsConfig:
         """Sizes of every layer."""
         if self.sizes is None:
             return [AttentionLayer(self.n_heads, self.n_kv_heads, self.head_dim, self.head_dim)] * self.n_layers
-        return [AttentionLayer(*sizes) for sizes in self.sizes]
+        return [AttentionLayer(Q, H, key, value) for Q, H, key, value in self.sizes]
 
     @property
     def width(self) -> int:

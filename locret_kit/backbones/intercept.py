@@ -2,7 +2,7 @@
 
 ``attach(model)`` routes every attention call of ``model`` to a handler (see ``handler``), while one is set, and lets everything
 else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``. It is
-told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order in which ``rope`` rotates them.
+told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order that ``rope`` rotates.
 Meanwhile MLPs work in slices (``slices``), and elementwise work is the handler's where it has operations for it (``fused``).
 """
 

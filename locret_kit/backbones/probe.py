@@ -34,6 +34,7 @@ from .spec import (
     UnsupportedArchitecture,
     activation_of,
     decoder_of,
+    spec_of,
     text_config,
 )
 from .states import States
@@ -259,7 +260,7 @@ class _Recording(threading.local):
     outputs: list[Tensor]
     replayed: list[Tensor] | None = None
     cache: _Indexed | None = None
-    masks: dict[int, Callable[..., Any]]
+    masks: dict[int, Callable[..., Any] | None]
 
 
 _NOW = _Recording()
@@ -354,6 +355,10 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> Description
     name = f"model_type={config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedArchitecture(f"{name} is an encoder and a decoder: a bounded cache is for decoders alone")
+    if getattr(config, "cross_attention_layers", None):
+        raise UnsupportedArchitecture(f"{name} has layers of cross-attention, whose keys are an image's")
+    if all(weight.is_meta for weight in decoder.parameters()):
+        return _assumed(decoder, config)
     try:
         with torch.no_grad(), _observed(decoder, config):
             return _description(decoder, config, ranks)
@@ -366,6 +371,29 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> Description
         raise UnsupportedArchitecture(
             f"{name} does not run over transformers' own cache as a decoder of text does ({type(error).__name__}: {said})"
         ) from error
+
+
+def _assumed(decoder: Any, config: PreTrainedConfig) -> Description:
+    """The description of a decoder without weights, which plans and predictions run for its shapes alone: by its
+    configuration, and as though it were Llama's in all else."""
+    spec, rotary = spec_of(config), getattr(decoder, "rotary_emb", None)
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    buffers = [] if rotary is None else _frequencies(rotary)
+    rotations = [
+        Rotation("rotary_emb", next((name for name in buffers if name.startswith(types[layer.index])), buffers[0]))
+        for layer in spec.layers
+        if buffers
+    ]
+    calls = tuple(
+        AttentionCall(f"layers.{layer.index}.self_attn", i, False, True) for i, layer in enumerate(spec.layers)
+    )
+    return Description(
+        spec,
+        calls,
+        tuple(rotations) or "there is no rotary module",
+        skips_rotation=bool(buffers),
+        fuses_layers=bool(buffers),
+    )
 
 
 def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> Description:
@@ -569,8 +597,8 @@ def _with_fusions(
 ) -> Description:
     """The description with what ``fused`` may do: tried, and compared with the decoder's own."""
     skips = fuses = False
-    standard = not isinstance(found.rotations, str) and all(one.order is None for one in found.rotations)
-    if standard and any(one.module for one in found.rotations):
+    rotations = () if isinstance(found.rotations, str) else found.rotations
+    if all(one.order is None for one in rotations) and any(one.module for one in rotations):
         skips = _runs_alike(decoder, config, ids_1T, first, skip_rotations, rotated=False)
     if skips:
         fuses = _runs_alike(decoder, config, ids_1T, first, fuse_layers, rotated=True)
