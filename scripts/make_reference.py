@@ -247,7 +247,7 @@ def policies() -> str:
         policy = parse_policy(name)
         needs = {
             "retaining heads": policy.needs_heads,
-            "a backbone family with an adapter": policy.needs_adapter,
+            "a backbone whose rotation is known": policy.needs_unrotated,
             "the backbone's probability of each token": policy.needs_logits,
             f"statistics of attention ({', '.join(sorted(policy.statistics))})": bool(policy.statistics),
             "queries of the newest tokens": policy.recent(512) > 0,

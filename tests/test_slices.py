@@ -10,8 +10,8 @@ from tiny_models import FAMILIES, tiny_model
 from torch import nn
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.probe import describe
 from locret_kit.backbones import slices
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import decoder_of
 from locret_kit.runtime.session import prefill
 

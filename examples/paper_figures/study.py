@@ -16,7 +16,7 @@ from locret_kit.backbones.handler import Handler, Softmax
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.rope import rotate
-from locret_kit.backbones.spec import decoder_of
+from locret_kit.backbones.spec import decoder_of, text_config
 from locret_kit.cache.attention import attend_text
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.view import slots_of

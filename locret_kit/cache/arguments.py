@@ -9,8 +9,8 @@ from ..backbones.handler import Arguments
 
 
 def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True) -> Arguments:
-    """The arguments of a forward whose new tokens go on where a cache ends, after ``seen`` tokens. Masks that a model with several
-    parts has made for its decoder are left to the cache.
+    """The arguments of a forward whose new tokens go on where a cache ends, after ``seen`` tokens. Masks that a model with
+    several parts has made for its decoder are left to the cache.
 
     Args:
         in_pieces: whether a text may be read in several forwards of more than one token.
@@ -34,8 +34,8 @@ def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True
         _refuse_other_places(seen, new.shape[1], arguments.get("position_ids"))
         if not in_pieces and seen and new.shape[1] > 1:
             raise ValueError(
-                f"{new.shape[1]} tokens after {seen}: layers of this backbone lose their state between pieces of a text, so give the "
-                "whole prompt in one forward, without prefill_chunk_size"
+                f"{new.shape[1]} tokens after {seen}: layers of this backbone lose their state between pieces of a text, so give "
+                "the whole prompt in one forward, without prefill_chunk_size"
             )
     return arguments
 

@@ -248,7 +248,7 @@ class BoundedCache(StatefulCache, Handler):
 
     @torch.no_grad()
     def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Score the block that was just read by the final hidden states of its tokens where the policy does, then evict where it is
+        """Score the block that was just read by its tokens' final hidden states where the policy does, then evict where that is
         due."""
         ctx, began = self.context, time.perf_counter()
         if self.policy.needs_logits:

@@ -153,7 +153,7 @@ class Context:
         scheme = settings.positions or ("compact" if known else "original")
         backend = backend_for(settings.backend, model.device, spec.head_dim, model.dtype)
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
-        if placed.span is not None or policy.needs_adapter:
+        if placed.span is not None or policy.needs_unrotated:
             description.require_rotations()
         refuse_policy(policy, description)
         if placed.span is None and policy.recall is not None and policy.recall.far:
@@ -205,7 +205,7 @@ class Context:
         return self.policy.needs_logits or self.spec.shared
 
     def rope(self, layer: int) -> Rope:
-        """The rotation of a layer, for policies that need an adapter.
+        """The rotation of a layer, for policies that need it.
 
         Raises:
             ValueError: the architecture has none.
@@ -231,8 +231,8 @@ def refuse_policy(policy: Policy, description: Description) -> None:
     own = next((name for name, part in parts.items() if part is not None), None)
     if own and not all(call.plain for call in description.calls):
         raise ValueError(
-            f"policy={policy.name!r} computes attention over chosen blocks ({own}), which knows no sinks and no cap on logits, as "
-            f"{spec.model_type} has them"
+            f"policy={policy.name!r} computes attention over chosen blocks ({own}), which knows no sinks and no cap on logits, "
+            f"as {spec.model_type} has them"
         )
     if own and spec.shared:
         raise ValueError(

@@ -55,7 +55,7 @@ def slots_of(
         target=ctx.heads.config.target if ctx.heads is not None else "logit",
         lengths=rows.layout.head_lengths,
         rope=ctx.ropes[layer] if ctx.ropes is not None else None,
-        next_position=ctx.positions.next_place(valid.sum(-1), seen) if ctx.policy.score.needs_adapter else None,
+        next_position=ctx.positions.next_place(valid.sum(-1), seen) if ctx.policy.score.needs_unrotated else None,
         state=rows.state,
         backend=rows.backend,
     )

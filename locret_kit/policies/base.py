@@ -80,7 +80,7 @@ class Score(Part, Protocol):
 
     needs_heads: ClassVar[bool] = False
     """Reads retaining heads."""
-    needs_adapter: ClassVar[bool] = False
+    needs_unrotated: ClassVar[bool] = False
     """Reads queries or keys before RoPE."""
     needs_logits: ClassVar[bool] = False
     """Reads the backbone's probability of each token."""

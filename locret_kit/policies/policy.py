@@ -84,10 +84,10 @@ class Policy:
         return self.score.needs_heads
 
     @property
-    def needs_adapter(self) -> bool:
+    def needs_unrotated(self) -> bool:
         """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
         far = self.recall is not None and self.recall.far > 0
-        return self.score.needs_adapter or self.score.needs_heads or self.merge is not None or far
+        return self.score.needs_unrotated or self.score.needs_heads or self.merge is not None or far
 
     @property
     def needs_logits(self) -> bool:

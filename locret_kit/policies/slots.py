@@ -34,7 +34,7 @@ class Entry:
     position: int
     """Position in the text of the first new token."""
     q: Tensor
-    """``[B, Q, T, D]`` as the backbone hands them over: before RoPE where the architecture has an adapter."""
+    """``[B, Q, T, D]`` before RoPE where the rotation is known."""
     k: Tensor
     """``[B, H, T, D]``"""
     v: Tensor
@@ -43,7 +43,7 @@ class Entry:
     """The layer's retaining head, for scores that need one."""
     seed: int
     rope: Rope | None = None
-    """The layer's ``Rope``; None where the architecture has no adapter."""
+    """The layer's ``Rope``; None where the rotation is not known."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
     linear: Linear = F.linear
@@ -88,7 +88,7 @@ class Slots:
     values: Callable[[], Tensor] = _nothing
     """Values ``[B, H, S, D]``, zeros at padding."""
     raw_keys: Callable[[], Tensor] = _nothing
-    """Keys before RoPE; raises ValueError where the architecture has no adapter."""
+    """Keys before RoPE; raises ValueError where the rotation is not known."""
     queries: Callable[[], Tensor] = _nothing
     """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
     ``Score.recent`` asked for."""
@@ -100,9 +100,9 @@ class Slots:
     lengths: Sequence[int] | None = None
     """Slots of every head, where some are padded; the host knows them."""
     rope: Rope | None = None
-    """The layer's ``Rope``; None where the architecture has no adapter."""
+    """The layer's ``Rope``; None where the rotation is not known."""
     next_position: Tensor | None = None
-    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_adapter``."""
+    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_unrotated``."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls."""
     group: Sequence[Slots] = ()
@@ -120,8 +120,8 @@ class Slots:
         return self.softmax.scaling
 
     def attention(self, q_BQWD: Tensor, k_BHSD: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.column_stats.window_attention``; ``heads``
-        are the query heads whose queries they are."""
+        """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.column_stats.window_attention``;
+        ``heads`` are the query heads whose queries they are."""
         if self.softmax.is_plain:
             given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
             return given

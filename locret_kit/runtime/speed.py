@@ -228,7 +228,6 @@ def record(config: Any, setting: Setting) -> Recorded:
 
     Raises:
         BackendUnavailable: Triton is not installed, whose kernels are recorded.
-        UnsupportedArchitecture: one without an adapter.
         ValueError: a setting whose kernels' work is not known here, or cannot be decoded as a graph.
     """
     policy = setting.policy

@@ -50,7 +50,8 @@ class BoundedLayer(CacheLayerMixin):
     Buffers have a row per slot, laid out by ``layout``: positions, scores, statistics, and those of ``codec``.
 
     Args:
-        window: positions that a token sees; None is all. chunked: they are those since the last multiple of ``window``. statistics: kept of every slot. recent: newest queries at hand.
+        window: positions that a token sees; None is all. chunked: they are those since the last multiple of ``window``.
+        statistics: kept of every slot. recent: newest queries at hand.
         merges: whether evicted slots are merged into others.
         buffers: memory that somebody else owns, for every name of ``shapes``; by default the layer makes its own. Its first
             token raises ValueError for a tensor of another shape, dtype or device; such a layer does not grow.

@@ -67,7 +67,7 @@ class Compactor(Score):
     blend: Annotated[float, Ge(0)] = 1.0
     first: Count = 8
     last: Count = 4
-    needs_adapter: ClassVar[bool] = True
+    needs_unrotated: ClassVar[bool] = True
 
     def memory(self, seen: int) -> Mapping[str, str]:
         axes = {"q": "BQND", "k": "BHND", "norm": "BHN", "attention": "BHM?", "sketch": "BHDR?"}
