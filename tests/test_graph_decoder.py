@@ -177,8 +177,8 @@ def test_what_is_not_captured_says_why():
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
     assert GraphDecoder(model, cache).takes(cache) is None
-    cache._context = replace(cache.context, ropes=None)
-    assert "no adapter" in (GraphDecoder(model, cache).takes(cache) or "")
+    cache._context = replace(cache.context, description=replace(cache.context.description, rotations="other turns"))
+    assert "other turns" in (GraphDecoder(model, cache).takes(cache) or "")
 
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "no mode"])

@@ -74,11 +74,6 @@ def dense(model: Any) -> Dense:
     Raises:
         NotDense: another architecture, modules that were exchanged (adapters, quantised weights), hooks, or several devices.
     """
-    description = describe(model)
-    if (unlike := description.unlike_llama) is not None:
-        raise NotDense(unlike)
-    if not description.fuses_layers:
-        raise NotDense("its layers are not Llama's: other norms, residuals or experts")
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise NotDense("the backbone's layers are spread over ranks")
     if model.training:
@@ -90,6 +85,11 @@ def dense(model: Any) -> Dense:
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if hasattr(module, "_hf_hook") or not all(map(is_own_hook, hooks)):
             raise NotDense(f"a {type(module).__name__} of the backbone has hooks")
+    description = describe(model)
+    if (unlike := description.unlike_llama) is not None:
+        raise NotDense(unlike)
+    if not description.fuses_layers:
+        raise NotDense("its layers are not Llama's: other norms, residuals or experts")
     try:
         words = decoder.embed_tokens
         if type(words) is not nn.Embedding:
