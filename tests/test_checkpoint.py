@@ -174,7 +174,7 @@ def test_nothing_there(tmp_path):
 
 
 def test_a_wrong_backbone_is_named_field_by_field():
-    wrong = replace(SPEC, model_type="qwen3", n_layers=3, n_kv_heads=4, head_dim=16)
+    wrong = BackboneSpec.uniform("qwen3", 3, 4, 4, 16)
     with pytest.raises(ValueError) as caught:
         make().check_backbone(wrong)
     assert str(caught.value) == (
