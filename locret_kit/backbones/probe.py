@@ -148,6 +148,11 @@ class Description:
                 made[key] = _rope(decoder, text_config(model), key, span)
         return [made[replace(rotation, order=None)] for rotation in self.require_rotations()]
 
+    def rotates_by_length(self, model: Any, span: int) -> bool:
+        """Whether positions below ``span`` are rotated otherwise in a short text than in a long one."""
+        pairs = zip(self.ropes(model, 1), self.ropes(model, span), strict=True)
+        return not all(torch.equal(a.inv_freq, b.inv_freq) and a.scaling == b.scaling for a, b in pairs)
+
 
 def describe(model: Any) -> Description:
     """The description of a model's decoder, measured once per class and configuration: less than a second.

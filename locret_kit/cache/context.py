@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.probe import Description, describe
+from ..backbones.probe import FARTHEST, Description, describe
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, text_config
 from ..policies.policy import Policy
@@ -176,6 +176,13 @@ class Context:
             rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + s.chunk
             # LongRoPE and dynamic NTK choose frequencies by the largest position that there will be.
             span = placed.largest(rows, s.prompt_length)
+        if known and s.prompt_length is None:
+            bound = max(span, 1) if placed.span is not None and None in spec.windows else FARTHEST
+            if description.rotates_by_length(model, bound):
+                raise ValueError(
+                    "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
+                    "NTK), so it must be known before the first token: pass prompt_length="
+                )
         return cls(
             policy=policy.at(schedule.budget),
             schedule=schedule,
