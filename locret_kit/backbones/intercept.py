@@ -163,9 +163,9 @@ def unrotated(undo: Undo, rotary: Any, *, standard: bool) -> None:
         handler = _ACTIVE.handler
         if handler is None or not handler.wants_unrotated:
             return forward(*args, **named)
-        if not standard:
-            return unturned(forward(*args, **named))
         x, position_ids, *kind = (*args, *named.values())
+        if not standard or position_ids.dim() != 2:  # places in several dimensions
+            return unturned(forward(*args, **named))
         inv_freq = getattr(rotary, "_".join((*kind, "inv_freq")))  # a layer's type, where types differ
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
         return cos_BTR, torch.zeros_like(cos_BTR)

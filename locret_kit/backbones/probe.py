@@ -91,6 +91,8 @@ class Description:
     """In the order of a forward."""
     rotations: tuple[Rotation, ...] | str
     """Of every layer with rows; or why they are not known."""
+    takes_positions: bool = True
+    """Whether a token's place in the text is what its position id says, not the order of the forward."""
     in_pieces: bool = True
     """Whether a text that is read in pieces is what it is in one."""
     skips_rotation: bool = field(default=False, compare=False)
@@ -126,7 +128,7 @@ class Description:
     @property
     def packs_texts(self) -> bool:
         """Whether the new tokens of several texts may stand end to end in one forward."""
-        return not self.spec.states and not self.spec.shared
+        return self.takes_positions and not self.spec.states and not self.spec.shared
 
     def require_rotations(self) -> tuple[Rotation, ...]:
         """The rotations. Raises UnsupportedArchitecture where they are not known."""
@@ -408,10 +410,9 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> Descript
     first = _run(decoder, config, ids_1T)
     if not first.calls:
         raise UnsupportedArchitecture("no attention call comes through transformers' interface")
-    if not rotaries_of(decoder):
-        _refuse_other_positions(decoder, config, ids_1T, first)
+    placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
     spec, calls = _layers(decoder, config, first, ranks)
-    found = Description(spec, calls, "no rotation was looked for")
+    found = Description(spec, calls, "no rotation was looked for", placed)
     found = replace(found, rotations=_rotations(decoder, config, ids_1T, first, found))
     if spec.states:
         sizes = tuple(
@@ -423,13 +424,22 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> Descript
     return _with_fusions(decoder, config, ids_1T, first, found)
 
 
-def _refuse_other_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run) -> None:
-    """Raise UnsupportedArchitecture where a decoder that is told no positions counts them otherwise than from 0, as encoders that
-    keep places for padding do: ``generate`` and a plain forward differ then."""
-    if "position_ids" in inspect.signature(decoder.forward).parameters:
-        at_1T = torch.arange(TOKENS, device=ids_1T.device)[None]
-        if not _close(_run(decoder, config, ids_1T, first.outputs, position_ids=at_1T).hidden, first.hidden, 2):
-            raise UnsupportedArchitecture("it counts the positions of a text otherwise than from 0")
+def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run) -> bool:
+    """Whether a decoder without a rotation goes by position ids.
+
+    Raises:
+        UnsupportedArchitecture: told none, it counts otherwise than from 0, as encoders that keep places for padding do:
+            ``generate`` and a plain forward differ then.
+    """
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return False
+    at_1T = torch.arange(TOKENS, device=ids_1T.device)[None]
+    hidden, moved = (
+        _run(decoder, config, ids_1T, first.outputs, position_ids=at).hidden for at in (at_1T, at_1T.flip(1))
+    )
+    if not _close(hidden, first.hidden, 2):
+        raise UnsupportedArchitecture("it counts the positions of a text otherwise than from 0")
+    return not _close(moved, hidden)
 
 
 def _layers(
