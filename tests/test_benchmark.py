@@ -21,8 +21,8 @@ from locret_kit.evals.report.benchmark import BEGIN, END, Part, by_document, com
 from locret_kit.evals.tasks import Request, find_tasks
 from locret_kit.samples import overlap
 from locret_kit.samples.facts import FACTS, HELD_FACTS
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import WORDINGS
-from locret_kit.samples.text import load_text
 from locret_kit.samples.wording import HELD_PROMPTS, PROMPTS
 
 # ---- prompts -----------------------------------------------------------------------------------------------------------

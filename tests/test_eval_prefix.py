@@ -38,7 +38,7 @@ from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import decoders
-from locret_kit.samples.chat import protected_spans
+from locret_kit.text.template import protected_spans
 
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "cache_bytes", "date", "rank"}
 CHUNK = 32

@@ -34,7 +34,7 @@ from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.provenance import weights_hash
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}

@@ -31,8 +31,8 @@ from locret_kit.evals.tasks.base import count_ids, spread_depth
 from locret_kit.evals.tasks.retrieval import find
 from locret_kit.evals.tasks.ruler import insert
 from locret_kit.evals.tasks.words import ADJECTIVES, NOUNS, distinct, singles
-from locret_kit.samples.chat import render_prompt
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
+from locret_kit.text.template import render_prompt
 
 SYNTHETIC = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
 LONG = {"ruler.cwe": 6144, "ruler.vt": 2048, "ruler.niah_multikey_uuid": 4096}

@@ -21,7 +21,7 @@ from locret_kit.cli.plan import main, resolve
 from locret_kit.config.recipes import load_config
 from locret_kit.planning import fit
 from locret_kit.planning import plan as p
-from locret_kit.samples.chat import Sample
+from locret_kit.samples.sample import Sample
 from locret_kit.training.module import HeadTraining
 
 SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)

@@ -24,7 +24,7 @@ from ..runtime.batch import run as answered
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
-from ..samples.chat import has_template, render_messages
+from ..text.template import has_template, render_messages
 from ..validation import made
 from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
 from .terminal import check_question, check_target

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..documents.document import Document
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.policy import Policy
-    from ..samples.chat import Span
     from ..settings import RunSettings, StoreSettings
+    from ..text.spans import Span
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Chosen:
             asked: whether the prompt is a user's one message in the chat template.
         """
         from ..cache.bounded import BoundedCache
-        from ..samples.chat import protected_spans
+        from ..text.template import protected_spans
 
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
         cache.bind(model)
@@ -129,7 +129,7 @@ def prompt_ids(
 ) -> array[int]:
     """Token ids of a text as it is, or with a question after it."""
     from ..runtime.tokens import stream_ids
-    from ..samples.chat import has_template, render_prompt
+    from ..text.template import has_template, render_prompt
 
     if question is None:
         return stream_ids(tokenizer, text, special=True)

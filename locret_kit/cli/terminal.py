@@ -29,7 +29,7 @@ def text_of(file: str | None) -> Iterator[str]:
         ValueError: it cannot be read, is not UTF-8, or is blank. ImportError: a format that needs the extra ``documents``.
     """
     from ..files import read_utf8
-    from ..samples.reader import CONVERTED, LIMIT, may_be_text, read_document, read_stream
+    from ..text.reader import CONVERTED, LIMIT, may_be_text, read_document, read_stream
 
     if file is not None and file.lower().endswith(CONVERTED):
         yield read_document(file)

@@ -22,16 +22,9 @@ from ..cache.bounded import BoundedCache
 from ..runtime.kept import token_texts
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after
-from ..samples.chat import (
-    Span,
-    around_turn,
-    has_template,
-    protected_spans,
-    render_first,
-    render_turn,
-    spans_around,
-)  # fmt: skip
 from ..settings import read_protect
+from ..text.spans import Span
+from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -29,8 +29,9 @@ from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..runtime.tokens import IdStream
-from ..samples.chat import Span, has_template, protected_spans, render_prompt
 from ..settings import INT32_MAX, RunSettings, Share, StoreSettings
+from ..text.spans import Span
+from ..text.template import has_template, protected_spans, render_prompt
 from ..validation import check, made, shown
 from .chat import Chat
 
@@ -132,7 +133,7 @@ class Document:
         """Read a text.
 
         Args:
-            text: the text, pieces of it, or the ``Path`` of a file, see ``samples.reader``.
+            text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``.
             settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
@@ -471,9 +472,9 @@ def _stream(tokenizer: PreTrainedTokenizerBase, chat: bool) -> IdStream:
 
 
 def _pieces(text: str | Path | Iterable[str]) -> Iterable[str]:
-    """The pieces of a text; of a file, as ``samples.reader`` reads it."""
+    """The pieces of a text; of a file, as ``text.reader`` reads it."""
     if isinstance(text, Path):
-        from ..samples.reader import read_document
+        from ..text.reader import read_document
 
         return [read_document(text)]
     return [text] if isinstance(text, str) else text

@@ -12,8 +12,8 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from locret_kit.samples.chat import encode
-from locret_kit.samples.text import TooShort, count, cut, starts
+from ..text.spans import encode
+from .haystack import TooShort, count, cut, starts
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 

@@ -12,10 +12,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from locret_kit.samples.chat import Sample, encode, encode_chat, token_span
-from locret_kit.samples.facts import FACTS, HELD_FACTS, Fact, Template, make_fact
-from locret_kit.samples.text import cut, starts, take
-from locret_kit.samples.wording import HELD_PROMPTS, HELD_SENTENCES, PROMPTS, SENTENCES
+from ..text.spans import encode, token_span
+from .facts import FACTS, HELD_FACTS, Fact, Template, make_fact
+from .haystack import cut, starts, take
+from .sample import Sample, encode_chat
+from .wording import HELD_PROMPTS, HELD_SENTENCES, PROMPTS, SENTENCES
 
 COPY = 0.1
 """Share of copy tasks among the samples over real text."""

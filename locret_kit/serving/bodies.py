@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream
-from ..samples.chat import has_template, render_messages
+from ..text.template import has_template, render_messages
 
 REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities", "logit_bias")
 """Fields that change the answer and that this server does not have."""

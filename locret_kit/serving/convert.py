@@ -87,7 +87,7 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     except ImportError:  # not on Windows: the time limit of the parent remains
         pass
-    from ..samples.reader import read_stream
+    from ..text.reader import read_stream
 
     try:
         text = read_stream(sys.stdin.buffer, name)

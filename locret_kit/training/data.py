@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.train import DataConfig
 from ..samples import overlap
-from ..samples.chat import Sample
 from ..samples.replay import with_replay
+from ..samples.sample import Sample
 from .sources import make_source
 
 

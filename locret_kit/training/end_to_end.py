@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
 from ..config.train import TrainConfig
 from ..heads import RetainingHeads
-from ..samples.chat import Sample
+from ..samples.sample import Sample
 from .base import FrozenTraining
 from .data import Step
 from .gates import Gated, drawn_eviction

@@ -18,7 +18,7 @@ from ..config.train import TrainConfig
 from ..config.trials import trials_of
 from ..files import write_json
 from ..heads import RetainingHeads
-from ..samples.chat import Sample
+from ..samples.sample import Sample
 from .base import TRAINING, FrozenTraining, trained_with
 from .board import cis_figure, marked_text, most_kept, pixels
 from .callbacks import KeepBest

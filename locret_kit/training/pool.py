@@ -31,7 +31,7 @@ from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..policies.policy import Policy
-from ..samples.chat import Sample
+from ..samples.sample import Sample
 from ..settings import RunSettings
 from .base import FrozenTraining
 from .data import Step

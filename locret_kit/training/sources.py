@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from ..config.train import DataConfig
 from ..naming import first_line
 from ..samples import overlap
-from ..samples.chat import Sample, encode_chat
+from ..samples.haystack import load_text, next_start
 from ..samples.records import SCHEMAS, is_unknown, read_records, to_messages
+from ..samples.sample import Sample, encode_chat
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
-from ..samples.text import load_text, next_start
 
 SYNTHETIC = "synthetic"
 """The source that is made of ``data.texts``; every other one holds records."""

@@ -13,7 +13,8 @@ from ..backbones.rope import Rope
 from ..config.train import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
-from ..samples.chat import Sample, Span
+from ..samples.sample import Sample
+from ..text.spans import Span
 from .observer import Observer
 from .values import ValueNorms
 

@@ -44,9 +44,9 @@ from locret_kit.files import write_text
 from locret_kit.planning.plan import Backbone, Setting, plan_inference
 from locret_kit.runtime.provenance import versions
 from locret_kit.runtime.session import generate
-from locret_kit.samples.chat import render_messages
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings
+from locret_kit.text.template import render_messages
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "serving.md"
 HOST = "127.0.0.1"

@@ -30,10 +30,10 @@ from locret_kit.evals.tasks import GROUPS, Request, find_tasks, known_tasks
 from locret_kit.evals.tasks.documents import entries
 from locret_kit.files import read_json, write_beside
 from locret_kit.samples import overlap
+from locret_kit.samples.haystack import TEXTS, load_text
 from locret_kit.samples.needles import NOISE
 from locret_kit.samples.records import SUFFIXES, read_records
 from locret_kit.samples.synthetic import TRAINING
-from locret_kit.samples.text import TEXTS, load_text
 from locret_kit.training.sources import SYNTHETIC, text_of
 
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"

@@ -16,7 +16,7 @@ from ...runtime.kept import kept_heads
 from ...runtime.report import Report
 from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
-from ...samples.chat import protected_spans
+from ...text.template import protected_spans
 from ..metrics.benchmarks import get_metric
 from . import fidelity, oracle
 from .document import Document, Fork

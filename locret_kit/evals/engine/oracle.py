@@ -32,8 +32,8 @@ from ...policies.base import TopK, rank_of
 from ...policies.methods.streaming import Recency
 from ...policies.policy import Policy
 from ...runtime.session import prefill
-from ...samples.chat import render_prompt
 from ...settings import read_protect
+from ...text.template import render_prompt
 from .document import Fork
 from .settings import ORACLES, Engine, Variant
 

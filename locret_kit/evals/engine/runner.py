@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ...cache.geometry.schedule import Schedule
 from ...planning.memory import OutOfMemory
 from ...runtime.tokens import stream_ids
-from ...samples.text import TooShort
+from ...samples.haystack import TooShort
 from ..metrics.benchmarks import get_metric
 from ..tasks.base import NEEDS_REFERENCE, Request, Task
 from . import oracle

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ...naming import nearest
-from ...samples.text import load_text
+from ...samples.haystack import load_text
 from ..groups import GROUPS as PAPERS
 from .base import Example, Request, Task
 from .documents import BENCHMARKS, document_task, entries
@@ -127,7 +127,7 @@ def find_tasks(
     Args:
         names: tasks, groups ('ruler', 'leval', ...), files of records ('mine.jsonl'), or 'fidelity:NAME' and 'agreement:NAME' for
             a task scored against what full attention answers.
-        haystacks: 'repeated', or what `samples.text.load_text` takes.
+        haystacks: 'repeated', or what `samples.haystack.load_text` takes.
         data: folders that hold the benchmarks' files; the Hub is asked for what they lack.
         samples: how many records to read of each data set.
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...samples.chat import has_template, render_prompt
+from ...samples.haystack import TooShort
 from ...samples.needles import ENDINGS, gives_first_words
-from ...samples.text import TooShort
+from ...text.template import has_template, render_prompt
 from ..metrics import Answer, Extra
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ...naming import first_line
-from ...samples.chat import encode
 from ...samples.records import SUFFIXES, read_records
+from ...text.spans import encode
 from ..metrics import Answer, Extra
 from .base import Example, Request, Task, count_ids, wrap
 

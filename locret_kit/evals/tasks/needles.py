@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...samples.haystack import TooShort
 from ...samples.needles import make_needle
-from ...samples.text import TooShort
 from .base import Example, Request, Task, asked_depth, count_ids, ending_of, too_short, wrap
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 
+from ...samples.haystack import count, cut, starts
 from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
 from ...samples.needles import Task as Wording
-from ...samples.text import count, cut, starts
 from .base import Example, Request, Task, count_ids, ending_of, wrap
 
 QUESTIONS = 4

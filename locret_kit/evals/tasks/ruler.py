@@ -14,8 +14,8 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...samples.haystack import next_start, ring, starts
 from ...samples.needles import NOISE
-from ...samples.text import next_start, ring, starts
 from .base import Example, Request, Task, spread_depth
 from .retrieval import Draft, random_uuid, synthetic
 from .words import ADJECTIVES, NOUNS, distinct

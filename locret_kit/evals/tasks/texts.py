@@ -10,8 +10,8 @@ import random
 import re
 from dataclasses import replace
 
-from ...samples.chat import encode
-from ...samples.text import next_start, starts, take
+from ...samples.haystack import next_start, starts, take
+from ...text.spans import encode
 from .base import Example, Request, Task, count_ids, spread_depth, wrap
 
 CONTINUATION = 128

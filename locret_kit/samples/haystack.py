@@ -9,8 +9,8 @@ import re
 import zlib
 from pathlib import Path
 
-from locret_kit.samples.chat import encode
-from locret_kit.samples.records import SUFFIXES, read_records
+from ..text.spans import encode
+from .records import SUFFIXES, read_records
 
 JARGON = (
     Path(__file__).resolve().parents[2] / "data" / "jargon.txt.gz",
