@@ -17,7 +17,7 @@ from typing import Any
 from .backbones.load import resolve_model
 from .checkpoint import FORMAT
 from .evals.cells import Cell, summarize
-from .evals.engine.rows import KEY, Row, check_cells
+from .evals.engine.result_rows import KEY, Row, check_cells
 from .evals.tables import Figure, Table
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import HeadsConfig, RetainingHeads

@@ -15,7 +15,7 @@ from annotated_types import Interval, Predicate
 
 from .naming import nearest
 from .sizes import parse_bytes
-from .validation import NAME, Says, check, made
+from .validation import NAME, Description, check, made
 
 BUDGET, CHUNK = 1024, 512
 """Slots and tokens where neither the user nor the heads say."""
@@ -33,7 +33,7 @@ Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 Share = Annotated[float, Interval(gt=0, le=1)]
 Budget = Annotated[
     Slots | Share,
-    Says("at least 1 slot (at most 2147483647), or with a point a share of the prompt, above 0 and at most 1.0"),
+    Description("at least 1 slot (at most 2147483647), or with a point a share of the prompt, above 0 and at most 1.0"),
 ]
 
 

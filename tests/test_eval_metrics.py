@@ -168,6 +168,6 @@ def test_unknown_metric_and_missing_library(monkeypatch):
 
 
 def test_every_metric_of_every_table_exists():
-    from locret_kit.evals.tasks.documents import entries
+    from locret_kit.evals.tasks.document_tasks import entries
 
     assert {entry.metric for entry in entries().values()} <= {*METRICS, "nll"}

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.documents import ASK, AskOptions
-from ..config.reader import read
+from ..config.command_line import read
+from ..config.document_options import ASK, AskOptions
 from .command import command
 from .loading import idle_store, open_document
 from .terminal import check_question, check_sampling, write_answer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ..config.chat import CHAT, ChatOptions
-from ..config.reader import read
+from ..config.chat_options import CHAT, ChatOptions
+from ..config.command_line import read
 from .command import command
 from .loading import check_run, choose, open_document
 from .talk import COMMANDS, SAVED, Talk, check_file

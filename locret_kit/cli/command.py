@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from typing import ParamSpec
 
 from .. import threads
-from ..config.reader import UsageError
+from ..config.schema import UsageError
 from ..hub import OneRetryLine
 from ..naming import first_line
 

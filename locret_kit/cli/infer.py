@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.infer import INFER, InferOptions
-from ..config.reader import read, refuse
+from ..config.command_line import read
+from ..config.infer_options import INFER, InferOptions
+from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import command
 from .loading import (
@@ -160,8 +161,8 @@ def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: S
     """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
     chunk is made larger: results would change with the card."""
     from ..backbones.load import load_config, pick_device, pick_dtype
+    from ..planning.inference_plan import Setting
     from ..planning.memory import PLANNED_CHUNK, fit_plan
-    from ..planning.plan import Setting
     from ..sizes import show
 
     heads = chosen.config

@@ -16,8 +16,8 @@ from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
-from ..config.infer import Generation, InferOptions, Name, Prompt
-from ..config.reader import refuse
+from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
+from ..config.schema import refuse
 from ..files import parse_json, write_text
 from ..naming import first_line
 from ..runtime.batch import run as answered
@@ -224,7 +224,7 @@ def keep_answers(target: Path) -> set[str]:
 # ---- a line ----------------------------------------------------------------------------------------------------------
 
 
-def read_line(args: InferOptions, data: object) -> tuple[Prompt, Sampling]:
+def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:
     """A line's prompt and how its tokens are chosen; the command's options stand in for those that it leaves out.
 
     Raises:
@@ -234,13 +234,13 @@ def read_line(args: InferOptions, data: object) -> tuple[Prompt, Sampling]:
         raise data
     if not isinstance(data, Mapping):
         raise ValueError('a prompt must be an object, such as {"prompt": "..."}')
-    prompt = made(Prompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
+    prompt = made(BatchPrompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
     if not prompt.temperature and (idle := {"top_k", "top_p"} & data.keys()):
         raise ValueError(f"{min(idle)} has no effect at temperature 0, which is greedy")
     return prompt, Sampling(prompt.temperature, prompt.top_k, prompt.top_p, prompt.repetition_penalty)
 
 
-def ids_of(args: InferOptions, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[array[int], bool]:
+def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokenizerBase) -> tuple[array[int], bool]:
     """Token ids, and whether they are a user's one message in the chat template.
 
     Raises:

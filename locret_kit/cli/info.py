@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config.documents import INFO, InfoOptions
-from ..config.reader import read
+from ..config.command_line import read
+from ..config.document_options import INFO, InfoOptions
 from .command import command
 from .terminal import plain
 

@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from ..config.documents import KEPT, KeptOptions
-from ..config.reader import read, refuse
+from ..config.command_line import read
+from ..config.document_options import KEPT, KeptOptions
+from ..config.schema import refuse
 from .command import command
 from .terminal import check_target, plain
 
@@ -22,9 +23,9 @@ def run(args: KeptOptions) -> int:
 
     from ..backbones.load import load_tokenizer
     from ..documents.document import describe
-    from ..documents.kept import read_kept
+    from ..documents.kept_positions import read_kept
     from ..files import write_beside
-    from ..runtime.kept import highlight, levels, token_texts
+    from ..runtime.kept_text import highlight, levels, token_texts
 
     saved, about = describe(args.file)
     name = args.model or about.names.get("model")

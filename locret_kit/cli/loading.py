@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..config.machine import Dtype, Machine
-from ..config.reader import refuse
+from ..config.schema import refuse
 from ..settings import read_protect
 
 if TYPE_CHECKING:

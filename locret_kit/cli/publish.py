@@ -6,8 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..config.publish import PUBLISH, PublishOptions
-from ..config.reader import read
+from ..config.command_line import read
+from ..config.publish_options import PUBLISH, PublishOptions
 from .command import command
 
 

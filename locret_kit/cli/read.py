@@ -8,8 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.documents import READ, ReadOptions
-from ..config.reader import read, refuse
+from ..config.command_line import read
+from ..config.document_options import READ, ReadOptions
+from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import command
 from .loading import beyond_window, check_run, choose, idle_stabilizers, idle_store, not_shown, open_document

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ..runtime.kept import DIM, PLAIN
+from ..runtime.kept_text import DIM, PLAIN
 from .terminal import progress, to_stdout
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.reader import read
-from ..config.serve import SERVE, ServeOptions
+from ..config.command_line import read
+from ..config.serve_options import SERVE, ServeOptions
 from ..settings import read_protect
 from .command import command
 from .loading import check_run, choose
@@ -109,12 +109,12 @@ def run(args: ServeOptions) -> int:
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
     from ..backbones.families import spec_of, text_config
-    from ..planning.plan import Setting
+    from ..planning.inference_plan import Setting
     from ..planning.serving import Caches, refuse_unbounded
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine import Engine
-    from ..serving.memory import give_back
+    from ..serving.freed_memory import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
     from ..sizes import parse_bytes

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ..config.chat import READ, ChatOptions
-from ..config.reader import given_by
+from ..config.chat_options import READ, ChatOptions
+from ..config.command_line import given_by
 from ..naming import first_line, nearest
 from ..sizes import show
 from .command import install_hint
@@ -57,7 +57,7 @@ class Talk:
     def __init__(
         self, args: ChatOptions, chosen: Chosen, model: Any, tokenizer: Any, sampling: Sampling, screen: Pipes
     ) -> None:
-        from ..documents.chat import Chat
+        from ..documents.conversation import Chat
 
         self.args, self.chosen, self.model, self.tokenizer = args, chosen, model, tokenizer
         self.screen, self.run = screen, args.run
@@ -156,7 +156,7 @@ class Talk:
         self.screen.note(f"forgotten: {_short(self.chat.undo().question)}")
 
     def pin(self, text: str) -> None:
-        from ..runtime.kept import kept_heads
+        from ..runtime.kept_text import kept_heads
 
         start, end = self.chat.pin(text or None)
         assert self.chat.cache is not None
@@ -255,7 +255,7 @@ class Talk:
         self.screen.note("\n".join(lines))
 
     def kept(self) -> None:
-        from ..runtime.kept import highlight, kept_heads, levels, token_texts
+        from ..runtime.kept_text import highlight, kept_heads, levels, token_texts
 
         cache, document = self._cache(), self.document
         if cache is None:

@@ -12,10 +12,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.reader import refuse
+from ..config.schema import refuse
 
 if TYPE_CHECKING:
-    from ..config.infer import Generation
+    from ..config.infer_options import Generation
     from ..runtime.session import Answer, Sampling
 
 to_stdout = partial(print, end="", flush=True)

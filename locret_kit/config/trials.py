@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..naming import nearest
-from .reader import Values, build, flattened, read_yaml, values_of
 from .recipes import recipes_folder
-from .train import TrainConfig
+from .schema import Values, build
+from .train_config import TrainConfig
+from .yaml_values import flattened, read_yaml, values_of
 
 OWN = ("heads.", "target.", "loss.", "infer.", "optim.lr", "optim.betas", "optim.weight_decay")
 """What a trial may set by itself: everything else decides what the forwards are, or when they are made."""

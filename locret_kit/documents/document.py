@@ -33,7 +33,7 @@ from ..settings import INT32_MAX, RunSettings, Share, StoreSettings
 from ..text.spans import Span
 from ..text.template import has_template, protected_spans, render_prompt
 from ..validation import check, made, shown
-from .chat import Chat
+from .conversation import Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -13,8 +13,9 @@ from ..backbones.load import pick_device
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..sizes import UNITS, parse_bytes, show
-from .fit import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
-from .plan import Backbone, Plan, Setting, plan_inference
+from .backbone_sizes import BackboneSizes
+from .fitting_settings import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
+from .inference_plan import Plan, Setting, plan_inference
 
 PLANNED_CHUNK = 4096
 """Tokens of a chunk that nobody named, where they fit: matrices of so many rows are large for every card."""
@@ -50,7 +51,7 @@ def fit_plan(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) -
     Raises:
         DoesNotFit: with the nearest settings that would, before anything is allocated.
     """
-    backbone = Backbone.of(config)
+    backbone = BackboneSizes.of(config)
     if not chunk_is_fixed and plan_inference(backbone, setting).peak > cap:
         setting = setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or setting.chunk)
     return setting, require_fit(backbone, setting, cap)
@@ -84,7 +85,7 @@ def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
         d_hidden=cache.heads.config.width if cache.heads is not None else 0, policy=cache.policy,
         weight_bits=weight_bits_of(model),
     )  # fmt: skip
-    backbone = Backbone.of(config)
+    backbone = BackboneSizes.of(config)
     words, room = shortage(figures, plan_inference(backbone, setting).peak)
     near = listed(backbone, nearest_fitting(backbone, setting, room))
     fitting = f"These fit: {near}" if near else "No setting of this policy fits"

@@ -23,7 +23,7 @@ from torch import Tensor
 from locret_kernels.backend import function
 from locret_kernels.select.reference import rank_of as rank_of
 
-from ..validation import Says, check
+from ..validation import Description, check
 from .slots import Entry as Entry
 from .slots import Slots as Slots
 from .slots import wide as wide
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 Count = Annotated[int, Interval(ge=0, lt=2**31)]
 """Tokens or slots; positions are int32."""
 Positive = Annotated[int, Interval(ge=1, lt=2**31)]
-Odd = Annotated[int, Interval(ge=1, lt=2**31), Predicate(lambda n: n % 2 == 1), Says("odd and at least 1")]
+Odd = Annotated[int, Interval(ge=1, lt=2**31), Predicate(lambda n: n % 2 == 1), Description("odd and at least 1")]
 """Slots of a pooled neighbourhood, which has a middle."""
 Ratio = Annotated[float, Interval(ge=0, le=1)]
 Size = Annotated[
-    Count | Ratio, Says("a number of tokens (an integer, at least 0), or a fraction (with a point, from 0 to 1)")
+    Count | Ratio, Description("a number of tokens (an integer, at least 0), or a fraction (with a point, from 0 to 1)")
 ]
 PositiveSize = Annotated[
     Positive | Annotated[float, Interval(gt=0, le=1)],
-    Says("a number of tokens (an integer, at least 1), or a fraction (with a point, above 0, at most 1)"),
+    Description("a number of tokens (an integer, at least 1), or a fraction (with a point, above 0, at most 1)"),
 ]
 
 

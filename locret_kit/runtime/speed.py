@@ -32,8 +32,9 @@ from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from ..cache.storage.packing import BITS
 from ..heads import HeadsConfig, RetainingHeads
+from ..planning.backbone_sizes import ITEM_BYTES, BackboneSizes
 from ..planning.cards import ELEMENTWISE, KERNELS, PASS, SORT, STEP, Card
-from ..planning.plan import ITEM_BYTES, Backbone, Setting
+from ..planning.inference_plan import Setting
 from .graph_decoder import SYNCING_OPS, GraphDecoder
 
 Kind = Literal["product", "attention", "elementwise", "kernel", "sort"]
@@ -361,7 +362,7 @@ class Speed:
         ]
 
 
-def bytes_read(backbone: Backbone, tied: bool, dtype: str, rows: int, kv_bits: int | None = None) -> int:
+def bytes_read(backbone: BackboneSizes, tied: bool, dtype: str, rows: int, kv_bits: int | None = None) -> int:
     """Bytes that a decoded token must read: the weights, of input embeddings one row at most, and keys and values."""
     spec, table = backbone.spec, 0 if tied else backbone.vocab * backbone.hidden
     held, item = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows, ITEM_BYTES[dtype]
@@ -370,6 +371,6 @@ def bytes_read(backbone: Backbone, tied: bool, dtype: str, rows: int, kv_bits: i
 
 def predict(config: Any, setting: Setting, card: Card, recorded: Recorded | None = None) -> Speed:
     """The speed of a run on a card. ``recorded`` spares recording again for another card."""
-    backbone = Backbone.of(config)
+    backbone = BackboneSizes.of(config)
     least = bytes_read(backbone, config.tie_word_embeddings, setting.dtype, setting.budget, setting.run.kv_bits)
     return Speed(card, setting, backbone.spec.n_layers, recorded or record(config, setting), least / card.copy)

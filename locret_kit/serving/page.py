@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ..documents.document import Document
-from ..documents.kept import kept_of
+from ..documents.kept_positions import kept_of
 
 FILES = {
     "/": ("page.html", "text/html"),

@@ -19,7 +19,7 @@ from torch import nn
 from ..heads import RetainingHeads
 
 if TYPE_CHECKING:
-    from .base import FrozenTraining
+    from .frozen_training import FrozenTraining
 
 
 def gather(trainer: L.Trainer) -> nn.Module | None:
@@ -105,7 +105,7 @@ class Last(Callback):
         self.gathered, self.trained = True, gather(trainer)
 
 
-class Stopped(KeyboardInterrupt):
+class TrainingStopped(KeyboardInterrupt):
     """A run was stopped, has saved its state and said how it goes on."""
 
 

@@ -13,7 +13,7 @@ import lightning as L
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from ..config.train import DataConfig
+from ..config.train_config import DataConfig
 from ..samples import overlap
 from ..samples.replay import with_replay
 from ..samples.sample import Sample

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
 from ..samples.sample import Sample
-from .base import FrozenTraining
 from .data import Step
+from .frozen_training import FrozenTraining
 from .gates import Gated, drawn_eviction
 from .trial import Trial
 

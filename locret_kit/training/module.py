@@ -14,15 +14,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..config.trials import trials_of
 from ..files import write_json
 from ..heads import RetainingHeads
 from ..samples.sample import Sample
-from .base import TRAINING, FrozenTraining, trained_with
 from .board import cis_figure, marked_text, most_kept, pixels
 from .callbacks import KeepBest
 from .data import Step
+from .frozen_training import TRAINING, FrozenTraining, trained_with
 from .observer import Observer, Together
 from .strategy import shard
 from .trial import Trial

@@ -25,7 +25,7 @@ from ..backbones.releases import forward
 from ..backbones.rope import rotate
 from ..cache.attention import attend_rows
 from ..cache.bounded import BoundedCache
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
 from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
@@ -33,8 +33,8 @@ from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool
 from ..policies.policy import Policy
 from ..samples.sample import Sample
 from ..settings import RunSettings
-from .base import FrozenTraining
 from .data import Step
+from .frozen_training import FrozenTraining
 
 
 class LearningMerge(Merge):

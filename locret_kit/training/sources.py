@@ -9,7 +9,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from ..config.train import DataConfig
+from ..config.train_config import DataConfig
 from ..naming import first_line
 from ..samples import overlap
 from ..samples.haystack import load_text, next_start
@@ -27,7 +27,7 @@ CHARACTERS = 4
 """Characters of a token, about."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples to train on, by place: each a function of the configuration and its place alone."""
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
@@ -47,7 +47,7 @@ class Source(Protocol):
     def __getitem__(self, place: int) -> Sample: ...
 
 
-def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Source:
+def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> SampleSource:
     """The source of a name in ``data.sources``."""
     if name == SYNTHETIC:
         return Synthetic(data, tokenizer, seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backbones.families import BackboneSpec
 from ..backbones.rope import Rope
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
 from ..samples.sample import Sample

@@ -29,10 +29,10 @@ from ...naming import nearest
 from ...runtime.session import Sampling, decode, prefill, stop_ids
 from .fidelity import nll_reading, score_continuation
 from .measure import cache_for
-from .settings import Engine, Variant
+from .run_spec import Setup, Variant
 
 T = TypeVar("T")
-Load = Callable[[dict[str, object]], tuple[Engine, Variant]]
+Load = Callable[[dict[str, object]], tuple[Setup, Variant]]
 """Gives the backbone and the variant that ``--model_args`` name."""
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 OTHERS = ("do_sample", "until", "max_gen_toks")
@@ -44,10 +44,10 @@ class LocretLM(TemplateLM):
     """A backbone whose cache keeps ``budget`` slots, scored by the harness's own tasks and metrics. Under ``accelerate
     launch`` or torchrun the harness gives each process its share of the requests."""
 
-    def __init__(self, engine: Engine, variant: Variant) -> None:
+    def __init__(self, setup: Setup, variant: Variant) -> None:
         super().__init__()
-        self.engine, self.variant = engine, variant
-        self.model, self.tokenizer = engine.model, engine.tokenizer
+        self.setup, self.variant = setup, variant
+        self.model, self.tokenizer = setup.model, setup.tokenizer
         self.accelerator: Accelerator | None = None
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from accelerate import Accelerator, InitProcessGroupKwargs
@@ -153,7 +153,7 @@ class LocretLM(TemplateLM):
     # ---- over the cache ----------------------------------------------------------------------------------------------
 
     def _cache(self, prompt_length: int) -> BoundedCache:
-        return cache_for(self.engine, self.variant, prompt_length)
+        return cache_for(self.setup, self.variant, prompt_length)
 
     def _read(self, context: Sequence[int]) -> tuple[BoundedCache, torch.Tensor]:
         cache = self._cache(len(context))
@@ -172,7 +172,7 @@ class LocretLM(TemplateLM):
             logits = prefill(self.model, ids, cache)
             for token in decode(
                 self.model, cache, logits, prompt=ids, max_new_tokens=settings["max_gen_toks"], sampling=sampling,
-                stop=stop_ids(self.model, self.tokenizer), seed=self.engine.seed + number,
+                stop=stop_ids(self.model, self.tokenizer), seed=self.setup.seed + number,
             ):  # fmt: skip
                 tokens.append(token)
                 tail = self._text(tokens[-newest:]) if until else ""

@@ -34,8 +34,8 @@ from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...settings import read_protect
 from ...text.template import render_prompt
-from .document import Fork
-from .settings import ORACLES, Engine, Variant
+from .run_spec import ORACLES, Setup, Variant
+from .shared_beginning import Fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -188,13 +188,13 @@ def compress(cache: BoundedCache, scores_LBHS: Tensor, keep: int, joint: bool) -
 # ---- as a policy of an evaluation ---------------------------------------------------------------------------------------
 
 
-def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
+def check(setup: Setup, variant: Variant, kinds: Sequence[str]) -> None:
     """Raise ValueError where the oracle cannot do what a run asks: names setting and bound.
 
     Args:
         kinds: of the run's tasks.
     """
-    settings = engine.settings_for(variant, 10**6)  # any length: what is asked here does not depend on it
+    settings = setup.settings_for(variant, 10**6)  # any length: what is asked here does not depend on it
     if "nll_prefill" in kinds:
         raise ValueError(
             f"policy={variant.policy} chooses when all is read, so it has no likelihood while reading: "
@@ -211,7 +211,7 @@ def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
         )
 
 
-def fork(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -> Fork:
+def fork(setup: Setup, variant: Variant, ids: Sequence[int], *, chat: bool) -> Fork:
     """A cache of the best slots of the prompt's context.
 
     Args:
@@ -220,15 +220,15 @@ def fork(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) ->
     Raises:
         ValueError: a prompt without context; see also `read_context`.
     """
-    settings = engine.settings_for(variant, len(ids))
+    settings = setup.settings_for(variant, len(ids))
     tail = settings.local_len
     if tail >= len(ids):
         raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
     # between a request and its answer: of a template, from the end of a user's turn to the assistant's first word
-    suffix = render_prompt(engine.tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
+    suffix = render_prompt(setup.tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
     began = time.perf_counter()
     cache = read_context(
-        engine.model, engine.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
+        setup.model, setup.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
         joint=ORACLES[variant.policy], positions=settings.positions, suffix=suffix,
     )  # fmt: skip
     cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..cells import Cell, mean_and_stderr, size, summarize
-from ..engine.rows import Row
-from ..tasks.base import asked_depth
+from ..engine.result_rows import Row
+from ..tasks.task import asked_depth
 from .style import MAP, line, panels, score_axis, shared_legend, token_axis
 
 DEPTHS = 10

@@ -12,7 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ...config.figures import Look
+from ...config.figure_options import Look
 from ...files import write_beside
 from ..cells import LIKELIHOOD, size
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ...naming import nearest
 from ..cells import Cell, size, summarize
-from ..engine.rows import KEY, RUN, SETTINGS, Row
+from ..engine.result_rows import KEY, RUN, SETTINGS, Row
 from .results import over, policy_labels, whisker
 from .style import line, panels, score_axis, shared_legend, token_axis
 

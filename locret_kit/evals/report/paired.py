@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...naming import nearest
 from ..cells import LIKELIHOOD, mean_and_stderr, size
-from ..engine.rows import Row
+from ..engine.result_rows import Row
 from ..tables import Table
 
 Key = tuple[str, str, int, int | float, str, str]

@@ -12,9 +12,9 @@ from filelock import FileLock
 
 from ...files import write_beside
 from ..cells import LIKELIHOOD, Cell, policy_order, size, summarize
-from ..engine.rows import Row, read_rows
-from ..groups import MEANS
+from ..engine.result_rows import Row, read_rows
 from ..tables import Figure, Interval, Table, cells_table
+from ..task_groups import MEANS
 
 UNITS: dict[Interval, str] = {
     "stderr": "mean ± standard error",

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from ...naming import nearest
 from ...samples.haystack import load_text
-from ..groups import GROUPS as PAPERS
-from .base import Example, Request, Task
-from .documents import BENCHMARKS, document_task, entries
-from .needles import needle_task
+from ..task_groups import GROUPS as PAPERS
+from .document_tasks import BENCHMARKS, document_task, entries
+from .needle_tasks import needle_task
 from .questions import questions_task
-from .records import is_file_of_records, records_task
+from .record_tasks import is_file_of_records, records_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
+from .task import Example, ExampleRequest, Task
 from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
 
-__all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
+__all__ = ["Example", "ExampleRequest", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
 HaystackTask = Callable[[str, "str | None"], Task]

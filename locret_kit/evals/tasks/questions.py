@@ -9,8 +9,8 @@ import random
 
 from ...samples.haystack import count, cut, starts
 from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
-from ...samples.needles import Task as Wording
-from .base import Example, Request, Task, count_ids, ending_of, wrap
+from ...samples.needles import NeedleTask as Wording
+from .task import Example, ExampleRequest, Task, count_ids, ending_of, wrap
 
 QUESTIONS = 4
 """Questions about each document: examples 0 to 3 are of the first one, and so on."""
@@ -23,7 +23,7 @@ def questions_task(haystack: str, text: str | None) -> Task:
         text: the haystack; None repeats InfiniteBench's sentences.
     """
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         number, asked = divmod(request.sample, QUESTIONS)
         chat = request.wants_chat(False)
         state = f"questions:{haystack}:{request.length}:{number}:{request.seed}"
@@ -62,7 +62,7 @@ def _depth(i: int) -> float:
     return (i + 0.5) / QUESTIONS
 
 
-def _repeated(request: Request, tokens: int) -> str:
+def _repeated(request: ExampleRequest, tokens: int) -> str:
     line = count(request.tokenizer, NOISE * 8) / 8
     return NOISE * max(1, int(tokens / line))
 

@@ -20,7 +20,7 @@ NEEDS_REFERENCE = ("fidelity", "agreement")
 
 
 @dataclass(frozen=True)
-class Request:
+class ExampleRequest:
     """Request for one example. The same request gives the same bytes in every process."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class Task:
     """
 
     name: str
-    make: Callable[[Request], Example]
+    make: Callable[[ExampleRequest], Example]
     metric: str
     """A name in `metrics.METRICS`; of no use to agreement and the likelihood kinds."""
     max_new_tokens: int = 64
@@ -89,7 +89,7 @@ class Task:
     """Whether many of its prompts have a long beginning in common."""
 
 
-def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
+def wrap(request: ExampleRequest, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
     """``(prompt, special)``: the text with the answer's first words after it, through the chat template with ``chat``."""
     if not chat:
         return f"{text} {prefix}" if prefix else text, True
@@ -97,7 +97,7 @@ def wrap(request: Request, text: str, prefix: str = "", *, chat: bool) -> tuple[
     return before + text + after.removeprefix("\n\n") + prefix, False
 
 
-def ending_of(request: Request, chat: bool) -> str:
+def ending_of(request: ExampleRequest, chat: bool) -> str:
     """The name of a hidden-digits prompt's end in rows: one of `samples.needles.ENDINGS`, 'chat' or 'open chat'."""
     if not chat:
         return request.ending

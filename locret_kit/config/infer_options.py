@@ -8,9 +8,9 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 
 from ..settings import Bytes, RunSettings
-from ..validation import Says, check
+from ..validation import Description, check
 from .machine import Backbone, Machine
-from .reader import Command, Each
+from .schema import Command, Repeatable
 
 USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
 
@@ -31,7 +31,7 @@ class Text:
 
     file: str | None = None
     """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
-    question: Annotated[list[str], Each()] = field(default_factory=list)
+    question: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """Asked about the text, through the chat template. Given several times, each is answered in turn; the text is read once,
     unless the budget is a share of each prompt. Without one the text is continued."""
     question_file: str | None = None
@@ -91,18 +91,20 @@ class InferOptions(Text, Many, Backbone, Generation, Output, RunSettings, Machin
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt(Generation):
+class BatchPrompt(Generation):
     """A line of ``--batch``.
 
     Raises:
         ValueError: a field of a wrong type or out of bounds, or not one way to write a prompt.
     """
 
-    id: Annotated[Name | None, Says("a text or an integer")] = None
+    id: Annotated[Name | None, Description("a text or an integer")] = None
     prompt: str | None = None
     text: str | None = None
     question: str | None = None
-    messages: Annotated[list[dict[str, str]] | None, Says('a list of {"role": ..., "content": ...}, both texts')] = None
+    messages: Annotated[
+        list[dict[str, str]] | None, Description('a list of {"role": ..., "content": ...}, both texts')
+    ] = None
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .reader import Command
+from .schema import Command
 
 USAGE = """usage: locret-publish --ckpt HEADS --repo USER/NAME [--key value | key=value ...]
 

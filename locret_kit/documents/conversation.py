@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from ..cache.bounded import BoundedCache
-from ..runtime.kept import token_texts
+from ..runtime.kept_text import token_texts
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after
 from ..settings import read_protect

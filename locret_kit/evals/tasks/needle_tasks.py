@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...samples.haystack import TooShort
 from ...samples.needles import make_needle
-from .base import Example, Request, Task, asked_depth, count_ids, ending_of, too_short, wrap
+from .task import Example, ExampleRequest, Task, asked_depth, count_ids, ending_of, too_short, wrap
 
 
 def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
@@ -15,7 +15,7 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
         text: the haystack; None repeats InfiniteBench's sentences.
     """
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         chat = request.wants_chat(False)
         overhead = _overhead(request, chat)
         try:
@@ -42,7 +42,7 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
     return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
 
 
-def _overhead(request: Request, chat: bool) -> int:
+def _overhead(request: ExampleRequest, chat: bool) -> int:
     """Tokens that the template, or the tokenizer's special tokens, add to a prompt's own."""
     prompt, special = wrap(request, "a", "b", chat=chat)
     return count_ids(request.tokenizer, prompt, special) - count_ids(request.tokenizer, "a b", False)

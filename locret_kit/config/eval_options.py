@@ -10,8 +10,9 @@ from annotated_types import Ge, Interval, MinLen
 
 from ..settings import Budget, Count, RunSettings, Slots
 from ..validation import check
+from .command_line import given_by
 from .machine import Machine
-from .reader import Command, build, given_by
+from .schema import Command, build
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval summary out=FOLDER

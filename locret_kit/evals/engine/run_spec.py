@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...settings import Resolved
-from ..tasks.base import Example, Task
+from ..tasks.task import Example, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
 
 
 @dataclass
-class Engine:
+class Setup:
     """The backbone, the heads and the settings of every cache of a run."""
 
     model: PreTrainedModel
@@ -62,7 +62,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EvalPrompt:
     """One prompt, which every variant reads: a task's example by its number; see `runner.make` for the rest."""
 
     task: Task
@@ -84,7 +84,7 @@ class Prompt:
 class Run:
     """Everything that `runner.answer` does."""
 
-    engine: Engine
+    setup: Setup
     tasks: list[Task]
     variants: list[Variant]
     lengths: list[int]
@@ -99,22 +99,22 @@ class Run:
     rank: int = 0
     world_size: int = 1
 
-    def batches(self) -> list[list[Prompt]]:
+    def batches(self) -> list[list[EvalPrompt]]:
         """All prompts, in the same order in every process: those of a task that begin alike together, the others one by
         one, first numbers of every task and length first."""
-        by_beginning: dict[tuple[str, str, int, int], list[Prompt]] = defaultdict(list)
+        by_beginning: dict[tuple[str, str, int, int], list[EvalPrompt]] = defaultdict(list)
         for prompt in self.prompts():
             task, alike = prompt.task, self.share_prefix and prompt.task.begins_alike
             by_beginning[task.name, task.haystack, prompt.length, -1 if alike else prompt.sample].append(prompt)
         return list(by_beginning.values())
 
-    def prompts(self) -> Iterator[Prompt]:
+    def prompts(self) -> Iterator[EvalPrompt]:
         """All prompts, before they are made: first numbers of every task and length first."""
         for sample in range(self.samples):
             for length in self.lengths:
                 for task in self.tasks:
                     if task.size is None or sample < task.size:
-                        yield Prompt(task, length, sample)
+                        yield EvalPrompt(task, length, sample)
 
 
 def is_oracle(policy: str) -> bool:

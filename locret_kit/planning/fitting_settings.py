@@ -9,7 +9,9 @@ from dataclasses import replace
 from ..backbones.weight_bits import WEIGHT_BITS
 from ..cache.storage.packing import BITS
 from ..sizes import show
-from .plan import ITEM_BYTES, Backbone, Plan, Setting, TrainSetting, plan_inference, plan_training
+from .backbone_sizes import ITEM_BYTES, BackboneSizes
+from .inference_plan import Plan, Setting, plan_inference
+from .training_plan import TrainSetting, plan_training
 
 STEP = 64
 """Budgets and chunks that are proposed are multiples of this."""
@@ -36,29 +38,29 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return bisect_right(range(1, most + 1), False, key=lambda n: not fits(n))
 
 
-def largest_budget(backbone: Backbone, setting: Setting, cap: int) -> int:
+def largest_budget(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
     """The largest budget (a multiple of ``STEP``, at most the context) that fits ``cap`` bytes at the setting's chunk;
     0 if none does."""
     return _largest_setting(backbone, cap, setting.context, lambda n: resized(setting, n))
 
 
-def largest_chunk(backbone: Backbone, setting: Setting, cap: int) -> int:
+def largest_chunk(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
     """The largest chunk (likewise) that fits ``cap`` bytes at the setting's budget; 0 if none does."""
     return _largest_setting(backbone, cap, setting.context, lambda n: setting.with_run(chunk=n))
 
 
-def _largest_setting(backbone: Backbone, cap: int, most: int, at: Callable[[int], Setting]) -> int:
+def _largest_setting(backbone: BackboneSizes, cap: int, most: int, at: Callable[[int], Setting]) -> int:
     return STEP * largest(lambda n: plan_inference(backbone, at(STEP * n)).peak <= cap, most // STEP)
 
 
-def largest_sample(backbone: Backbone, setting: TrainSetting, cap: int, most: int = 2**20) -> int:
+def largest_sample(backbone: BackboneSizes, setting: TrainSetting, cap: int, most: int = 2**20) -> int:
     """The longest training sample (tokens, at most ``most``) that fits ``cap`` bytes; 0 if none does."""
     low = setting.answer + 1
     found = largest(lambda n: plan_training(backbone, replace(setting, tokens=low + n)).peak <= cap, most - low)
     return low + found if found else 0
 
 
-def nearest_fitting(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
+def nearest_fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
     """Up to three settings below ``cap``: the largest smaller chunk alone, the largest smaller budget alone, and fewer bits
     alone. Where one of these does not help: both lengths in the same proportion, then budgets at a half, a quarter, ... of
     the chunk. Where nothing does: weights of 8 and of 4 bits alone, else of 4 with these."""
@@ -69,7 +71,7 @@ def nearest_fitting(backbone: Backbone, setting: Setting, cap: int) -> list[Sett
     return fitting or (_nearest(backbone, fewer[-1], cap) if fewer else [])
 
 
-def _nearest(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
+def _nearest(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
     bits = [s for s in fewer_bits(setting) if plan_inference(backbone, s).peak <= cap][:1]
     if setting.policy.keeps_everything:
         return bits
@@ -91,7 +93,7 @@ def _nearest(backbone: Backbone, setting: Setting, cap: int) -> list[Setting]:
     return [s for s in dict.fromkeys(found) if plan_inference(backbone, s).peak <= cap][:3]
 
 
-def listed(backbone: Backbone, found: list[Setting]) -> str:
+def listed(backbone: BackboneSizes, found: list[Setting]) -> str:
     """Settings and their peaks, for a message."""
     return "; ".join(f"{s} ({show(plan_inference(backbone, s).peak)})" for s in found)
 
@@ -103,7 +105,7 @@ def fewer_bits(setting: Setting) -> list[Setting]:
     return [half] * (half is not setting) + [half.with_run(kv_bits=b) for b in packed]
 
 
-def require_fit(backbone: Backbone, setting: Setting, cap: int) -> Plan:
+def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
     """The plan, if it fits ``cap`` bytes.
 
     Raises:

@@ -25,7 +25,7 @@ from ...files import read_json
 from ...settings import RunSettings
 from ...validation import annotations_of, checked
 from ..metrics import Answer
-from .settings import ORACLES, UNTRAINED
+from .run_spec import ORACLES, UNTRAINED
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
@@ -102,7 +102,7 @@ class Row(RunSettings):
     slots: int = 0
     """Slots that the budget came to; 0 for `full`."""
     ending: str = ""
-    """End of a hidden-digits prompt, see `evals.tasks.base.ending_of`; '' for other tasks."""
+    """End of a hidden-digits prompt, see `evals.tasks.task.ending_of`; '' for other tasks."""
     wording: int = 0
     """Number of the words in which its digits are said and asked for, see `samples.needles.WORDINGS`."""
     offset: int = 0

@@ -25,7 +25,7 @@ from ...naming import first_line
 from ...samples.records import SUFFIXES, read_records
 from ...text.spans import encode
 from ..metrics import Answer, Extra
-from .base import Example, Request, Task, count_ids, wrap
+from .task import Example, ExampleRequest, Task, count_ids, wrap
 
 BENCHMARKS = {"infinitebench": "infinitebench.", "leval": "leval.", "longbench": "longbench.", "short": ""}
 """Tables by name, and what their tasks' names begin with."""
@@ -39,7 +39,7 @@ TRUNCATE = ("middle", "end", "start", "never")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TaskEntry:
     """One entry of a table."""
 
     name: str
@@ -63,7 +63,7 @@ class Entry:
 
 
 @lru_cache(maxsize=1)
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, TaskEntry]:
     """Every task of every table, by its full name."""
     import yaml
 
@@ -72,7 +72,7 @@ def entries() -> dict[str, Entry]:
         loaded = yaml.safe_load(resources.files(__package__).joinpath(f"{table}.yaml").read_text(encoding="utf-8"))
         for name, values in loaded["tasks"].items():
             merged = {"file": name, **loaded["defaults"], **values}
-            found[start + name] = Entry(name=start + name, **merged)
+            found[start + name] = TaskEntry(name=start + name, **merged)
     return found
 
 
@@ -87,7 +87,7 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
     return task_of(entry, _examples(entry, _records(entry, data)), samples, _shots(entry, data))
 
 
-def task_of(entry: Entry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
+def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
     """The task of an entry over records, of which the first ``samples`` are read; ``shots`` stands in front of each prompt.
 
     Raises:
@@ -97,7 +97,7 @@ def task_of(entry: Entry, records: Iterable[Numbered], samples: int, shots: str 
     if not examples:
         raise ValueError(f"task={entry.name}: its data set holds no example")
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         number, record = examples[request.sample]
         return replace(_example(entry, record, shots, request), document=0 if shots else number)
 
@@ -111,7 +111,7 @@ def task_of(entry: Entry, records: Iterable[Numbered], samples: int, shots: str 
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
-def _records(entry: Entry, data: Sequence[str], split: str | None = None) -> Iterator[Record]:
+def _records(entry: TaskEntry, data: Sequence[str], split: str | None = None) -> Iterator[Record]:
     """Records of a split, by default the task's own, from the first folder that has them, else from the Hub."""
     for folder in data:
         if paths := _find_files(entry, Path(folder), split):
@@ -119,7 +119,7 @@ def _records(entry: Entry, data: Sequence[str], split: str | None = None) -> Ite
     return _hub_records(entry, data, split)
 
 
-def _find_files(entry: Entry, folder: Path, split: str | None) -> list[Path]:
+def _find_files(entry: TaskEntry, folder: Path, split: str | None) -> list[Path]:
     """The task's own ``file.jsonl`` (.json, .parquet) anywhere below the folder; or, in a folder by that name, the split's
     file or its shards in order, first where the data set's version (the Hub's ``name``) has a folder.
 
@@ -146,7 +146,7 @@ def _series(path: Path) -> tuple[Path, str, str]:
     return path.parent, re.sub(r"(^|[-_])\d.*$", "", path.stem), path.suffix
 
 
-def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterator[Record]:
+def _hub_records(entry: TaskEntry, data: Sequence[str], split: str | None) -> Iterator[Record]:
     import datasets
 
     where = {key: value.format(file=entry.file) for key, value in entry.hub.items()}
@@ -165,7 +165,7 @@ def _hub_records(entry: Entry, data: Sequence[str], split: str | None) -> Iterat
         ) from error
 
 
-def _examples(entry: Entry, records: Iterator[Record]) -> Iterator[Numbered]:
+def _examples(entry: TaskEntry, records: Iterator[Record]) -> Iterator[Numbered]:
     """Records, or with ``each`` the n-th items of every record's lists for n = 0, 1, ..."""
     if not entry.each:
         yield from enumerate(records)
@@ -181,7 +181,7 @@ def _examples(entry: Entry, records: Iterator[Record]) -> Iterator[Numbered]:
                 yield number, {**record, **{one: record[many][n] for one, many in entry.each.items()}}
 
 
-def _shots(entry: Entry, data: Sequence[str]) -> str:
+def _shots(entry: TaskEntry, data: Sequence[str]) -> str:
     if not entry.shots:
         return ""
     records = islice(_records(entry, data, split="train"), entry.shots)
@@ -191,7 +191,7 @@ def _shots(entry: Entry, data: Sequence[str]) -> str:
 # ---- prompts -------------------------------------------------------------------------------------------------------
 
 
-def _rendered(entry: Entry, record: Record, shots: str) -> tuple[str, Record, Answer, Record]:
+def _rendered(entry: TaskEntry, record: Record, shots: str) -> tuple[str, Record, Answer, Record]:
     """Text, fields, answer and the metric's extras of a record."""
     try:
         fields = _fields(entry, record)
@@ -202,7 +202,7 @@ def _rendered(entry: Entry, record: Record, shots: str) -> tuple[str, Record, An
         raise ValueError(f"task={entry.name}: a record has no {error}; it has {', '.join(map(str, record))}") from error
 
 
-def _example(entry: Entry, record: Record, shots: str, request: Request) -> Example:
+def _example(entry: TaskEntry, record: Record, shots: str, request: ExampleRequest) -> Example:
     text, fields, answer, extra = _rendered(entry, record, shots)
     if entry.kind == "nll":
         return _split_for_likelihood(entry, text, request)
@@ -216,7 +216,7 @@ def _example(entry: Entry, record: Record, shots: str, request: Request) -> Exam
     return Example(prompt, answer, special, cut=cut, extra=extra)
 
 
-def _fields(entry: Entry, record: Record) -> Record:
+def _fields(entry: TaskEntry, record: Record) -> Record:
     fields = dict(record)
     for name, (source, pattern) in entry.extract.items():
         found = re.search(pattern, record[source])
@@ -228,7 +228,7 @@ def _fields(entry: Entry, record: Record) -> Record:
     return fields
 
 
-def _answer(entry: Entry, record: Record) -> Answer:
+def _answer(entry: TaskEntry, record: Record) -> Answer:
     if entry.answer is None:
         return ""
     if entry.answer != "option":
@@ -239,7 +239,7 @@ def _answer(entry: Entry, record: Record) -> Answer:
 
 
 def _shorten(
-    entry: Entry, text: str, shots: str, fields: Record, prompt_of: PromptOf, request: Request
+    entry: TaskEntry, text: str, shots: str, fields: Record, prompt_of: PromptOf, request: ExampleRequest
 ) -> tuple[str, int]:
     """The text with at most ``request.length`` tokens in its prompt, and how many tokens were cut."""
     tokenizer, cut = request.tokenizer, 0
@@ -265,7 +265,7 @@ def _shorten(
     return text, cut
 
 
-def _split_for_likelihood(entry: Entry, text: str, request: Request) -> Example:
+def _split_for_likelihood(entry: TaskEntry, text: str, request: ExampleRequest) -> Example:
     """The first ``length`` tokens (at most all but the continuation's) as prompt, and the next as continuation."""
     offsets = encode(request.tokenizer, text)[1]
     behind = min(entry.max_new_tokens, max(1, len(offsets) // 4))

@@ -13,7 +13,7 @@ import torch
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..cache.file import read
 from ..naming import blaming
-from ..runtime.kept import CONTEXT, token_texts
+from ..runtime.kept_text import CONTEXT, token_texts
 from ..runtime.tokens import IdStream
 from .document import IDS, Document, describe, stored_ids
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from ...files import write_beside
 from ...naming import first_line
-from ...runtime.kept import token_texts
+from ...runtime.kept_text import token_texts
 from ..cells import summarize
-from ..engine.rows import KEY, SETTINGS, Row, read_config, read_rows
+from ..engine.result_rows import KEY, SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
 from ..tables import Figure, Table, cells_table
 from .heat import environment, script_data
-from .kept import shares, tokenizer_of
+from .kept_shares import shares, tokenizer_of
 from .summary import overview, score_tables
 
 PAGE = "report.html"

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ...backbones.load import load_tokenizer
-from ...runtime.kept import highlight, levels, token_texts
-from ..engine.rows import Row, read_kept
+from ...runtime.kept_text import highlight, levels, token_texts
+from ..engine.result_rows import Row, read_kept
 
 tokenizer_of = lru_cache(maxsize=2)(load_tokenizer)
 """The tokenizer of a backbone, as a row names it."""

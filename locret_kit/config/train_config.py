@@ -9,20 +9,20 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval, Len, Lt, MinLen, Predicate
 
 from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
-from ..validation import Says
+from ..validation import Description
 from .machine import Dtype
 
 Betas = Annotated[
-    list[Annotated[float, Interval(ge=0, lt=1)]], Len(2, 2), Says("two numbers, each at least 0 and below 1")
+    list[Annotated[float, Interval(ge=0, lt=1)]], Len(2, 2), Description("two numbers, each at least 0 and below 1")
 ]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Shares = Annotated[
     list[Annotated[float, Interval(gt=0, lt=1)]],
     Len(2, 2),
     Predicate(lambda two: two[0] <= two[1]),
-    Says("two numbers above 0 and below 1, the smaller one first"),
+    Description("two numbers above 0 and below 1, the smaller one first"),
 ]
-Temperatures = Annotated[list[Annotated[float, Gt(0)]], Len(2, 2), Says("two numbers above 0")]
+Temperatures = Annotated[list[Annotated[float, Gt(0)]], Len(2, 2), Description("two numbers above 0")]
 Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 
 
@@ -248,7 +248,7 @@ class PoolSection:
 
     slots: Slots = 64
     """Merged slots of a head; part of ``infer.budget``."""
-    kernel: Annotated[int, Ge(1), Predicate(is_odd), Says("odd and at least 1")] = 21
+    kernel: Annotated[int, Ge(1), Predicate(is_odd), Description("odd and at least 1")] = 21
     """Slots that a convolution sees at once; odd."""
     norm: bool = False
     """Whether slots are layer-normed before the convolution, by norms that are trained with it."""

@@ -11,17 +11,15 @@ tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context 
 from __future__ import annotations
 
 from collections import Counter
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
 
-from ..backbones.families import BackboneSpec, spec_of
-from ..backbones.slices import SLICE
-from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
+from ..backbones.families import BackboneSpec
+from ..backbones.weight_bits import check_weight_bits, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
 from ..cache.make import full_rows, windowed_rows
 from ..cache.storage.packing import BITS
@@ -31,65 +29,16 @@ from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from ..sizes import show
-from ..validation import check, checked
-from . import recall
+from ..validation import checked
+from . import recall_memory
+from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 
-Dtype = Literal["bfloat16", "float16", "float32"]
-Positive = Annotated[int, Ge(1)]
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ROTATION_COPIES = 4
 """Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
 UNPACK_BYTES, QUANTISE_BYTES = 17, 20
 """Of a key's or value's number while codes are read (codes, both float16 levels, three float32), and while keys are written
 (the key, its levels, three float32)."""
 LOCRET = parse_policy("locret")
-
-
-@dataclass(frozen=True)
-class Backbone:
-    """The sizes of a backbone that memory depends on."""
-
-    spec: BackboneSpec
-    vocab: int
-    hidden: int
-    intermediate: int
-    parameters: int
-
-    @classmethod
-    def of(cls, config: Any) -> Backbone:
-        """Read a (text) configuration. The workspace of an architecture without an adapter is that of a like model of a known
-        family."""
-        hidden = config.hidden_size
-        inter = getattr(config, "intermediate_size", None) or 4 * hidden
-        return cls(spec_of(config), config.vocab_size, hidden, inter, parameters_of(config))
-
-    @property
-    def fused(self) -> bool:
-        """Whether q, k, v come from one projection, and gate and up from another (Phi-3)."""
-        return self.spec.model_type == "phi3"
-
-    @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of every matrix of a layer."""
-        q, kv = self.spec.n_heads * self.spec.head_dim, self.spec.n_kv_heads * self.spec.head_dim
-        inward = [self.spec.qkv_dim, 2 * self.intermediate] if self.fused else [q, kv, kv, *[self.intermediate] * 2]
-        return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
-
-    def weights(self, item: int, bits: int | None) -> int:
-        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them."""
-        if bits is None:
-            return self.parameters * item
-        layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
-        return self.parameters * item - self.spec.n_layers * layer
-
-
-def parameters_of(config: Any) -> int:
-    """Weights of the language model, tied embeddings once, made without memory for them."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):  # of a copy, and in float32, since transformers writes the type into the configuration
-        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
-    return sum(weight.numel() for weight in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -218,7 +167,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     scratch = 2 * H * spec.head_dim * ITEM_BYTES[setting.dtype] * max(capacities, default=0) if bits in BITS else 0
     recalled = 0
     if setting.recall is not None:
-        recalled = recall.device_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
+        recalled = recall_memory.device_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
     return stored + scratch + recalled
 
 
@@ -226,7 +175,7 @@ def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
     """Bytes in the host's memory of what was evicted and may come back."""
     if setting.recall is None:
         return 0
-    return recall.host_bytes(spec, setting.recall, setting.context, setting.dtype, setting.run)
+    return recall_memory.host_bytes(spec, setting.recall, setting.context, setting.dtype, setting.run)
 
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
@@ -235,12 +184,7 @@ def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") 
     return rows * spec.n_kv_heads * 2 * spec.head_dim * ITEM_BYTES[dtype]
 
 
-def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
-    """Weights of all retaining heads."""
-    return spec.n_layers * d_hidden * (spec.qkv_dim + spec.n_kv_heads)
-
-
-def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
+def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     """Memory of reading ``setting.context`` tokens chunk by chunk (compact positions), and decoding after it."""
     spec, item, policy = backbone.spec, ITEM_BYTES[setting.dtype], setting.policy
     T = min(PIECE if setting.run.one_shot else setting.chunk, setting.context)
@@ -248,7 +192,7 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
     q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
     rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
     # cos and sin: of the rows, of a chunk in windowed layers, and the ones and zeros that the backbone rotates by
-    always = _stream(backbone, T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T) + backbone.vocab
+    always = backbone.stream(T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T) + backbone.vocab
     held = always + (q + 2 * k) + (q + k if backbone.fused else 0)  # a fused projection outlives the rotated q and k
     phases = {
         "score": held + 2 * (q + 2 * k) + 2 * T * setting.width if setting.width else 0,
@@ -269,9 +213,9 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         phases["pick"] = held + (2 + ROTATION_COPIES) * seen
     cache = cache_bytes(spec, setting)
     transient = {name: elements * item for name, elements in phases.items()}
-    transient["mlp"] = always * item + _mlp(backbone, T, item, setting.weight_bits)
+    transient["mlp"] = always * item + backbone.mlp(T, item, setting.weight_bits)
     if setting.weight_bits is not None:
-        transient["project"] = _project(backbone, T, item, setting.weight_bits, always, held + q)
+        transient["project"] = backbone.projection(T, item, setting.weight_bits, always, held + q)
     if setting.run.kv_bits in BITS:
         kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
         transient["unpack"] = held * item + UNPACK_BYTES * kept
@@ -283,7 +227,7 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         choice = spec.n_heads * S * (12 * min(64, T) + 10 * -(-T // 64))
         transient["choose rows"] = held * item + 4 * rows + choice
     if setting.recall is not None:
-        found = recall.phases(spec, setting.recall, setting.context, S, T, item)
+        found = recall_memory.phases(spec, setting.recall, setting.context, S, T, item)
         transient |= {name: held * item + nbytes for name, nbytes in found.items()}
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers
@@ -293,101 +237,4 @@ def plan_inference(backbone: Backbone, setting: Setting) -> Plan:
         cache=cache,
         phases=transient,
         host=store_bytes(spec, setting),
-    )
-
-
-def _stream(backbone: Backbone, T: int) -> int:
-    """Elements alive through a whole layer: embeddings, residual, normalised hidden states."""
-    return 3 * T * backbone.hidden
-
-
-def _mlp(backbone: Backbone, T: int, item: int, bits: int | None) -> int:
-    """Bytes alive at the MLP's widest moment: the layer's input and what the first slice needs, or from the second on also
-    what all of them give."""
-    stream = T * backbone.hidden * item
-    first = stream + _slice(backbone, min(T, SLICE), item, bits)
-    return first if T <= SLICE else max(first, 2 * stream + _slice(backbone, min(T - SLICE, SLICE), item, bits))
-
-
-def _slice(backbone: Backbone, rows: int, item: int, bits: int | None) -> int:
-    """Bytes between an MLP's two products: activation, up and their product; a fused projection keeps gate too. With few
-    bits, if that is more, as up is made: beside the activation, or together with gate."""
-    wide = backbone.intermediate
-    product = rows * (4 if backbone.fused else 3) * wide * item
-    if bits is None:
-        return product
-    scratch = scratch_bytes(rows, backbone.hidden, 2 * wide if backbone.fused else wide, bits, item)
-    return max(product, rows * 2 * wide * item + scratch)
-
-
-def _project(backbone: Backbone, T: int, item: int, bits: int, before: int, after: int) -> int:
-    """Bytes alive as few-bit matrices make queries, with ``before`` elements beside, or take attention's output, with
-    ``after`` elements."""
-    hidden, q = backbone.hidden, backbone.spec.n_heads * backbone.spec.head_dim
-    made = backbone.spec.qkv_dim if backbone.fused else q
-    return max(
-        (before + T * made) * item + scratch_bytes(T, hidden, made, bits, item),
-        (after + T * hidden) * item + scratch_bytes(T, q, hidden, bits, item),
-    )
-
-
-@dataclass(frozen=True)
-class TrainSetting:
-    """One training step on one device that holds everything: samples of ``tokens``, ``answer`` of them the answer."""
-
-    tokens: Positive
-    answer: Positive = 64
-    batch: Positive = 1
-    """Samples of one forward (``data.batch``), padded to the longest."""
-    dtype: str = "bfloat16"
-    """Of the backbone; heads, their gradients and AdamW's two moments are float32."""
-    d_hidden: Positive = 1024
-    block: Positive = 64
-    """Answer queries that the target reads at a time (`column_max`)."""
-    weight_bits: int | None = None
-    """Bits of a weight in the backbone's layers; None is ``dtype``."""
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.answer >= self.tokens:
-            raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
-        check_weight_bits(self.weight_bits)
-        checked("dtype", Dtype, self.dtype)
-
-    def __str__(self) -> str:
-        samples = f"{self.batch} samples of " if self.batch > 1 else ""
-        return f"{samples}{self.tokens} tokens, {self.answer} of them the answer"
-
-
-def plan_training(backbone: Backbone, setting: TrainSetting) -> Plan:
-    """Memory of one step: a forward of the frozen backbone in which one head of one sample at a time holds a graph.
-
-    ``tests/test_plan_train.py`` measures whole steps on a CPU in float32: the prediction is within 2% of the peak. A CPU's
-    matrix products take scratch in bfloat16, of up to twice their output, which is not counted.
-    """
-    spec, item, T, B = backbone.spec, ITEM_BYTES[setting.dtype], setting.tokens, setting.batch
-    prompt, heads = T - setting.answer, head_parameters(spec, setting.d_hidden)
-    trained = heads // spec.n_layers * spec.windows.count(None)  # heads of windowed layers get no gradient
-    q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
-    always = _stream(backbone, B * T) + 2 * spec.head_dim * T * len(
-        set(spec.windows)
-    )  # and what the backbone rotates by
-    held = always + B * ((q + 2 * k) + (q + k) + (q + k if backbone.fused else 0))  # before and after RoPE
-    logits = spec.n_heads * min(setting.block, setting.answer) * T  # of a block; beside them the last one's, or a copy
-    inputs = spec.qkv_dim * (4 if item == 4 else item + 4)  # of a token: as they are, and in the heads' float32
-    phases = {
-        "rotate": (held + 3 * q) * item,
-        "target": held * item + 4 * (2 * logits + k),
-        "head": held * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
-        "mlp": always * item + _mlp(backbone, B * T, item, setting.weight_bits),
-    }
-    if setting.weight_bits is not None:
-        phases["project"] = _project(backbone, B * T, item, setting.weight_bits, always, held + B * q)
-    if B > 1:
-        phases["attend"] = (held + B * (q + k) + B * q) * item  # what was rotated alone, together, and the output
-    return Plan(
-        weights=backbone.weights(item, setting.weight_bits),
-        heads=4 * (heads + 3 * trained),
-        cache=0,
-        phases=phases | {"optimiser": 4 * trained},
     )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ..settings import PUBLISHED
 
 if TYPE_CHECKING:
-    from ..config.evaluate import EvalConfig
-    from ..evals.engine.settings import Engine, Variant
+    from ..config.eval_options import EvalConfig
+    from ..evals.engine.run_spec import Setup, Variant
     from ..heads import RetainingHeads
     from ..settings import Resolved
 
 
 @dataclass(frozen=True)
-class Parts:
+class EvalParts:
     """Policies, budgets and heads that an evaluation compares, before the backbone is loaded."""
 
     model: str
@@ -33,7 +33,7 @@ class Parts:
     @property
     def trained(self) -> list[str]:
         """Names of the checkpoints."""
-        from ..evals.engine.settings import UNTRAINED
+        from ..evals.engine.run_spec import UNTRAINED
 
         return [name for name in self.heads if name != UNTRAINED]
 
@@ -44,7 +44,7 @@ class Parts:
         }
 
 
-def load_parts(config: EvalConfig) -> Parts:
+def load_parts(config: EvalConfig) -> EvalParts:
     """Heads, and the names of backbone and adapter.
 
     Raises:
@@ -52,7 +52,7 @@ def load_parts(config: EvalConfig) -> Parts:
     """
     import torch
 
-    from ..evals.engine.settings import RANDOM_HEADS, UNTRAINED
+    from ..evals.engine.run_spec import RANDOM_HEADS, UNTRAINED
     from ..heads import RetainingHeads
     from ..runtime.provenance import weights_hash
 
@@ -72,7 +72,7 @@ def load_parts(config: EvalConfig) -> Parts:
             raise ValueError(f"policy={RANDOM_HEADS} takes its sizes from heads: give ckpt=PATH_OR_REPO")
         torch.manual_seed(config.seed)
         heads[UNTRAINED] = RetainingHeads(first.config)
-    return Parts(model, adapter, heads, {name: weights_hash(one) for name, one in heads.items()})
+    return EvalParts(model, adapter, heads, {name: weights_hash(one) for name, one in heads.items()})
 
 
 def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | None:
@@ -97,7 +97,7 @@ def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | No
     return adapter
 
 
-def load_engine(config: EvalConfig, parts: Parts) -> Engine:
+def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     """The backbone with its heads on it.
 
     Raises:
@@ -105,7 +105,7 @@ def load_engine(config: EvalConfig, parts: Parts) -> Engine:
     """
     from ..backbones.families import spec_of, text_config
     from ..backbones.load import load_backbone
-    from ..evals.engine.settings import Engine
+    from ..evals.engine.run_spec import Setup
 
     model, tokenizer = load_backbone(
         parts.model,
@@ -118,7 +118,7 @@ def load_engine(config: EvalConfig, parts: Parts) -> Engine:
         one.check_backbone(spec_of(text_config(model)))
         one.to(model.device, model.dtype)
     published = {name: one.config.inference for name, one in parts.heads.items()}
-    return Engine(
+    return Setup(
         model, tokenizer, parts.model, lambda variant, tokens: settings_of(config, published, variant, tokens), 
         parts.heads, parts.hashes, parts.adapter, chat=config.chat, ending=config.ending,
         wording=config.wording, offset=config.offset, seed=config.seed, max_new_tokens=config.max_new_tokens,

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...naming import blaming
 from ...samples.records import SUFFIXES, read_records, to_messages
-from .base import Task
-from .documents import Entry, task_of
+from .document_tasks import TaskEntry, task_of
+from .task import Task
 
 
 def is_file_of_records(name: str) -> bool:
@@ -29,7 +29,7 @@ def records_task(path: str, samples: int) -> Task:
     if not Path(path).is_file():
         raise FileNotFoundError(f"task={path}: there is no such file")
     name = Path(path).name
-    entry = Entry(name, "{prompt}", "qa_f1", file=name, hub={}, answer="answer")
+    entry = TaskEntry(name, "{prompt}", "qa_f1", file=name, hub={}, answer="answer")
     return task_of(entry, enumerate(_questions(path)), samples)
 
 

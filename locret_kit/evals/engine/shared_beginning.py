@@ -49,7 +49,7 @@ class Fork:
     """Seconds in which the cache has read what it holds."""
 
 
-class Document:
+class SharedBeginning:
     """The cache of what prompts have in common, of one policy and budget.
 
     Args:

@@ -9,7 +9,7 @@ from annotated_types import Ge, Interval
 
 from ..settings import Bytes, RunSettings
 from .machine import Machine
-from .reader import Command, Each
+from .schema import Command, Repeatable
 
 USAGE = """usage: locret-serve [--key value | key=value ...]
 
@@ -56,7 +56,7 @@ class Service:
     """Seconds that answers which run are given after Ctrl-C or SIGTERM; then they end with an error that says so."""
     api_key_file: str | None = None
     """A file with one API key per line. Default: no key is asked for."""
-    policies: Annotated[list[str], Each()] = field(default_factory=list)
+    policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """A policy that requests may ask for; several times for several."""
     model_name: str | None = None
     """Name of the model in the protocol. Default: the last part of the heads' or the backbone's name."""

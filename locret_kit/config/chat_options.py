@@ -8,9 +8,9 @@ from typing import Annotated
 from annotated_types import Ge
 
 from ..settings import RunSettings, Slots
-from .infer import Generation
+from .infer_options import Generation
 from .machine import Backbone, Machine
-from .reader import Command
+from .schema import Command
 
 USAGE = """usage: locret-chat [BOOK.locret | FILE] [--key value | key=value ...]
 
@@ -47,7 +47,7 @@ class ChatOptions(Conversation, Backbone, Generation, RunSettings, Machine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions(RunSettings):
+class SlashReadOptions(RunSettings):
     """Words after ``/read``."""
 
     file: str
@@ -55,4 +55,4 @@ class ReadOptions(RunSettings):
 
 
 CHAT = Command("locret-chat", ChatOptions, USAGE, positional=("file",))
-READ = Command("/read", ReadOptions, "", positional=("file",))
+READ = Command("/read", SlashReadOptions, "", positional=("file",))

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from annotated_types import Gt, MinLen
 
 from ..validation import check
-from .evaluate import FolderConfig, RowsConfig
-from .reader import Command
+from .eval_options import FolderConfig, RowsConfig
+from .schema import Command
 
 Inches = Annotated[float, Gt(0)]
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from .board import flat
 from .strategy import finish_gradients
 

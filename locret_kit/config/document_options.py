@@ -8,9 +8,9 @@ from typing import Annotated
 from annotated_types import Interval
 
 from ..settings import Count, RunSettings, StoreSettings
-from .infer import Generation
+from .infer_options import Generation
 from .machine import Backbone, Machine
-from .reader import Command, Each
+from .schema import Command, Repeatable
 
 READ_USAGE = """usage: locret-read [FILE] -o BOOK.locret [--key value | key=value ...]
 
@@ -45,7 +45,7 @@ The words that each layer and head kept of a text: in the terminal, or as a page
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class TextSource:
     """The text, and the file that it becomes."""
 
     file: str | None = None
@@ -67,7 +67,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions(Source, Backbone, RunSettings, Machine):
+class ReadOptions(TextSource, Backbone, RunSettings, Machine):
     """Options of ``locret-read``."""
 
 
@@ -103,7 +103,7 @@ class Questions:
 
     book: str
     """A file that locret-read wrote."""
-    question: Annotated[list[str], Each()] = field(default_factory=list)
+    question: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """Asked about the text; each question starts from the text alone."""
     question_file: str | None = None
     """Questions from a file, one a line; - is stdin."""

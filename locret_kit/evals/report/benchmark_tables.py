@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from ...config.benchmark import GRIDS, QUESTIONS
+from ...config.benchmark_runs import GRIDS, QUESTIONS
 from ...files import write_text
 from ..cells import LIKELIHOOD, Cell, size, summarize
-from ..engine.rows import Row
+from ..engine.result_rows import Row
 from ..tables import Figure, Table
 from .paired import Difference, differences
 
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- heads:begin -->\n", "<!-- heads:end -->"
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockRows:
     """The rows of one run of the benchmark."""
 
     block: str
@@ -56,7 +56,7 @@ def by_document(rows: Iterable[Row]) -> list[Row]:
     return rest
 
 
-def write_page(parts: Sequence[Part], against: str, out: Path, write: Path | None = None) -> str:
+def write_page(parts: Sequence[BlockRows], against: str, out: Path, write: Path | None = None) -> str:
     """Write the tables to ``out/benchmark.md``, and between the marks of another page; the tables. ``against`` is the label of
     the heads that the others are compared with.
 
@@ -74,7 +74,7 @@ def write_page(parts: Sequence[Part], against: str, out: Path, write: Path | Non
     return text
 
 
-def tables(parts: Sequence[Part], against: str) -> str:
+def tables(parts: Sequence[BlockRows], against: str) -> str:
     """Every table, in Markdown."""
     plain = [row for part in parts if part.block not in GRIDS for row in by_document(part.rows)]
     made = [*([scores(plain)] if plain else []), *compared(plain, against)]
@@ -132,7 +132,7 @@ def _gain_in_errors(one: Difference) -> float:
     return gain / one.stderr if one.stderr else math.copysign(math.inf, gain) if gain else 0.0
 
 
-def grids(parts: Sequence[Part]) -> list[Table]:
+def grids(parts: Sequence[BlockRows]) -> list[Table]:
     """A table for each text and length, a column for each policy: a line for each variation, their mean and the worst one."""
     found: dict[tuple[str, int], dict[str, dict[str, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for part in parts:

@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from ..settings import Bytes, RunSettings, Slots
 from .machine import Plugin
-from .reader import Command
+from .schema import Command
 
 USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=value ...]
        locret-plan --model NAME --speed [--gpu rtx4090 | a100 | h100]

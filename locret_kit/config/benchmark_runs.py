@@ -12,9 +12,9 @@ from annotated_types import Ge, MinLen
 
 from ..naming import nearest
 from ..validation import check
-from .evaluate import EvalConfig, Names
+from .eval_options import EvalConfig, Names
 from .machine import Machine
-from .reader import Command, build
+from .schema import Command, build
 
 Block = Literal["needles-4k", "needles-16k", "questions", "language", "leval", "grid", "grid-2k"]
 QUESTIONS = 4
@@ -82,7 +82,7 @@ def definition() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchmarkRun:
     """One of the benchmark's runs."""
 
     block: str
@@ -91,7 +91,7 @@ class Run:
     config: EvalConfig
 
 
-def runs(config: BenchmarkConfig) -> Iterator[Run]:
+def runs(config: BenchmarkConfig) -> Iterator[BenchmarkRun]:
     """The runs of the blocks that were asked for, in order; without ``data`` none of L-Eval."""
     size = definition()["sizes"][config.size]
     shared = {
@@ -107,8 +107,10 @@ def runs(config: BenchmarkConfig) -> Iterator[Run]:
         keys["samples"] = (config.samples or own) * (QUESTIONS if block == "questions" else 1)
         keys["policies"] = [config.policy if name == HEADS else name for name in keys["policies"]]
         keys |= {**shared, "haystacks": texts, "out": f"{config.out}/{block}"}
-        yield Run(block, AS_IT_IS, build(EvalConfig, keys))
+        yield BenchmarkRun(block, AS_IT_IS, build(EvalConfig, keys))
         for name, values in vary.items():
             for value in values:
                 words = f"{name}={value}"
-                yield Run(block, words, build(EvalConfig, {**keys, name: value, "out": f"{keys['out']}/{words}"}))
+                yield BenchmarkRun(
+                    block, words, build(EvalConfig, {**keys, name: value, "out": f"{keys['out']}/{words}"})
+                )
