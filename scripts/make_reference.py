@@ -390,7 +390,7 @@ def files() -> str:
     from locret_kit.cache import file as cache_file
     from locret_kit.cache.saved import Saved
     from locret_kit.checkpoint import FORMAT
-    from locret_kit.documents.document import TextRecord
+    from locret_kit.documents.text_record import TextRecord
     from locret_kit.evals.engine import result_rows
     from locret_kit.heads import HeadsConfig
     from locret_kit.policies.methods import lococo

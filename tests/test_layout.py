@@ -75,3 +75,13 @@ def test_class_names_stand_once():
         if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in names.items() if count > 1} <= set(CLASSES_TWICE)
+
+
+LINES = 350
+LONGER = {"bounded.py", "cpu_decoder.py", "layouts.py", "quantised.py", "rows.py", "saved.py"}
+"""Files of the kit with more lines: of the cache, and of the compiled decoder."""
+
+
+def test_files_are_short():
+    lengths = {file.name: file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "locret_kit").rglob("*.py")}
+    assert {name for name, length in lengths.items() if length > LINES} <= LONGER

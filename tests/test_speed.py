@@ -13,7 +13,8 @@ from locret_kit.config.plan_options import Gpu
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.cards import CARDS, card_of
 from locret_kit.planning.inference_plan import Setting
-from locret_kit.runtime.speed import ATTENTION, HEADS, PARTS, PRODUCTS, Operation, Recorded, predict, record
+from locret_kit.runtime.launches import ATTENTION, HEADS, PARTS, PRODUCTS, Operation
+from locret_kit.runtime.speed import Recorded, predict, record
 from locret_kit.settings import RunSettings
 
 NAMES = ("phi3-mini", "llama3.1-8b")

@@ -22,8 +22,8 @@ def run(args: KeptOptions) -> int:
         refuse(args, ("overwrite",), "without --out")
 
     from ..backbones.load import load_tokenizer
-    from ..documents.document import describe
     from ..documents.kept_positions import read_kept
+    from ..documents.text_record import describe
     from ..files import write_beside
     from ..runtime.kept_text import highlight, levels, token_texts
 

@@ -205,7 +205,8 @@ def open_document(
         OSError: there is no such file. ValueError: it is damaged, what it names cannot be found, or the first difference to
             what was found.
     """
-    from ..documents.document import Document, describe
+    from ..documents.document import Document
+    from ..documents.text_record import describe
 
     saved, about = describe(path)
     ckpt = ckpt or (about.names.get("heads") if saved.heads else None)

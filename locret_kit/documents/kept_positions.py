@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from ..backbones.identity import first_difference, tokenizer_identity
 from ..cache.file import read
 from ..naming import blaming
 from ..runtime.kept_text import CONTEXT, token_texts
-from ..runtime.tokens import IdStream
-from .document import IDS, Document, describe, stored_ids
+from .document import Document
+from .text_record import IDS, describe, stored_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,14 +84,10 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     with blaming(str(path), ValueError):
         if not about.text:
             raise ValueError("it was written with --no-text, so nobody can say which words it holds")
-        if found := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
-            raise ValueError(found)
-        stream = IdStream(tokenizer)
-        stream.ids = stored_ids(tensors.get(IDS), len(tokenizer))
-        stream.text, stream.done = about.open, about.done
+        text = stored_text(about, tensors.get(IDS), tokenizer)
         seen = int(saved.layers[0].get("seen", 0)) if saved.layers else 0
         layers = [_positions(tensors, number, seen) for number in range(len(saved.layers))]
-        ids = stream.finish()
+        ids = text.ids
         if not 0 < seen <= len(ids):
             raise ValueError(f"its cache has seen {seen} tokens of {len(ids)}")
     return Kept(ids, seen, layers)

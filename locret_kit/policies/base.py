@@ -13,17 +13,16 @@ else. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from annotated_types import Interval, Predicate
 from torch import Tensor
 
 from locret_kernels.backend import function
 from locret_kernels.select.reference import rank_of as rank_of
 
-from ..validation import Description, check
+from .parameters import Part
 from .slots import Entry as Entry
 from .slots import Slots as Slots
 from .slots import wide as wide
@@ -32,20 +31,6 @@ if TYPE_CHECKING:
     from locret_kernels.sparse_attend import Blocks
 
     from ..backbones.families import BackboneSpec
-
-Count = Annotated[int, Interval(ge=0, lt=2**31)]
-"""Tokens or slots; positions are int32."""
-Positive = Annotated[int, Interval(ge=1, lt=2**31)]
-Odd = Annotated[int, Interval(ge=1, lt=2**31), Predicate(lambda n: n % 2 == 1), Description("odd and at least 1")]
-"""Slots of a pooled neighbourhood, which has a middle."""
-Ratio = Annotated[float, Interval(ge=0, le=1)]
-Size = Annotated[
-    Count | Ratio, Description("a number of tokens (an integer, at least 0), or a fraction (with a point, from 0 to 1)")
-]
-PositiveSize = Annotated[
-    Positive | Annotated[float, Interval(gt=0, le=1)],
-    Description("a number of tokens (an integer, at least 1), or a fraction (with a point, above 0, at most 1)"),
-]
 
 
 class PolicyWarning(UserWarning):
@@ -60,18 +45,6 @@ def wanted_count(size: int | float, total: int) -> int:
 def resolve_count(size: int | float, total: int) -> int:
     """``wanted_count``, at most ``total``."""
     return min(wanted_count(size, total), total)
-
-
-class Part(Protocol):
-    """Base of all parts: the values of the fields are checked against their annotated types and bounds.
-
-    Raises:
-        ValueError: a wrong type, NaN or infinity, or a value out of bounds; names the field, its value and the bound.
-    """
-
-    def __post_init__(self) -> None:
-        assert is_dataclass(self)
-        check(self)
 
 
 class Score(Part, Protocol):

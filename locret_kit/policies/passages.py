@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attention import recent_attention
-from .base import Count, Odd, Positive, Ratio, Reread, Slots
+from .base import Reread, Slots
+from .parameters import Count, Odd, Positive, Ratio
 from .registry import part
 
 

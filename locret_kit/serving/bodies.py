@@ -146,11 +146,11 @@ class ChatBody(CompletionBody):
         messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
         if document is not None:
             before, after = render_messages(tokenizer, messages, about=True)
-            if before != document.before:
+            if before != document.text.before:
                 raise ValueError(
                     "with document_id, no message may come before the first user message, system ones neither"
                 )
-            return document.prompt_before(after)
+            return document.text.ids_before(after)
         stream = IdStream(tokenizer, special=not has_template(tokenizer))
         return stream.finish(render_messages(tokenizer, messages)[1])
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.bounded import BoundedCache
-from ..documents.document import Document, Progress, describe
+from ..documents.document import Document, Progress
+from ..documents.text_record import describe
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy

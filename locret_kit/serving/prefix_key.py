@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..documents.document import hash_ids
+from ..documents.text_record import hash_ids
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from threading import Event, Lock
 
 from fastapi import HTTPException, Request
 
-from ..documents.document import Document, describe
+from ..documents.document import Document
+from ..documents.text_record import describe
 from ..naming import first_line
 from .engine import Engine
 from .store import Store, owner_of

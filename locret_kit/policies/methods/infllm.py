@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..base import Found, Positive, Recall, Slots, wide
+from ..base import Found, Recall, Slots, wide
+from ..parameters import Positive
 from ..registry import part, register
 from ..scopes import Sinks
 from .streaming import Recency

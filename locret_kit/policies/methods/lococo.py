@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from ...files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
 from ...naming import blaming
 from ...validation import made
-from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
+from ..base import Folded, Merge, Score, Slots, rank_of
+from ..parameters import Odd, Part, Positive
 from ..registry import part
 
 if TYPE_CHECKING:

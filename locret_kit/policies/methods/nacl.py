@@ -12,20 +12,8 @@ from locret_kernels.backend import function
 
 from ...backbones.rope import rotate
 from ..attention import Weight, recent_attention
-from ..base import (
-    Count,
-    Entry,
-    PositiveSize,
-    Ratio,
-    Scope,
-    Selection,
-    Size,
-    Slots,
-    best_of,
-    resolve_count,
-    share_of,
-    wanted_count,
-)
+from ..base import Entry, Scope, Selection, Slots, best_of, resolve_count, share_of, wanted_count
+from ..parameters import Count, PositiveSize, Ratio, Size
 from ..registry import part, register
 from ..scopes import Sinks
 from .random import hashed

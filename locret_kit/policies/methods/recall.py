@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Count, Found, Positive, Recall, Size, wide
+from ..base import Found, Recall, wide
+from ..parameters import Count, Positive, Size
 from ..registry import part, register
 
 PIECE = 64
