@@ -118,7 +118,7 @@ def make_card(
     prose: str,
     rows: Sequence[Row],
     given: Mapping[str, object] | None = None,
-    training: Any = None,
+    training: Mapping[str, Any] | None = None,
 ) -> str:
     """The whole card; metadata that its author wrote by hand (``given``) comes first, results come from ``rows``."""
     from huggingface_hub import EvalResult, ModelCardData
@@ -179,7 +179,7 @@ print(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
 """
 
 
-def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
+def describe(config: HeadsConfig, parameters: int, training: Mapping[str, Any] | None) -> str:
     """A card's prose for heads that come with none: their shape, and how they were trained where that is known."""
     width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     unit = {"logit": "attention logit", "log_prob": "log-probability"}[config.target]
@@ -190,7 +190,7 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
     }[config.form]
     plain = not training or training["loss"].get("kind", "smooth_l1") == "smooth_l1"
     plain = plain and (not training or training["target"]["kind"] != "log_mass")
-    whole = bool(training) and training.get("trains") == "end_to_end"
+    whole = bool(training and training.get("trains") == "end_to_end")
     plain = plain and not whole
     predicts = (
         f"the largest {unit} that later answer queries will give its slot" if plain else "what its slot will be worth"
@@ -283,7 +283,7 @@ def results_table(cells: Sequence[Cell]) -> str:
     return Table(head, lines).markdown().rstrip("\n")
 
 
-def read_card(file: Path) -> tuple[dict[str, Any], str]:
+def read_card(file: Path) -> tuple[dict[str, object], str]:
     """``(metadata, prose)`` of a card; nothing where there is no file.
 
     Raises:
@@ -306,7 +306,7 @@ def _beside(source: Path | None) -> Path | None:
     return folder.resolve() if folder.is_dir() else None
 
 
-def public(value: Any) -> Any:
+def public(value: object) -> Any:
     """A configuration's value with every local path in its texts cut to its last part, and so where ``out`` lies."""
     if isinstance(value, dict):
         return {k: Path(v).name if k == "out" and isinstance(v, str) else public(v) for k, v in value.items()}

@@ -26,7 +26,7 @@ ATTEMPTS = 3
 
 
 class OneRetryLine(logging.Filter):
-    """Of the client's warnings of calls that it sends again, the first alone, with what a user can do."""
+    """The first of the client's warnings of calls that it sends again, with what a user can do."""
 
     LOGGER = "huggingface_hub.utils._http"
     """Logger that it is for."""
@@ -48,7 +48,7 @@ class OneRetryLine(logging.Filter):
 
 
 class Access(TypedDict, total=False):
-    """How a repository is read, as ``huggingface_hub`` takes it."""
+    """Arguments of reading a repository, as ``huggingface_hub`` takes them."""
 
     revision: str | None
     token: str | bool | None

@@ -22,7 +22,7 @@ BUDGET, CHUNK = 1024, 512
 INT32_MAX = 2**31 - 1
 SCHEMES = ("compact", "clipped", "original")
 PROTECTED = ("first", "system", "markers")
-"""What ``protect`` may name."""
+"""Names that ``protect`` may have."""
 FIRST = 4
 """The first tokens of a text, on which much attention rests whatever they say. Source: StreamingLLM, arXiv 2309.17453."""
 PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
@@ -105,7 +105,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(StoreSettings):
-    """How the cache works. None leaves a setting to what the heads were published with, then to the default.
+    """Settings of the cache. None leaves a setting to what the heads were published with, then to the default.
 
     Raises:
         ValueError: a wrong type or a value out of bounds; names the setting, its value and the bound.

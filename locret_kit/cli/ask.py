@@ -65,7 +65,7 @@ def as_json(question: str, answer: Answer, cached: int, began: float) -> dict[st
 
 
 def repeated(document: Document) -> list[str]:
-    """What is read again with each question, where it is more than the text's open end."""
+    """Text that is read again with each question, where it is more than the text's open end."""
     policy, seen = document.cache.policy, document.cache.get_seq_length()
     if policy.reread is None:
         return []

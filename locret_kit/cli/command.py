@@ -32,7 +32,7 @@ def open_streams() -> None:
 
 
 def install_hint(error: ImportError) -> str:
-    """How to install a missing module that one of the package's extras brings; '' for others."""
+    """A hint how to install a missing module that one of the package's extras brings; '' for others."""
     missing = (error.name or "").split(".")[0]
     try:
         wanted = requires("locret-kit") or []

@@ -187,7 +187,7 @@ def _figure(argv: list[str]) -> int:
 
 
 def _drawn_from(config: FigureConfig | CurvesConfig) -> object:
-    """What a figure is made of."""
+    """The sources of a figure."""
     from ..config.figure_options import CurvesConfig, SweepConfig
 
     if isinstance(config, CurvesConfig):
@@ -260,7 +260,7 @@ def _lm_eval(argv: list[str]) -> int:
     return 0
 
 
-def engine_for_harness(settings: dict[str, Any]) -> tuple[Setup, Variant]:
+def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
     """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
     import torch
 

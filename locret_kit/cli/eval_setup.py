@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..settings import PUBLISHED
 
@@ -26,9 +26,9 @@ class EvalParts:
     """The backbone's name."""
     adapter: str | None
     heads: dict[str, RetainingHeads]
-    """By the name that rows give them: the checkpoint's last name, or 'untrained'."""
+    """Heads by the name that rows give them: the checkpoint's last name, or 'untrained'."""
     hashes: dict[str, str]
-    """Of the heads' weights."""
+    """Hashes of the heads' weights."""
 
     @property
     def trained(self) -> list[str]:
@@ -37,7 +37,7 @@ class EvalParts:
 
         return [name for name in self.heads if name != UNTRAINED]
 
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def facts(self) -> dict[str, dict[str, object]]:
         """Facts of each heads' checkpoint for ``config.json``."""
         return {
             name: {"weights": self.hashes[name], "inference": one.config.inference} for name, one in self.heads.items()

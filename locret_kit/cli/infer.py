@@ -148,7 +148,7 @@ def about(
 
 
 def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
-    """Where a report comes from. The heads are read anew for their hash, since the run has cast them."""
+    """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     from ..heads import RetainingHeads
     from ..runtime.provenance import provenance, weights_hash
 

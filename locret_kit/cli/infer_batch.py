@@ -121,7 +121,7 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
 
 
 def check_files(args: InferOptions) -> Path:
-    """Where answers go. Raises ValueError for files that cannot be, and for options of one text."""
+    """The file of the answers. Raises ValueError for files that cannot be, and for options of one text."""
     refuse(args, IDLE, "with --batch, whose lines say what is asked")
     refuse(args, ("gpu_memory",), "with --batch: a cache for each of --batch-size prompts is not planned yet")
     if not args.out:
@@ -266,7 +266,7 @@ def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokeniz
 
 
 def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """What is written of a prompt whose answer has ended."""
+    """The record of a prompt whose answer has ended."""
     if sequence.error is not None:
         return {"error": first_line(sequence.error)}
     return {

@@ -74,7 +74,7 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def silent_keys() -> Iterator[None]:
-    """What is typed or pasted meanwhile waits for the next prompt, and does not show between the words of an answer."""
+    """A block in which keys wait for the next prompt, and do not show between the words of an answer."""
     try:
         import termios
     except ImportError:  # not on Windows

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a run is made of; of the backbone the name alone."""
+    """The parts of a run; of the backbone the name alone."""
 
     backbone: str
     heads: RetainingHeads | None
@@ -37,7 +37,7 @@ class Chosen:
 
     @property
     def names(self) -> dict[str, str]:
-        """What a file may say of them: names as they were given, but of an absolute path the last part alone."""
+        """Names that a file may say: as they were given, but of an absolute path the last part alone."""
         recorded = self.config.adapter if self.config else None
         names = {
             "model": self.backbone,

@@ -15,14 +15,16 @@ from ..config.schema import Values
 from .command import command
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from ..planning.inference_plan import Setting
     from ..policies.policy import Policy
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
-"""Where neither the user nor the recipe says."""
+"""Defaults where neither the user nor the recipe says."""
 
 
-def resolve(name: str) -> tuple[Any, Values]:
+def resolve(name: str) -> tuple[PretrainedConfig, Values]:
     """``(configuration, {dotted key: value} of the recipe)`` of a recipe, a folder or a Hub id.
 
     Backbones of the recipes that ship are read from ``recipes/configs``; anything else is transformers' to find.

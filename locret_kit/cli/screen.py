@@ -1,4 +1,4 @@
-"""Where a chat is held: in a terminal, or line by line through pipes.
+"""Screens of a chat: a terminal, or pipes line by line.
 
 Answers go to stdout and everything else to stderr. In a terminal Ctrl-C sets a flag, which is looked at between two pieces of
 work: no forward is left in the middle.
@@ -115,7 +115,7 @@ class Pipes:
         """Raise Stopped after Ctrl-C."""
 
     def progress(self, what: str, *, patience_s: float = 0) -> Callable[[int, int], None]:
-        """How far a text is read, as a line on stderr after so many seconds. Checks for Ctrl-C."""
+        """Progress of reading a text, as a line on stderr after so many seconds. Checks for Ctrl-C."""
         show, began = progress(what), time.monotonic()
 
         def step(done: int, total: int) -> None:

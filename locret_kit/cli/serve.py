@@ -39,7 +39,7 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
 
 
 def hosts_of(args: ServeOptions) -> frozenset[str]:
-    """What the server is called. Raises ValueError for what is neither a name nor an address."""
+    """Names of the server. Raises ValueError for what is neither a name nor an address."""
     from ..serving.hosts import ANY, name_of
 
     names = set()

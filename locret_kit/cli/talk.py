@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from ..config.chat_options import READ, ChatOptions
 from ..config.command_line import given_by
@@ -20,6 +20,8 @@ from .loading import check_run
 from .terminal import check_target, text_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..cache.bounded import BoundedCache
     from ..documents.document import Document
     from ..runtime.session import Sampling
@@ -44,7 +46,7 @@ COMMANDS = {
 
 
 class Generating(TypedDict):
-    """How every answer is written."""
+    """Options of every answer."""
 
     max_new_tokens: int
     sampling: Sampling
@@ -55,7 +57,13 @@ class Talk:
     """A conversation and its commands, about no document yet."""
 
     def __init__(
-        self, args: ChatOptions, chosen: Chosen, model: Any, tokenizer: Any, sampling: Sampling, screen: Pipes
+        self,
+        args: ChatOptions,
+        chosen: Chosen,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        screen: Pipes,
     ) -> None:
         from ..documents.conversation import Chat
 

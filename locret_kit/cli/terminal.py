@@ -1,4 +1,4 @@
-"""What commands share in a terminal: text in, text and progress out, files that can be written."""
+"""Helpers of commands in a terminal: text in, text and progress out, files that can be written."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def text_of(file: str | None) -> Iterator[str]:
 
 
 def title_of(file: str | None) -> str:
-    """What a text is called: its file's name; '' from stdin."""
+    """A text's title: its file's name; '' from stdin."""
     return "" if file in (None, "-") else Path(str(file)).name
 
 
@@ -96,7 +96,7 @@ def progress(what: str = "prefill") -> Callable[[int, int], None]:
 
 
 def check_sampling(args: Generation) -> Sampling:
-    """How tokens are chosen. Raises ValueError for what is out of bounds, and for options that could not act."""
+    """Options of sampling. Raises ValueError for what is out of bounds, and for options that could not act."""
     from ..runtime.session import Sampling
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
@@ -130,7 +130,7 @@ def plain(value: object) -> str:
 
 
 def print_policies() -> int:
-    """What ``--list-policies`` prints; the exit status."""
+    """Print what ``--list-policies`` asks for; the exit status."""
     from ..policies.grammar import describe_policies
 
     print("\n".join(describe_policies()))

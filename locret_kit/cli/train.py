@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from pathlib import Path
 
 from ..config.command_line import read
 from ..config.recipes import TRAIN, USAGE
+from ..config.train_config import TrainConfig
 from .command import command
 
 
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def out_of_memory(said: str, cfg: Any) -> str:
+def out_of_memory(said: str, cfg: TrainConfig) -> str:
     """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
@@ -68,8 +69,8 @@ def out_of_memory(said: str, cfg: Any) -> str:
     return f"{words}, with data.max_tokens={tokens} and data.batch={cfg.data.batch}. By the plan {advice}; resume=auto goes on"
 
 
-def pool_flags(cfg: Any, folder: Any) -> str:
-    """How a pool is used as it was trained."""
+def pool_flags(cfg: TrainConfig, folder: Path) -> str:
+    """Flags with which a pool is used as it was trained."""
     heads = f"--ckpt {cfg.pool.heads} " if cfg.pool.heads else ""
     sizes = f"--budget {cfg.infer.budget} --chunk {cfg.infer.chunk}"
     return f"{heads}--model {cfg.backbone.model} {sizes} --policy '{cfg.pool.policy} merge=lococo({folder})'"

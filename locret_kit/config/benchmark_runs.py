@@ -87,7 +87,7 @@ class BenchmarkRun:
 
     block: str
     variation: str
-    """Of a grid: the key and its value, or ``AS_IT_IS``."""
+    """Variation of a grid: the key and its value, or ``AS_IT_IS``."""
     config: EvalConfig
 
 

@@ -29,7 +29,7 @@ class Conversation:
     """The conversation."""
 
     file: str | None = None
-    """What it is about: a document that locret-read or /save wrote, or a text (.txt, .md, .html, .pdf, .docx, .epub)."""
+    """Its subject: a document that locret-read or /save wrote, or a text (.txt, .md, .html, .pdf, .docx, .epub)."""
     history: Slots = 1024
     """Slots of a key/value head that the turns have, beside the document's budget. Older turns are evicted as text is."""
     system: str | None = None

@@ -74,11 +74,11 @@ class EvalConfig(RunSettings, Machine):
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the chat template; auto does as the benchmark does."""
     ending: Literal["infinitebench", "line", "blank", "lines", "blanks", "labels", "open"] = "infinitebench"
-    """How hidden-digits prompts end: 'infinitebench' (blank lines around the question), 'line' (text, then question and answer
+    """End of hidden-digits prompts: 'infinitebench' (blank lines around the question), 'line' (text, then question and answer
     in one line), 'blank' (the same after a blank line), 'lines' (a line each), 'blanks' (two blank lines each), 'labels'
     ('Question:', 'Answer:') or 'open' (the question without the answer's first words; through the chat template too)."""
     wording: Annotated[int, Interval(ge=0, le=9)] = 0
-    """How hidden digits are said and asked for: 0 is the benchmark's wording, 1 to 9 are others."""
+    """Words in which hidden digits are said and asked for: 0 is the benchmark's wording, 1 to 9 are others."""
     offset: Count = 0
     """Tokens of words without meaning in front of a hidden-digits prompt, which move it against the chunks."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None

@@ -22,7 +22,7 @@ Answer from a long text in a fixed key/value budget.
   locret-infer --batch prompts.jsonl -o answers.jsonl --ckpt checkpoints/smollm2-135m-locret"""
 
 Name = str | int
-"""What a line of a batch is called."""
+"""Name of a line of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class PlanOptions(RunSettings, Plugin):
     context: int = 131072
     """Prompt tokens."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights, heads, keys and values."""
+    """Type of weights, heads, keys and values."""
     policy: str = "locret"
     """A policy's name or an expression."""
     d_hidden: Slots | None = None

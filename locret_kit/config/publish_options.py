@@ -26,7 +26,7 @@ class PublishOptions:
     dry_run: bool = False
     """Print the files and the card, and send nothing."""
     message: str = "Upload retaining heads"
-    """Of the commit."""
+    """Message of the commit."""
     base_model: str | None = None
     """USER/NAME: the backbone as others load it. Default: what the heads say."""
     adapter: str | None = None

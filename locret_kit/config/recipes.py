@@ -63,7 +63,7 @@ def read_recipe(recipe: str) -> tuple[str, Values]:
 
 
 def recipes_folder() -> Path:
-    """Where the recipes that ship lie."""
+    """The folder of the recipes that ship."""
     try:
         return Path(str(resources.files("locret_recipes")))
     except ModuleNotFoundError:  # not installed: run from a checkout

@@ -32,13 +32,13 @@ class TargetConfig:
     """'logit' (the paper's: the largest raw attention logit), 'log_prob' (the same minus each query's log-sum-exp) or 'log_mass'
     (the logarithm of the mean attention of all queries, instead of the largest)."""
     window: Count = 0
-    """Of 'log_mass': tokens after a slot whose queries do not count."""
+    """For 'log_mass': tokens after a slot whose queries do not count."""
     values: bool = False
     """Adds the logarithm of the norm that a slot's value has after the output projection."""
     floor: Annotated[float, Lt(0)] = -12.0
     """Lower clip of 'log_prob' and 'log_mass' targets, nats."""
     queries: Literal["all", "answers", "replay"] = "all"
-    """Of ``data.queries=both``: queries that ask for this target, 'all', the 'answers' alone or the 'replay' alone."""
+    """For ``data.queries=both``: queries that ask for this target, 'all', the 'answers' alone or the 'replay' alone."""
     lead: Count = 0
     """Prompt tokens before each answer whose queries count as the answer's; the last one predicts its first token."""
 
@@ -51,9 +51,9 @@ class LossConfig:
     """'smooth_l1' or 'mse' (regression), 'bce_rank' or 'bce_mass' (cross-entropy with the slot's rank in its head, or with the
     attention itself), or 'boundary' (logistic, every slot against the last one that a budget keeps)."""
     budgets: Slots = 4
-    """Of 'boundary': budgets drawn in each step, from a sixteenth to a half of the prompt."""
+    """For 'boundary': budgets drawn in each step, from a sixteenth to a half of the prompt."""
     temperature: Annotated[float, Gt(0)] = 1.0
-    """Of 'boundary': the difference of scores that counts as one."""
+    """For 'boundary': the difference of scores that counts as one."""
     top_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.05
     """Share of each KV head's slots, those of highest target, that weigh ``top_weight``."""
     top_weight: Annotated[float, Ge(1)] = 1.0
@@ -61,7 +61,7 @@ class LossConfig:
     smoothing: Annotated[float, Ge(0)] = 0.0025
     """Weight (alpha) of the mean squared difference of neighbouring predictions, in each layer."""
     beta: Annotated[float, Gt(0)] = 1.0
-    """Where SmoothL1 goes from quadratic to linear, in the target's unit."""
+    """Difference at which SmoothL1 goes from quadratic to linear, in the target's unit."""
 
 
 @dataclass

@@ -110,7 +110,7 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """Where training runs, and what it writes when."""
+    """The machine, and what training writes when."""
 
     accelerator: str = "auto"
     """Lightning's name: 'auto', 'cpu', 'gpu', ..."""

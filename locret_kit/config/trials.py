@@ -13,7 +13,7 @@ from .train_config import TrainConfig
 from .yaml_values import flattened, read_yaml, values_of
 
 OWN = ("heads.", "target.", "loss.", "infer.", "optim.lr", "optim.betas", "optim.weight_decay")
-"""What a trial may set by itself: everything else decides what the forwards are, or when they are made."""
+"""Settings that a trial may have by itself: everything else decides what the forwards are, or when they are made."""
 
 
 def trials_of(config: TrainConfig) -> dict[str, TrainConfig]:

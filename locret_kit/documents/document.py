@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..policies.policy import Policy
 
 Progress = Callable[[int, int], None]
-Reader = Callable[[Any, "array[int]", BoundedCache, Progress | None], None]
+Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], None]
 
 
 class Document:

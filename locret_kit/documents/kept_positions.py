@@ -1,4 +1,4 @@
-"""What a document holds of its text: positions by layer and head."""
+"""Tokens of its text that a document holds: positions by layer and head."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Kept:
     seen: int
     """Tokens that were read into the cache; those after them are read with each question."""
     positions: list[list[np.ndarray]]
-    """Of each layer and key/value head, ascending."""
+    """Positions of each layer and key/value head, ascending."""
 
     def heads(self, layer: int | None = None, head: int | None = None) -> tuple[np.ndarray, int]:
-        """How many of the heads of all layers, or of one layer or head, hold each token that was read ``[seen]``; and how many
+        """Number of the heads of all layers, or of one layer or head, that hold each token that was read ``[seen]``; and how many
         heads these are.
 
         Raises:
@@ -59,7 +59,7 @@ def _one(items: list[T], number: int | None, what: str) -> list[T]:
 
 
 def kept_of(document: Document) -> Kept:
-    """What a document at hand holds.
+    """Tokens that a document at hand holds.
 
     Raises:
         ValueError: it was loaded from a file without its text.
@@ -74,7 +74,7 @@ def kept_of(document: Document) -> Kept:
 
 
 def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
-    """What the document in a file holds.
+    """Tokens that the document in a file holds.
 
     Raises:
         OSError: there is no such file. ValueError: it is damaged, is of another tokenizer, or holds no text.

@@ -32,7 +32,7 @@ UNKNOWN = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecord:
-    """What a saved document says about its text.
+    """A saved document's record of its text.
 
     Raises:
         ValueError: a field of another type or out of its bound; it is named.
@@ -41,7 +41,7 @@ class TextRecord:
     title: str
     tokens: Count
     sha256: str | None
-    """Of the token ids, as little-endian 32-bit integers; None where they are not known."""
+    """Hash of the token ids, as little-endian 32-bit integers; None where they are not known."""
     text: bool
     """Whether the ids are in the file."""
     open: str
@@ -55,7 +55,7 @@ class TextRecord:
     """The budget as a share of the document, where it was given so."""
     tokenizer: dict[str, object]
     names: dict[str, str]
-    """What the backbone and the heads were called. Names help to find them; content decides whether they are the same."""
+    """Names of the backbone and the heads. They help to find them; content decides whether they are the same."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -68,7 +68,7 @@ class TextRecord:
 
 
 def describe(path: str | Path) -> tuple[Saved, TextRecord]:
-    """What a file says of its cache and of its text, whose tensors are not read.
+    """A file's records of its cache and its text, whose tensors are not read.
 
     Raises:
         OSError: there is no such file. ValueError: its record is damaged, or it holds no document.
@@ -77,7 +77,7 @@ def describe(path: str | Path) -> tuple[Saved, TextRecord]:
 
 
 def stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
-    """What a file's record says of its cache and of its text."""
+    """The parts of a file's record: of its cache and of its text."""
     saved = Saved.of(record, path)
     with blaming(str(path), ValueError):
         if saved.document is None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ..backbones.families import BackboneSpec, spec_of
 from ..backbones.slices import SLICE
 from ..backbones.weight_bits import scratch_bytes, stored_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -27,7 +31,7 @@ class BackboneSizes:
     parameters: int
 
     @classmethod
-    def of(cls, config: Any) -> BackboneSizes:
+    def of(cls, config: PretrainedConfig) -> BackboneSizes:
         """Read a (text) configuration. The workspace of an architecture without an adapter is that of a like model of a known
         family."""
         hidden = config.hidden_size
@@ -85,7 +89,7 @@ class BackboneSizes:
         )
 
 
-def parameters_of(config: Any) -> int:
+def parameters_of(config: PretrainedConfig) -> int:
     """Weights of the language model, tied embeddings once, made without memory for them."""
     from transformers import AutoModelForCausalLM
 

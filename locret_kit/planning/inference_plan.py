@@ -36,7 +36,7 @@ from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 ROTATION_COPIES = 4
 """Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
 UNPACK_BYTES, QUANTISE_BYTES = 17, 20
-"""Of a key's or value's number while codes are read (codes, both float16 levels, three float32), and while keys are written
+"""Bytes of a key's or value's number while codes are read (codes, both float16 levels, three float32), and while keys are written
 (the key, its levels, three float32)."""
 LOCRET = parse_policy("locret")
 
@@ -50,7 +50,7 @@ class Setting:
     run: RunSettings
     """Settings of the cache; ``chunk`` is that of reading in chunks, also where ``one_shot`` leaves it aside."""
     dtype: str = "bfloat16"
-    """Of weights, heads, keys and values."""
+    """Type of weights, heads, keys and values."""
     d_hidden: int = 1024
     """Width of the retaining heads, for a policy that needs them."""
     policy: Policy = LOCRET
@@ -90,7 +90,7 @@ class Setting:
 
     @property
     def recall(self) -> Recall | None:
-        """How evicted slots come back, in the sizes of this budget."""
+        """The recall of evicted slots, in the sizes of this budget."""
         return self.policy.at(self.schedule.budget).recall
 
     @property

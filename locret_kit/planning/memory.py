@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,10 @@ from ..sizes import UNITS, parse_bytes, show
 from .backbone_sizes import BackboneSizes
 from .fitting_settings import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
 from .inference_plan import Plan, Setting, plan_inference
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 
 PLANNED_CHUNK = 4096
 """Tokens of a chunk that nobody named, where they fit: matrices of so many rows are large for every card."""
@@ -45,7 +49,7 @@ def cap_gpu_memory(gpu_memory: str, device: str | None) -> int:
     return cap - RESERVE
 
 
-def fit_plan(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
+def fit_plan(config: PretrainedConfig, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
     """The setting that a run within ``cap`` bytes takes, as it is or with the largest smaller chunk that fits, and its plan.
 
     Raises:
@@ -62,7 +66,7 @@ class explain_oom:
     """A block in which an out-of-memory error of a run becomes an ``OutOfMemory`` that says what would fit. A class, since from
     Python 3.12 on a generator's context that raises leaves a cycle, which holds what ran out of memory."""
 
-    model: Any
+    model: PreTrainedModel
     cache: BoundedCache
     tokens: int
 
@@ -74,7 +78,7 @@ class explain_oom:
             raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
 
 
-def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
+def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int) -> str:
     """One line from PyTorch's message and the run's own setting."""
     figures = allocator_figures(said)
     config = text_config(model)

@@ -55,7 +55,7 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        """Of all caches on the device."""
+        """Bytes of all caches on the device."""
         return self.count * self.each
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ class TrainSetting:
     batch: Positive = 1
     """Samples of one forward (``data.batch``), padded to the longest."""
     dtype: str = "bfloat16"
-    """Of the backbone; heads, their gradients and AdamW's two moments are float32."""
+    """Type of the backbone; heads, their gradients and AdamW's two moments are float32."""
     d_hidden: Positive = 1024
     block: Positive = 64
     """Answer queries that the target reads at a time (`column_max`)."""

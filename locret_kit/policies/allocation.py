@@ -1,4 +1,4 @@
-"""How many slots each layer and each head gets."""
+"""Numbers of slots of each layer and each head."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Allocation(Part, Protocol):
         return valid_BHS.sum(-1).clamp(max=keep)
 
     def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
-        """What ``head_budgets`` of an allocation over heads compares: by default scores that are comparable across heads."""
+        """Worth that ``head_budgets`` of an allocation compares: by default scores that are comparable across heads."""
         return score.comparable(scores_BHS, slots)
 
 
@@ -224,8 +224,8 @@ class Sparse(Part, Protocol):
         return
 
     def choose(self, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Blocks:
-        """What the query ``heads`` of a layer attend to for the newest ``T`` of the ``S`` rows: their own among it. Queries and
-        keys as attention takes them (rotated)."""
+        """Blocks that the query ``heads`` of a layer attend to for the newest ``T`` of the ``S`` rows, their own among them.
+        Queries and keys as attention takes them (rotated)."""
 
 
 class Reread(Part, Protocol):
@@ -248,7 +248,7 @@ class Reread(Part, Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """What is known on the device of a layer's stored blocks, ``N`` a head."""
+    """Index, on the device, of a layer's stored blocks, ``N`` a head."""
 
     index_BHNRD: Tensor
     """Keys of the representatives, those of one view after another, in the form of the queries."""

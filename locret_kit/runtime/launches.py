@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -57,6 +59,13 @@ class Operation:
         return max(busy, self.nbytes / (card.copy * share), waits, card.launch)
 
 
+class Kernel(Protocol):
+    """A Triton kernel."""
+
+    __name__: str
+    arg_names: Sequence[str]
+
+
 class Recorder(TorchDispatchMode):
     """Collects operations while ``where`` says into which list."""
 
@@ -68,7 +77,9 @@ class Recorder(TorchDispatchMode):
         self.rows = 0
         """Rows of a head that one token's attention reads."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in SYNCING_OPS:
             self.waits.append(name)
@@ -82,11 +93,12 @@ class Recorder(TorchDispatchMode):
             self.made[self.where].append(_operation(name, args, kwargs, out))
         return out
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], *args: object, **constants: Any) -> None:
         """In the place of ``locret_kernels.common.launch``."""
         if not self.where:
             return
-        name, given = kernel.__name__.strip("_"), dict(zip(kernel.arg_names, args, strict=False)) | constants
+        name = kernel.__name__.strip("_")
+        given: dict[str, Any] = dict(zip(kernel.arg_names, args, strict=False)) | constants
         # What stands in for a tensor that a kernel does not read is one of the others.
         nbytes, passes, steps = sum(map(extent, {id(x): x for x in args}.values())), 0, 0
         if name == "compact_rows":  # rows that stay are read and written, whatever the buffer holds
@@ -107,12 +119,12 @@ class Recorder(TorchDispatchMode):
         self.made[self.where].append(Operation(name, part, kind, 0.0, nbytes, passes, steps))
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
-def _has_work(out: Any) -> bool:
+def _has_work(out: object) -> bool:
     """Whether anything is written: nothing is launched for tensors without elements."""
     return any(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
 
@@ -124,7 +136,7 @@ def extent(x: object) -> int:
     return x.element_size() * prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
-def _operation(name: str, args: Any, kwargs: Any, out: Any) -> Operation:
+def _operation(name: str, args: tuple[Any, ...], kwargs: dict[str, object], out: object) -> Operation:
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
     flops, nbytes = 0.0, float(sum(map(extent, given)) + sum(map(extent, made)))

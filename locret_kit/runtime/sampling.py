@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; ``temperature=0`` is greedy."""
+    """The choice of the next token; ``temperature=0`` is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0

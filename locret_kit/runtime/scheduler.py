@@ -106,7 +106,7 @@ class PromptScheduler(Generic[P]):
             before += entry.prompt.left - entry.taken
 
     def _place(self, left: int, promoted: QueueEntry[P] | None = None) -> int | None:
-        """Where in the order a prompt can enter, or a book that is ``promoted``; None where someone would wait too long."""
+        """Place in the order for a prompt, or a book that is ``promoted``; None where someone would wait too long."""
         if any(book.passed >= self.patience and book.prompt.left for book in self._books if book is not promoted):
             return None
         place = len(self._order)

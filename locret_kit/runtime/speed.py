@@ -15,10 +15,9 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..backbones.families import decoder_of, require_adapter, spec_of
 from ..backbones.intercept import attach
@@ -38,16 +37,16 @@ class Recorded:
     """Launches of one layer, and of a whole decoded token."""
 
     chunk: tuple[Operation, ...]
-    """Of one layer, in a prefill chunk that begins with a full cache."""
+    """Launches of one layer, in a prefill chunk that begins with a full cache."""
     token: tuple[Operation, ...]
-    """Of one layer, for a decoded token."""
+    """Launches of one layer, for a decoded token."""
     around: tuple[Operation, ...]
-    """Outside of the layers, for a decoded token."""
+    """Launches outside of the layers, for a decoded token."""
     waits: tuple[str, ...]
-    """Where the host would wait for the device."""
+    """Places at which the host would wait for the device."""
 
 
-def record(config: Any, setting: Setting) -> Recorded:
+def record(config: PretrainedConfig, setting: Setting) -> Recorded:
     """The operations of a layer at a full cache, of a model without memory for it.
 
     Raises:
@@ -101,16 +100,16 @@ def record(config: Any, setting: Setting) -> Recorded:
 
 
 @contextmanager
-def _layers(model: Any, recorder: Recorder) -> Iterator[None]:
+def _layers(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
     """Operations of the second layer go where ``inside`` says; those of the first one, which also makes what layers share,
     nowhere."""
     outside = ""
 
-    def enter(layer: int, *call: Any) -> None:
+    def enter(layer: int, *call: object) -> None:
         nonlocal outside
         outside, recorder.where = recorder.where, recorder.inside if layer else ""
 
-    def leave(*call: Any) -> None:
+    def leave(*call: object) -> None:
         recorder.where = outside
 
     with ExitStack() as stack:
@@ -132,23 +131,23 @@ class Speed:
 
     @property
     def chunk_floor(self) -> float:
-        """Of a layer's steady chunk: its products and attention at the matmul ceiling."""
+        """Floor of a layer's steady chunk: its products and attention at the matmul ceiling."""
         return sum(x.flops for x in self.recorded.chunk) / self.card.matmul
 
     @property
     def chunk(self) -> float:
-        """Of a layer's steady chunk."""
+        """Seconds of a layer's steady chunk."""
         return self._sum(self.recorded.chunk)
 
     @property
     def newer_chunk(self) -> float | None:
-        """Of a layer's steady chunk with FlashAttention-3; None where the card has none."""
+        """Seconds of a layer's steady chunk with FlashAttention-3; None where the card has none."""
         card = self.card
         return None if card.newer is None else replace(self, card=replace(card, attention=card.newer)).chunk
 
     @property
     def token(self) -> float:
-        """Of a decoded token at a full cache, as a CUDA graph."""
+        """Seconds of a decoded token at a full cache, as a CUDA graph."""
         return self.layers * self._sum(self.recorded.token) + self._sum(self.recorded.around)
 
     def _sum(self, operations: tuple[Operation, ...]) -> float:
@@ -192,7 +191,7 @@ def bytes_read(backbone: BackboneSizes, tied: bool, dtype: str, rows: int, kv_bi
     return item * (backbone.parameters - table) + held * (kv_bits or 8 * item) // 8
 
 
-def predict(config: Any, setting: Setting, card: Card, recorded: Recorded | None = None) -> Speed:
+def predict(config: PretrainedConfig, setting: Setting, card: Card, recorded: Recorded | None = None) -> Speed:
     """The speed of a run on a card. ``recorded`` spares recording again for another card."""
     backbone = BackboneSizes.of(config)
     least = bytes_read(backbone, config.tie_word_embeddings, setting.dtype, setting.budget, setting.run.kv_bits)

@@ -16,7 +16,7 @@ JARGON = (
     Path(__file__).resolve().parents[2] / "data" / "jargon.txt.gz",
     Path("/usr/share/doc/jargon-text/jargon.txt.gz"),
 )
-"""Where the Jargon File 4.4.7 is looked for: in the repository, and where Debian's package has the same bytes."""
+"""Places of the Jargon File 4.4.7: in the repository, and where Debian's package has the same bytes."""
 TEXTS = (".txt", ".txt.gz", ".md")
 """Endings of files of text."""
 _START = re.compile(r"(?<=\n)(?=[ \t]*\S)|(?<=[.!?] )(?=\S)")

@@ -136,7 +136,7 @@ class Needle:
     n_tokens: int
     """Length of `prompt` in tokens, special tokens not counted."""
     depth: float
-    """Where the needle really stands: characters of haystack before it, as a fraction in [0, 1]."""
+    """Place of the needle: characters of haystack before it, as a fraction in [0, 1]."""
     document: str
     """Instruction, blank line, and haystack with needle."""
     question: str

@@ -1,4 +1,4 @@
-"""What texts have in common, counted in 13-grams of words.
+"""Overlap of texts, counted in 13-grams of words.
 
 A word is what stands between white space, lower-cased and without punctuation; punctuation alone is no word. A gram is
 13 words in a row. Source: GPT-3, arXiv 2005.14165, appendix C.
@@ -62,7 +62,7 @@ def union(found: Sequence[Grams]) -> Grams:
 
 
 def among(some: Grams, known: Grams) -> NDArray[np.bool_]:
-    """Which of ``some`` are in the sorted set ``known``."""
+    """Whether each of ``some`` is in the sorted set ``known``."""
     if not len(known):
         return np.zeros(len(some), np.bool_)
     return known[np.searchsorted(known, some).clip(max=len(known) - 1)] == some

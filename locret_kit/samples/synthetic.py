@@ -31,7 +31,7 @@ _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
 
 @dataclass(frozen=True)
 class Wording:
-    """What samples are worded with, their real text aside."""
+    """The words of samples, their real text aside."""
 
     facts: Sequence[Template]
     prompts: Sequence[str]

@@ -1,4 +1,4 @@
-"""What is refused before a body is held."""
+"""Refusals before a body is held."""
 
 from __future__ import annotations
 

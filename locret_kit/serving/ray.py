@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 from ray import serve
@@ -188,7 +187,7 @@ def problem(status: int, message: str) -> JSONResponse:
     )  # fmt: skip
 
 
-def by_slots(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+def by_slots(context: AutoscalingContext) -> tuple[int, dict[str, object]]:
     """Replicas that are wanted, so that no more than ``FULL`` of their slots are in use."""
     used = sum((context.aggregated_metrics or {}).get("slots", {}).values())
     least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
@@ -214,7 +213,7 @@ def app(args: dict[str, str]) -> serve.Application:
     if not value_of(words, "session_dir"):
         raise ValueError("options need --session-dir: a folder that all replicas see")
     least, _, most = given["replicas"].partition("-")
-    scaling: dict[str, Any] = {"num_replicas": int(least)}
+    scaling: dict[str, object] = {"num_replicas": int(least)}
     if most:
         policy = AutoscalingPolicy(policy_function=by_slots)
         scaling = {

@@ -1,4 +1,4 @@
-"""What a server's sessions are, and which saved caches one of them could hold."""
+"""The settings of a server's sessions, and the saved caches that one of them could hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests share: the engine, the keys, and the documents of their owners."""
+"""State that requests share: the engine, the keys, and the documents of their owners."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Limits:
     prompt_tokens: int = 131072
     answer_tokens: int = 4096
     body_bytes: int = 8 << 20
-    """Of a JSON body."""
+    """Bytes of a JSON body, at most."""
     upload_bytes: int = 64 << 20
     documents: int = 8
     """Documents in memory, of all owners."""
@@ -83,9 +83,9 @@ class Server:
     """Policies that a request may ask for."""
     limits: Limits = field(default_factory=Limits)
     hosts: frozenset[str] = frozenset()
-    """What it is called beside loopback's names and its address; matters without keys alone."""
+    """Its names beside loopback's and its address; they matter without keys alone."""
     documents: dict[str, UploadedDocument] = field(default_factory=dict)
-    """By their ids. Several threads change it, so it is copied before it is looped over."""
+    """Documents by their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     readers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
@@ -94,7 +94,7 @@ class Server:
     converting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One file at a time, so that the memory of a conversion is that of one."""
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    """Of the owners' names."""
+    """Salt of the owners' names."""
     ended: Event = field(default_factory=Event)
     """Set when it stops."""
     _looking: Lock = field(default_factory=Lock)

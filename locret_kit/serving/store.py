@@ -117,7 +117,7 @@ class Store:
                 self._add(file.path.stem, file)
 
     def _look(self, path: Path) -> File | None:
-        """What a file is; None for one that is not of this folder, that is gone, or that is damaged and removed."""
+        """The record of a file; None for one that is not of this folder, that is gone, or that is damaged and removed."""
         name, owner = path.stem, path.parent.name
         if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
             return None
@@ -168,7 +168,7 @@ class Store:
             return name in self._files
 
     def sessions(self, owner: str) -> list[PrefixKey]:
-        """What an owner's sessions have read."""
+        """Keys of what an owner's sessions have read."""
         with self._lock:
             return list(self._mine.get(owner, {}).values())
 
@@ -321,7 +321,7 @@ class Store:
 
 
 def _key_of(name: str, owner: str, about: dict[str, object]) -> PrefixKey:
-    """What a session's file says that it has read. Raises ValueError."""
+    """The key of what a session's file has read. Raises ValueError."""
     document, tokens, digest = (about.get(field) for field in ("about", "tokens", "sha256"))
     right = isinstance(document, str) and type(tokens) is int and isinstance(digest, str) and len(about) == 3
     if not right:

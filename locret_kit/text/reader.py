@@ -126,7 +126,7 @@ def _text(data: bytes, name: str, suffix: str, limit: int) -> str:
 
 
 def _format(data: bytes, suffix: str) -> str:
-    """What the bytes are: '.pdf', '.docx', '.epub', words for a format that is not read, or '' for text."""
+    """The format of the bytes: '.pdf', '.docx', '.epub', words for a format that is not read, or '' for text."""
     if data.startswith(b"%PDF-") or (suffix == ".pdf" and b"%PDF-" in data[:1024]):
         return ".pdf"
     if data.startswith(b"PK\x03\x04"):

@@ -130,7 +130,7 @@ def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
 
 
 def around_turn(tokenizer) -> tuple[str, str]:
-    """What `render_turn` puts before and after the question; nothing without a template. Raises ValueError as it does."""
+    """Text that `render_turn` puts before and after the question; '' without a template. Raises ValueError as it does."""
     if not has_template(tokenizer):
         return "", ""
     marker = _marker([])

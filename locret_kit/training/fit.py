@@ -38,7 +38,7 @@ TRAININGS: dict[str, type[FrozenTraining]] = {
     "end_to_end": EndToEndTraining,
     "pool": PoolTraining,
 }
-"""By ``trains``, the configuration's key."""
+"""Trainings by ``trains``, the configuration's key."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -29,7 +29,7 @@ BAR = ("loss", "recall", "tok/s")
 
 
 def trained_with(cfg: TrainConfig) -> dict[str, object]:
-    """What ``TRAINING`` holds: every setting, and the samples that were set aside."""
+    """The content of ``TRAINING``: every setting, and the samples that were set aside."""
     return {**asdict(cfg), "set_aside": cfg.data.val_samples}
 
 
@@ -70,7 +70,7 @@ class FrozenTraining(L.LightningModule, ABC):
     def used(self) -> nn.Module:
         """The part of the backbone that a step runs."""
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, object]]:
         """Weights that share an optimiser's settings, with those that are not the configuration's."""
         return [{"params": list(self.parameters())}]
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from ..cache.attention import attend_rows, attend_text
 from ..heads import RetainingHeads
 
 HALVINGS = 40
-"""Of the interval that holds a threshold."""
+"""Halvings of the interval that holds a threshold."""
 
 
 def threshold(scores_XS: Tensor, keep: int, temperature: float) -> Tensor:
@@ -130,7 +129,7 @@ class Gated(Handler):
         if self.windows[layer] is not None:
             return attend_text(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
         scores_BHT = self.heads[layer](q_BQTD.detach(), k_BHTD.detach(), v_BHTD.detach())
-        run: Callable[..., Any] = checkpoint if torch.is_grad_enabled() else _plainly
+        run: Callable[..., Tensor] = checkpoint if torch.is_grad_enabled() else _plainly
         out: Tensor = run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, scaling, use_reentrant=False)
         return out
 

@@ -87,7 +87,7 @@ class HeadTraining(FrozenTraining):
             write_json(folder / TRAINING, trained_with(trial.cfg))
         return out / "heads"
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, object]]:
         return [
             {
                 "params": list(trial.heads.parameters()), "lr": trial.cfg.optim.lr,

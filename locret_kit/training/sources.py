@@ -183,7 +183,7 @@ class Synthetic:
         self.data, self.tokenizer, self.seed = data, tokenizer, seed
         self._named: set[str] = set()
         self.texts = [load_text(source) for source in data.texts]
-        """What is trained on."""
+        """Texts that are trained on."""
         self[0]
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:

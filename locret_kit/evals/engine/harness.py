@@ -186,7 +186,7 @@ class LocretLM(TemplateLM):
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """How tokens are chosen, from the harness's normalised ``generation_kwargs``.
+    """Options of sampling, from the harness's normalised ``generation_kwargs``.
 
     Raises:
         ValueError: a setting that there is not here, a value out of bounds, or sampling without a temperature.

@@ -298,7 +298,7 @@ class Shard:
         self._lock.release()
 
 
-def read_config(out: Path) -> dict[str, Any]:
+def read_config(out: Path) -> dict[str, object]:
     """The settings that a folder's rows share; nothing where it says none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How every figure looks: lines that differ in dash and marker as well as in colour, and one way to save them."""
+"""The look of every figure: lines that differ in dash and marker as well as in colour, and one way to save them."""
 
 from __future__ import annotations
 

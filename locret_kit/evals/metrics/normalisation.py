@@ -77,5 +77,5 @@ def jieba_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _private_folder() -> TemporaryDirectory[str]:
-    """Where jieba caches its dictionary: it unpickles what it finds there, and in a shared /tmp anybody can leave a file."""
+    """Cache folder of jieba's dictionary: it unpickles what it finds there, and in a shared /tmp anybody can leave a file."""
     return TemporaryDirectory(prefix="jieba.")

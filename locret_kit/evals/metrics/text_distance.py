@@ -48,7 +48,7 @@ def rouge_jieba(output: str, answer: Answer, extra: Extra) -> Figures:
 
 
 def distance(output: str, answer: Answer, extra: Extra) -> Figures:
-    """How near two texts are: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
+    """Nearness of two texts: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
     reference = str(as_list(answer)[0])
     figures = {
         **rouge(output, reference, extra),
@@ -61,7 +61,7 @@ def distance(output: str, answer: Answer, extra: Extra) -> Figures:
 
 
 def reconstruction(output: str, answer: Answer, extra: Extra) -> Figures:
-    """How much of the text itself was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
+    """Share of the text itself that was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
     bleu = library("sacrebleu").sentence_bleu(output, [str(answer)]).score / 100
     return {**rouge(output, answer, extra), "bleu": bleu}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ...naming import blaming
 from ...samples.records import SUFFIXES, read_records, to_messages
@@ -33,7 +32,7 @@ def records_task(path: str, samples: int) -> Task:
     return task_of(entry, enumerate(_questions(path)), samples)
 
 
-def _questions(path: str) -> Iterator[dict[str, Any]]:
+def _questions(path: str) -> Iterator[dict[str, object]]:
     for number, record in enumerate(read_records(path)):
         asked = record.get("instructions")
         for index in range(len(asked) if isinstance(asked, list) and asked else 1):

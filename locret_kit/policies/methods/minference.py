@@ -37,7 +37,7 @@ class Pattern(NamedTuple):
     """Pattern of one head."""
 
     kind: str
-    """Of ``KINDS``."""
+    """One of ``KINDS``."""
     vertical: int
     """Columns; for ``stream_llm`` the first tokens."""
     slash: int
