@@ -89,9 +89,9 @@ def write_release(
     training = None
     for file in sorted({file for pattern in EXTRAS for file in beside.glob(pattern)}) if beside else ():
         if file.suffix == ".jsonl":
-            content, found = public_rows(file, heads.config.backbone, config.backbone)
+            content, released_rows = public_rows(file, heads.config.backbone, config.backbone)
             (target / file.name).write_bytes(content)
-            rows += found
+            rows += released_rows
         elif file.name == TRAINING:
             training = public(read_json(file))
             write_json(target / TRAINING, training)
@@ -219,14 +219,14 @@ def describe(config: HeadsConfig, parameters: int, training: Mapping[str, Any] |
             f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, {learned}. "
             f"The whole configuration is in `{TRAINING}`.",
         ]
-        if held := training.get("set_aside"):  # a run that does not say so may have trained on them
+        if set_aside := training.get("set_aside"):  # a run that does not say so may have trained on them
             made = "synthetic" in data["sources"]
             apart = ["no record with a document of theirs"] if not made or len(data["sources"]) > 1 else []
             apart += (
                 ["no 13 words in a row of the texts that they hide facts in and none of their facts"] if made else []
             )
             paragraphs.append(
-                f"Validation samples ({held}) were set aside before training: {', and '.join(apart)} was trained on."
+                f"Validation samples ({set_aside}) were set aside before training: {', and '.join(apart)} was trained on."
             )
     return "\n\n".join(paragraphs)
 
@@ -315,10 +315,10 @@ def public(value: object) -> Any:
     return re.sub(r"[^\s()=,:'\"\[\]]+", _public_word, value) if isinstance(value, str) else value
 
 
-def _public_word(found: re.Match[str]) -> str:
-    word = found[0].replace("\\", "/")
+def _public_word(match: re.Match[str]) -> str:
+    word = match[0].replace("\\", "/")
     on_hub = REPO.match(word) and not _FILE.search(word) and not word.startswith(("checkpoints/", "data/", "runs/"))
-    return found[0] if "/" not in word or (on_hub and not Path(resolve_model(word)).exists()) else Path(word).name
+    return match[0] if "/" not in word or (on_hub and not Path(resolve_model(word)).exists()) else Path(word).name
 
 
 def _hub_name(field: str, given: object, recorded: str) -> str:

@@ -169,8 +169,8 @@ def _check_ours(repo: str, names: list[str], name: str, wanted: str, token: str 
     names = [n for n in names if n not in (".gitattributes", "README.md")]
     if not names:
         return
-    found = read_json(Path(hf_hub_download(repo, name, token=token))) if name in names else None
-    if not isinstance(found, dict) or found.get("format") != wanted:
+    config = read_json(Path(hf_hub_download(repo, name, token=token))) if name in names else None
+    if not isinstance(config, dict) or config.get("format") != wanted:
         raise ValueError(f"it exists and holds something else ({', '.join(names[:3])}); give another name")
 
 

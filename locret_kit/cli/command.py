@@ -39,9 +39,9 @@ def install_hint(error: ImportError) -> str:
     except PackageNotFoundError:  # run from a checkout
         return ""
     for requirement in wanted:
-        found = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
-        if found and found[1].replace("-", "_") == missing:
-            return f": pip install 'locret-kit[{found[2]}]'"
+        match = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
+        if match and match[1].replace("-", "_") == missing:
+            return f": pip install 'locret-kit[{match[2]}]'"
     return ""
 
 

@@ -138,8 +138,8 @@ def settings_of(
     scaled = {name: given.resolved(one, prompt_length) for name, one in (published or {"-": {}}).items()}
     settings = scaled.get(variant.heads, next(iter(scaled.values())))
     for name in PUBLISHED[1:] if variant.budget and variant.heads not in scaled else ():
-        if len(found := {getattr(one, name) for one in scaled.values()}) > 1:
-            values = " and ".join(sorted(map(str, found)))
+        if len(several := {getattr(one, name) for one in scaled.values()}) > 1:
+            values = " and ".join(sorted(map(str, several)))
             raise ValueError(f"policy={variant.policy}: the checkpoints have {name}={values}: give {name}=...")
     return settings
 

@@ -53,26 +53,26 @@ def run(args: InferOptions) -> int:
     if questions == [None]:
         refuse(args, ("chat",), "without --question: the text is then the whole prompt")
     sampling = check_sampling(args)
-    found: list[dict[str, object]] = []
+    reports: list[dict[str, object]] = []
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
     ready = of_text(args, questions, sampling, say)
     for question, answer in zip(questions, ready.answers, strict=True):
-        for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not found else ():
+        for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not reports else ():
             if line:
                 print(line, file=sys.stderr)
-        write_answer(answer, question if len(questions) > 1 else None, first=not found)
+        write_answer(answer, question if len(questions) > 1 else None, first=not reports)
         for line in answer.report.lines():
             say(line)
         if answer.finish_reason == "length":
             say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
         asked = {"question": question} if len(questions) > 1 else {}
         said = {"answer": str(answer), "finish_reason": answer.finish_reason}
-        found.append({**asked, **answer.report.to_dict(), **said})
+        reports.append({**asked, **answer.report.to_dict(), **said})
     if args.report:
         from ..files import write_json
 
-        answers = found[0] if len(found) == 1 else {"answers": found}
-        write_json(Path(args.report).resolve(), {**origin_of(ready.chosen, found[0]["backend"]), **answers})
+        answers = reports[0] if len(reports) == 1 else {"answers": reports}
+        write_json(Path(args.report).resolve(), {**origin_of(ready.chosen, reports[0]["backend"]), **answers})
     return 0
 
 

@@ -85,10 +85,10 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
         tqdm(total=len(names), initial=len(names) - len(left), unit="prompt", disable=args.quiet) as bar,
     ):
 
-        def write(name: Name, **found: object) -> None:
-            print(json.dumps({"id": name, **found}, ensure_ascii=False), file=out, flush=True)
+        def write(name: Name, **record: object) -> None:
+            print(json.dumps({"id": name, **record}, ensure_ascii=False), file=out, flush=True)
             bar.update()
-            if "error" in found:
+            if "error" in record:
                 errors.append(name)
 
         def new_cache(line: Line) -> BoundedCache:
@@ -210,12 +210,12 @@ def keep_answers(target: Path) -> set[str]:
     for number, line in enumerate(whole.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break
-        found = parse_json(line, f"out={str(target)!r}: line {number}")
-        if not isinstance(found, dict) or "id" not in found or not {"answer", "error"} & found.keys():
+        record = parse_json(line, f"out={str(target)!r}: line {number}")
+        if not isinstance(record, dict) or "id" not in record or not {"answer", "error"} & record.keys():
             raise ValueError(f"out={str(target)!r}: line {number} is no answer of a batch: name another file")
-        if "error" not in found:
+        if "error" not in record:
             kept.append(line)
-            done.add(key_of(found["id"]))
+            done.add(key_of(record["id"]))
     if b"".join(kept) != whole:
         write_text(target.resolve(), b"".join(kept).decode())
     return done

@@ -36,8 +36,8 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
     text, model, settings = (part(record, name) for name in ("document", "model", "settings"))
     names, config = part(text, "names"), part(model, "config")
     layers = record.get("layers")
-    counts = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
-    held = [count for layer in counts if type(count := layer.get("rows")) is int]
+    states = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    rows = [count for layer in states if type(count := layer.get("rows")) is int]
     yield "title", text.get("title")
     yield (
         "tokens",
@@ -60,7 +60,7 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
     for name, value in settings.items():
         if name != "backend":
             yield f"  {name}", value
-    low, high = min(held, default=0), max(held, default=0)
+    low, high = min(rows, default=0), max(rows, default=0)
     yield (
         "slots",
         f"{number(high)} a head and layer" if low == high else f"{number(low)} to {number(high)} a head, by layer",
@@ -74,8 +74,8 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
 
 def part(record: Fields, name: str) -> Fields:
     """A section of the record; an empty one where there is none."""
-    found = record.get(name)
-    return found if isinstance(found, dict) else {}
+    section = record.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def number(value: object) -> str:

@@ -42,13 +42,13 @@ def run(args: KeptOptions) -> int:
         page = kept_page(title, lead, texts, kept.positions, kept.seen).encode("utf-8", "backslashreplace")
         write_beside(Path(args.out), lambda path: path.write_bytes(page))
         return 0
-    held, heads = kept.heads(args.layer, args.head)
+    counts, heads = kept.heads(args.layer, args.head)
     where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)
     print(
-        f"{plain(title)}: {plain(lead)}; {(held > 0).sum()} of {kept.seen} held ({where or 'all layers and heads'})\n"
+        f"{plain(title)}: {plain(lead)}; {(counts > 0).sum()} of {kept.seen} held ({where or 'all layers and heads'})\n"
     )
     shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: kept.seen]]
-    print(highlight(shown, levels(held / heads), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    print(highlight(shown, levels(counts / heads), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 
 

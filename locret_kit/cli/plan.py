@@ -133,11 +133,11 @@ def run(args: PlanOptions) -> int:
             "\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), f"server: {caches}; peak {show(peak)}"])
         )
         if peak > cap:
-            most = largest(
+            max_sessions = largest(
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
                 sessions,
             )
-            raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; sessions={most} fits")
+            raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; sessions={max_sessions} fits")
         return 0
     full = full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [

@@ -91,7 +91,7 @@ class Pipes:
 
     def messages(self) -> Iterator[str]:
         """Messages until the end of input; blank ones are left out."""
-        held = ""
+        earlier = ""
         for number, line in enumerate(sys.stdin.buffer, 1):
             try:
                 text = line.decode().removeprefix("\ufeff" * (number == 1)).rstrip("\r\n")
@@ -99,13 +99,13 @@ class Pipes:
                 self.complain(f"line {number} of stdin is not UTF-8: byte {error.start}")
                 continue
             if text.endswith("\\"):
-                held += text[:-1] + "\n"
+                earlier += text[:-1] + "\n"
                 continue
-            message, held = held + text, ""
+            message, earlier = earlier + text, ""
             if message.strip():
                 yield message
-        if held.strip():
-            yield held
+        if earlier.strip():
+            yield earlier
 
     def working(self) -> AbstractContextManager[None]:
         """A block in which Ctrl-C stops what is done."""

@@ -245,8 +245,8 @@ class Talk:
         about = "none" if document is None else f"{document.title or 'untitled'}, {document.tokens} tokens"
         lines = [f"document: {about}", f"turns: {len(chat.turns)}"]
         if (cache := self._cache()) is not None:
-            held, room = cache.kept_rows, max(rows.capacity for rows in cache.bounded)
-            slots = f"{min(held)} to {max(held)}" if min(held) < max(held) else f"{max(held)}"
+            kept_rows, room = cache.kept_rows, max(rows.capacity for rows in cache.bounded)
+            slots = f"{min(kept_rows)} to {max(kept_rows)}" if min(kept_rows) < max(kept_rows) else f"{max(kept_rows)}"
             lines += [
                 f"read: {cache.get_seq_length()} tokens, the answers' included",
                 f"slots: {slots} of {room} per layer and head; budget {cache.settings.budget}",

@@ -64,7 +64,7 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     )  # fmt: skip
     backbone = BackboneSizes.of(resolve(cfg.backbone.model)[0])
     words, room = shortage(figures, plan_training(backbone, setting).peak)
-    longest = largest_sample(backbone, setting, room, most=tokens)
+    longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
     return f"{words}, with data.max_tokens={tokens} and data.batch={cfg.data.batch}. By the plan {advice}; resume=auto goes on"
 

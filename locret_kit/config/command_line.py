@@ -56,16 +56,16 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
             raise UsageError(unknown(name, known))
         texts.setdefault(name, []).append(text)
     values: Values = {}
-    for name, found in texts.items():
+    for name, words in texts.items():
         annotation = known[name].annotation
         if any(isinstance(item, Repeatable) for item in metadata_of(annotation)):
-            values[name] = checked(name, annotation, found)
+            values[name] = checked(name, annotation, words)
             continue
-        if len(found) > 1:
-            raise UsageError(f"{name} is given twice: {name}={found[0]} and {name}={found[1]}")
-        if not found[0].strip():
+        if len(words) > 1:
+            raise UsageError(f"{name} is given twice: {name}={words[0]} and {name}={words[1]}")
+        if not words[0].strip():
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
-        values[name] = checked(name, annotation, typed(annotation, found[0]))
+        values[name] = checked(name, annotation, typed(annotation, words[0]))
     if file := values.pop("config", None):
         below = values_of(command.schema, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
         values = below | values

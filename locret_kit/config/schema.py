@@ -65,30 +65,30 @@ class Option:
 @cache
 def options_of(schema: type[DataclassInstance]) -> dict[str, Option]:
     """Options by name, dotted within sections, in the schema's order."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for item in fields(schema):
         annotation = annotations_of(schema)[item.name]
         if isinstance(annotation, type) and is_dataclass(annotation):
-            found |= {f"{item.name}.{name}": option for name, option in options_of(annotation).items()}
+            options |= {f"{item.name}.{name}": option for name, option in options_of(annotation).items()}
         elif item.name not in getattr(schema, "HIDDEN", ()):
             default = item.default if item.default_factory is MISSING else item.default_factory()
             owner = next(kind for kind in schema.__mro__ if item.name in vars(kind).get("__annotations__", {}))
-            found[item.name] = Option(annotation, REQUIRED if default is MISSING else default, owner, item.name)
-    return found
+            options[item.name] = Option(annotation, REQUIRED if default is MISSING else default, owner, item.name)
+    return options
 
 
 @cache
 def docstrings(schema: type) -> dict[str, str]:
     """The string under each annotated field, of the class and of those that it extends, on one line each."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(schema.__mro__)):
         (made,) = ast.parse(inspect.getsource(kind)).body
         assert isinstance(made, ast.ClassDef)
         for above, below in pairwise(made.body):
             match above, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
-    return found
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def build(schema: type[T], values: Values, prefix: str = "") -> T:

@@ -54,7 +54,7 @@ def values_of(schema: type[DataclassInstance], tree: Values, where: str) -> Valu
     Raises:
         ValueError: an unknown name, or a value of a wrong type or out of bounds.
     """
-    known, found = options_of(schema), Values()
+    known, values = options_of(schema), Values()
     for name, value in flattened(tree).items():
         if name not in known:
             raise ValueError(unknown(name, known, where))
@@ -64,18 +64,18 @@ def values_of(schema: type[DataclassInstance], tree: Values, where: str) -> Valu
         elif str in kinds and type(value) in (int, float):
             value = str(value)
         try:
-            found[name] = checked(name, known[name].annotation, value)
+            values[name] = checked(name, known[name].annotation, value)
         except ValueError as error:
             raise ValueError(str(error).replace(" must be", f"{where} must be", 1)) from None
-    return found
+    return values
 
 
 def flattened(tree: Mapping[str, object], prefix: str = "") -> Values:
     """``{dotted name: value}`` of sections."""
-    found: Values = {}
+    values: Values = {}
     for key, value in tree.items():
-        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        values |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
 
 
 def nested(values: Mapping[str, object]) -> Values:

@@ -197,14 +197,14 @@ class Chat:
     def _with_history(self, cache: BoundedCache, start: int) -> BoundedCache:
         """A copy with slots for the turns, whose first ``start`` positions are pinned. Stabilizers beyond the turns' slots, for
         which the document leaves no room, are fewer."""
-        budget, most = cache.settings.budget + self.history, max(0, self.history - 1)
+        budget, max_stabilizers = cache.settings.budget + self.history, max(0, self.history - 1)
         grown = cache.with_budget(budget)
         try:
             grown.pin(0, start)
         except ValueError:
-            if cache.settings.stabilizers <= most:
+            if cache.settings.stabilizers <= max_stabilizers:
                 raise
-            grown = cache.with_budget(budget, stabilizers=most)
+            grown = cache.with_budget(budget, stabilizers=max_stabilizers)
             grown.pin(0, start)
         return grown
 

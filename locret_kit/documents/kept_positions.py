@@ -39,10 +39,12 @@ class Kept:
         Raises:
             ValueError: there is no such layer, or head.
         """
-        chosen = [held for heads in _one(self.positions, layer, "layer") for held in _one(heads, head, "head")]
+        chosen = [
+            positions for heads in _one(self.positions, layer, "layer") for positions in _one(heads, head, "head")
+        ]
         counts = np.zeros(self.seen, dtype=np.int64)
-        for held in chosen:
-            counts[held] += 1
+        for positions in chosen:
+            counts[positions] += 1
         return counts, len(chosen)
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, start: int, end: int) -> list[str]:
@@ -68,7 +70,7 @@ def kept_of(document: Document) -> Kept:
     if not document.has_text:
         raise ValueError("it was written without its text, so nobody can say which words it holds")
     positions = [
-        [held[held >= 0].cpu().numpy() for held in cache.kept_positions(layer)[0]] for layer in range(len(cache.layers))
+        [row[row >= 0].cpu().numpy() for row in cache.kept_positions(layer)[0]] for layer in range(len(cache.layers))
     ]
     return Kept(document.ids, cache.get_seq_length(), positions)
 
@@ -96,14 +98,14 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
 def _positions(tensors: dict[str, torch.Tensor], layer: int, seen: int) -> list[np.ndarray]:
     """Positions of each head of a layer: rows of ``[1, H, rows]``, or stretches of ``[rows of all heads]``."""
     name = f"layers.{layer}"
-    found, lengths = (tensors.get(f"{name}.{part}") for part in ("positions", "lengths"))
-    if found is None or found.dtype != torch.int32 or found.dim() != (3 if lengths is None else 1):
+    positions, lengths = (tensors.get(f"{name}.{part}") for part in ("positions", "lengths"))
+    if positions is None or positions.dtype != torch.int32 or positions.dim() != (3 if lengths is None else 1):
         raise ValueError(f"{name}.positions must be integers [1, heads, rows], or [rows] with lengths")
-    if found.numel() and not 0 <= found.min() <= found.max() < seen:
+    if positions.numel() and not 0 <= positions.min() <= positions.max() < seen:
         raise ValueError(f"{name}.positions must be from 0 to {seen - 1}")
     if lengths is None:
-        return list(found.flatten(0, 1).numpy())
+        return list(positions.flatten(0, 1).numpy())
     ends = lengths.flatten().cumsum(0).tolist()
-    if not ends or min(lengths.flatten().tolist()) < 0 or ends[-1] != found.numel():
-        raise ValueError(f"{name}.lengths must make {found.numel()} rows")
-    return np.split(found.numpy(), ends[:-1])
+    if not ends or min(lengths.flatten().tolist()) < 0 or ends[-1] != positions.numel():
+        raise ValueError(f"{name}.lengths must make {positions.numel()} rows")
+    return np.split(positions.numpy(), ends[:-1])

@@ -33,9 +33,9 @@ def resized(setting: Setting, budget: int) -> Setting:
     return setting.with_run(budget=budget, stabilizers=scaled(run.stabilizers), local_len=scaled(run.local_len))
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
+def largest(fits: Callable[[int], bool], max_value: int) -> int:
     """The largest value in ``1..most`` for which a predicate that never turns true again holds; 0 if none does."""
-    return bisect_right(range(1, most + 1), False, key=lambda n: not fits(n))
+    return bisect_right(range(1, max_value + 1), False, key=lambda n: not fits(n))
 
 
 def largest_budget(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
@@ -49,23 +49,23 @@ def largest_chunk(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
     return _largest_setting(backbone, cap, setting.context, lambda n: setting.with_run(chunk=n))
 
 
-def _largest_setting(backbone: BackboneSizes, cap: int, most: int, at: Callable[[int], Setting]) -> int:
-    return STEP * largest(lambda n: plan_inference(backbone, at(STEP * n)).peak <= cap, most // STEP)
+def _largest_setting(backbone: BackboneSizes, cap: int, max_value: int, at: Callable[[int], Setting]) -> int:
+    return STEP * largest(lambda n: plan_inference(backbone, at(STEP * n)).peak <= cap, max_value // STEP)
 
 
-def largest_sample(backbone: BackboneSizes, setting: TrainSetting, cap: int, most: int = 2**20) -> int:
-    """The longest training sample (tokens, at most ``most``) that fits ``cap`` bytes; 0 if none does."""
+def largest_sample(backbone: BackboneSizes, setting: TrainSetting, cap: int, max_value: int = 2**20) -> int:
+    """The longest training sample (tokens, at most ``max_value``) that fits ``cap`` bytes; 0 if none does."""
     low = setting.answer + 1
-    found = largest(lambda n: plan_training(backbone, replace(setting, tokens=low + n)).peak <= cap, most - low)
-    return low + found if found else 0
+    more = largest(lambda n: plan_training(backbone, replace(setting, tokens=low + n)).peak <= cap, max_value - low)
+    return low + more if more else 0
 
 
 def nearest_fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
     """Up to three settings below ``cap``: the largest smaller chunk alone, the largest smaller budget alone, and fewer bits
     alone. Where one of these does not help: both lengths in the same proportion, then budgets at a half, a quarter, ... of
     the chunk. Where nothing does: weights of 8 and of 4 bits alone, else of 4 with these."""
-    if found := _nearest(backbone, setting, cap):
-        return found
+    if near := _nearest(backbone, setting, cap):
+        return near
     fewer = [replace(setting, weight_bits=bits) for bits in WEIGHT_BITS if bits < (setting.weight_bits or 16)]
     fitting = [s for s in fewer if plan_inference(backbone, s).peak <= cap]
     return fitting or (_nearest(backbone, fewer[-1], cap) if fewer else [])
@@ -87,15 +87,15 @@ def _nearest(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Settin
     else:
         chunks = [setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or 1)]
     smaller = [resized(s, min(largest_budget(backbone, s, cap), s.budget) or 1) for s in halves]
-    found = [*chunks, *smaller[:1], *bits, *smaller[1:]]
+    candidates = [*chunks, *smaller[:1], *bits, *smaller[1:]]
     if not setting.run.one_shot and (rows := _largest_setting(backbone, cap, whole, scaled)):
-        found.insert(len(found) - len(smaller) + 1, scaled(rows))
-    return [s for s in dict.fromkeys(found) if plan_inference(backbone, s).peak <= cap][:3]
+        candidates.insert(len(candidates) - len(smaller) + 1, scaled(rows))
+    return [s for s in dict.fromkeys(candidates) if plan_inference(backbone, s).peak <= cap][:3]
 
 
-def listed(backbone: BackboneSizes, found: list[Setting]) -> str:
+def listed(backbone: BackboneSizes, settings: list[Setting]) -> str:
     """Settings and their peaks, for a message."""
-    return "; ".join(f"{s} ({show(plan_inference(backbone, s).peak)})" for s in found)
+    return "; ".join(f"{s} ({show(plan_inference(backbone, s).peak)})" for s in settings)
 
 
 def fewer_bits(setting: Setting) -> list[Setting]:

@@ -193,42 +193,42 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
     # cos and sin: of the rows, of a chunk in windowed layers, and the ones and zeros that the backbone rotates by
     always = backbone.stream(T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T) + backbone.vocab
-    held = always + (q + 2 * k) + (q + k if backbone.fused else 0)  # a fused projection outlives the rotated q and k
+    layer = always + (q + 2 * k) + (q + k if backbone.fused else 0)  # a fused projection outlives the rotated q and k
     phases = {
-        "score": held + 2 * (q + 2 * k) + 2 * T * setting.width if setting.width else 0,
-        "rotate keys": held + ROTATION_COPIES * rows,
-        "attend": held + rows + ROTATION_COPIES * q,
-        "evict": held + rows + 3 * q,
+        "score": layer + 2 * (q + 2 * k) + 2 * T * setting.width if setting.width else 0,
+        "rotate keys": layer + ROTATION_COPIES * rows,
+        "attend": layer + rows + ROTATION_COPIES * q,
+        "evict": layer + rows + 3 * q,
         "logits": always + 3 * backbone.vocab,
     }
     if (
         setting.run.kv_bits == FLOAT8
     ):  # keys and values are read into the model's dtype; a float32 copy of what is stored
         phases = {name: n + 2 * rows * (name in ("rotate keys", "attend", "evict")) for name, n in phases.items()}
-        phases["quantise"] = held + 6 * k
+        phases["quantise"] = layer + 6 * k
     if policy.prefill_mask is not None and (
         pieces := policy.prefill_mask.visible(S, T)
     ):  # keys and values that are seen, side by side
         seen = sum(len(range(S)[piece]) for piece in pieces) * spec.n_kv_heads * spec.head_dim
-        phases["pick"] = held + (2 + ROTATION_COPIES) * seen
+        phases["pick"] = layer + (2 + ROTATION_COPIES) * seen
     cache = cache_bytes(spec, setting)
     transient = {name: elements * item for name, elements in phases.items()}
     transient["mlp"] = always * item + backbone.mlp(T, item, setting.weight_bits)
     if setting.weight_bits is not None:
-        transient["project"] = backbone.projection(T, item, setting.weight_bits, always, held + q)
+        transient["project"] = backbone.projection(T, item, setting.weight_bits, always, layer + q)
     if setting.run.kv_bits in BITS:
         kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
-        transient["unpack"] = held * item + UNPACK_BYTES * kept
-        transient["quantise"] = (held + q) * item + QUANTISE_BYTES * kept
+        transient["unpack"] = layer * item + UNPACK_BYTES * kept
+        transient["quantise"] = (layer + q) * item + QUANTISE_BYTES * kept
         transient["quantise while decoding"] = (
             2 * spec.head_dim * S + 4 * backbone.vocab
         ) * item + QUANTISE_BYTES * rows
     if policy.sparse is not None:  # at most: keys in float32, what 64 queries weigh, and the rows of each block of 64
         choice = spec.n_heads * S * (12 * min(64, T) + 10 * -(-T // 64))
-        transient["choose rows"] = held * item + 4 * rows + choice
+        transient["choose rows"] = layer * item + 4 * rows + choice
     if setting.recall is not None:
-        found = recall_memory.phases(spec, setting.recall, setting.context, S, T, item)
-        transient |= {name: held * item + nbytes for name, nbytes in found.items()}
+        recalled = recall_memory.phases(spec, setting.recall, setting.context, S, T, item)
+        transient |= {name: layer * item + nbytes for name, nbytes in recalled.items()}
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers
     return Plan(

@@ -98,11 +98,11 @@ def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int)
 
 def shortage(figures: tuple[int, int, int], planned: int) -> tuple[str, int]:
     """Words for an allocation that failed, and the bytes that a plan may take instead of the ``planned`` ones."""
-    asked, free, held = figures
+    asked, free, in_use = figures
     words = (
-        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run"
+        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(in_use)} of this run"
     )
-    room = held + free  # or the plan was too low by as much as was asked
+    room = in_use + free  # or the plan was too low by as much as was asked
     return words, room if planned > room else planned - asked
 
 
@@ -111,13 +111,13 @@ def allocator_figures(said: str) -> tuple[int, int, int] | None:
     the run could still have had: of the device, or below its own cap, with what the allocator had in reserve."""
 
     def size(pattern: str) -> int | None:
-        found = re.search(pattern, said)
-        return None if found is None else int(float(found[1]) * UNITS[found[2].replace("bytes", "B")])
+        match = re.search(pattern, said)
+        return None if match is None else int(float(match[1]) * UNITS[match[2].replace("bytes", "B")])
 
     asked, free = size(f"Tried to allocate {SIZE}"), size(f"of which {SIZE} is free")
-    held, spare = size(f"{SIZE} is allocated by PyTorch"), size(f"{SIZE} is reserved by PyTorch but unallocated")
-    if asked is None or free is None or held is None or spare is None:
+    in_use, spare = size(f"{SIZE} is allocated by PyTorch"), size(f"{SIZE} is reserved by PyTorch but unallocated")
+    if asked is None or free is None or in_use is None or spare is None:
         return None
     allowed = size(f"{SIZE} allowed")
     free += spare
-    return asked, free if allowed is None else min(free, max(0, allowed - held)), held
+    return asked, free if allowed is None else min(free, max(0, allowed - in_use)), in_use

@@ -26,9 +26,9 @@ def host_bytes(spec: BackboneSpec, recall: Recall, context: int, dtype: str, run
     layers = spec.windows.count(None)
     a_block = spec.n_kv_heads * recall.size * 2 * RowForm(spec.head_dim, getattr(torch, dtype), run.store_bits).nbytes
     limit = None if run.store_memory is None else parse_bytes(run.store_memory, "store_memory")
-    most = HostMemory(limit, layers=layers).most(a_block) if layers else None
+    max_blocks = HostMemory(limit, layers=layers).most(a_block) if layers else None
     blocks = stored_blocks(recall, context)
-    return layers * a_block * (blocks if most is None else min(blocks, most))
+    return layers * a_block * (blocks if max_blocks is None else min(blocks, max_blocks))
 
 
 def device_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) -> int:
@@ -45,12 +45,12 @@ def phases(spec: BackboneSpec, recall: Recall, context: int, rows: int, tokens: 
     """Bytes at the widest moments, with so many ``rows`` a head and ``tokens`` of a block; an upper bound."""
     H, Q, D, wide = spec.n_kv_heads, spec.n_heads, spec.head_dim, max(item, 4)
     seen = rows + recall.take * recall.size
-    found = rows + recall.representatives * recall.count(Q // H) * stored_blocks(recall, context)
+    keys = rows + recall.representatives * recall.count(Q // H) * stored_blocks(recall, context)
     copies = (
         H * seen * 2 * D * (item + wide) + H * seen * D * 4 * item
     )  # side by side, exact, and rotated with their tables
     tile = min(tokens, TILE) * Q
     return {
-        "look up": H * found * D * (item + wide) + tile * found * 3 * wide,
+        "look up": H * keys * D * (item + wide) + tile * keys * 3 * wide,
         "attend to recalled": copies + tile * seen * 4 * wide + 2 * tokens * Q * D * wide,
     }

@@ -54,19 +54,19 @@ def plan_training(backbone: BackboneSizes, setting: TrainSetting) -> Plan:
     trained = heads // spec.n_layers * spec.windows.count(None)  # heads of windowed layers get no gradient
     q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
     always = backbone.stream(B * T) + 2 * spec.head_dim * T * len(set(spec.windows))  # and what the backbone rotates by
-    held = always + B * ((q + 2 * k) + (q + k) + (q + k if backbone.fused else 0))  # before and after RoPE
+    layer = always + B * ((q + 2 * k) + (q + k) + (q + k if backbone.fused else 0))  # before and after RoPE
     logits = spec.n_heads * min(setting.block, setting.answer) * T  # of a block; beside them the last one's, or a copy
     inputs = spec.qkv_dim * (4 if item == 4 else item + 4)  # of a token: as they are, and in the heads' float32
     phases = {
-        "rotate": (held + 3 * q) * item,
-        "target": held * item + 4 * (2 * logits + k),
-        "head": held * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
+        "rotate": (layer + 3 * q) * item,
+        "target": layer * item + 4 * (2 * logits + k),
+        "head": layer * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
         "mlp": always * item + backbone.mlp(B * T, item, setting.weight_bits),
     }
     if setting.weight_bits is not None:
-        phases["project"] = backbone.projection(B * T, item, setting.weight_bits, always, held + B * q)
+        phases["project"] = backbone.projection(B * T, item, setting.weight_bits, always, layer + B * q)
     if B > 1:
-        phases["attend"] = (held + B * (q + k) + B * q) * item  # what was rotated alone, together, and the output
+        phases["attend"] = (layer + B * (q + k) + B * q) * item  # what was rotated alone, together, and the output
     return Plan(
         weights=backbone.weights(item, setting.weight_bits),
         heads=4 * (heads + 3 * trained),

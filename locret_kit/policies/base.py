@@ -157,7 +157,7 @@ class Selection(Part, Protocol):
         """Whether it reads ``Slots.verdicts``, for which statistics of every query head are kept."""
         return False
 
-    def aside(self, budget: int) -> int:
+    def reserved_slots(self, budget: int) -> int:
         """Number of slots, of ``budget``, that are taken by another rule than the best score. Score and scopes have the rest:
         a scope's fraction is one of the rest."""
         return 0
@@ -321,7 +321,7 @@ class Recall(Part, Protocol):
         score says."""
         return (scores_BHS,)
 
-    def relevance(self, q_BQTD: Tensor, found: Found) -> Tensor:
+    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
         """Worth ``[B, H, N]`` of the stored blocks to all of the queries together, of key/value heads or, ``H`` being 1, of all
         of them; at least 0 where that of several layers is compared."""
 

@@ -72,14 +72,14 @@ class NamedPolicy:
 
     def parameters(self) -> dict[str, Parameter]:
         """Its parameters, in the order of the parts and of their fields."""
-        found = {"base": Parameter(self.base, (str,))} if self.base else {}
+        parameters = {"base": Parameter(self.base, (str,))} if self.base else {}
         for one in self.parts.values():
             for made in one if isinstance(one, tuple) else (one,):
                 for key, parameter in parameters_of(type(made)).items():
                     if (name := self.names.get(key, key)) is not None:
-                        known = found.get(name, Parameter(getattr(made, key), ()))
-                        found[name] = replace(known, annotations=known.annotations + parameter.annotations)
-        return found
+                        known = parameters.get(name, Parameter(getattr(made, key), ()))
+                        parameters[name] = replace(known, annotations=known.annotations + parameter.annotations)
+        return parameters
 
     def make(self, given: Mapping[str, object], base: Policy | None = None) -> Policy:
         """The policy with the ``given`` parameters; a changed ``base`` where it has one."""

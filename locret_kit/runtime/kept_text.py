@@ -44,8 +44,8 @@ def kept_heads(cache: BoundedCache, tokens: int) -> tuple[np.ndarray, int]:
         positions_H = cache.kept_positions(layer)[0]
         n_heads = len(positions_H)
         for positions in positions_H:
-            held = positions[(positions >= 0) & (positions < tokens)].cpu().numpy()
-            heads[layer] += np.bincount(held, minlength=tokens).astype(np.uint8)
+            row = positions[(positions >= 0) & (positions < tokens)].cpu().numpy()
+            heads[layer] += np.bincount(row, minlength=tokens).astype(np.uint8)
     return heads, n_heads
 
 

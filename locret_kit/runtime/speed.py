@@ -178,17 +178,17 @@ class Speed:
     def _parts(self, operations: tuple[Operation, ...]) -> list[str]:
         by_part = {part: tuple(x for x in operations if x.part == part) for part in PARTS}
         return [
-            f"  {part:<27} {1e3 * self._sum(found):8.3f} ms {len(found):4} launches"
-            for part, found in by_part.items()
-            if found
+            f"  {part:<27} {1e3 * self._sum(group):8.3f} ms {len(group):4} launches"
+            for part, group in by_part.items()
+            if group
         ]
 
 
 def bytes_read(backbone: BackboneSizes, tied: bool, dtype: str, rows: int, kv_bits: int | None = None) -> int:
     """Bytes that a decoded token must read: the weights, of input embeddings one row at most, and keys and values."""
     spec, table = backbone.spec, 0 if tied else backbone.vocab * backbone.hidden
-    held, item = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows, ITEM_BYTES[dtype]
-    return item * (backbone.parameters - table) + held * (kv_bits or 8 * item) // 8
+    numbers, item = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows, ITEM_BYTES[dtype]
+    return item * (backbone.parameters - table) + numbers * (kv_bits or 8 * item) // 8
 
 
 def predict(config: PretrainedConfig, setting: Setting, card: Card, recorded: Recorded | None = None) -> Speed:

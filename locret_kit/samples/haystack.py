@@ -108,13 +108,13 @@ def count(tokenizer, text: str) -> int:
 
 def starts(text: str) -> list[int]:
     """Character positions at which a line or a sentence starts, in order; the first is 0."""
-    return sorted({0, *(found.start() for found in _START.finditer(text))})
+    return sorted({0, *(match.start() for match in _START.finditer(text))})
 
 
 def next_start(text: str, at: int) -> int:
     """The first start of a line or sentence from character `at` on; 0 if there is none."""
-    found = _START.search(text, at)
-    return found.start() if found else 0
+    match = _START.search(text, at)
+    return match.start() if match else 0
 
 
 def ring(text: str, start: int, size: int) -> str:

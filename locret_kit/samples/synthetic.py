@@ -153,7 +153,7 @@ def _finish(
     tokenizer, template: str, context: str, question: str, prefix: str | None, answer: str, chat: bool
 ) -> Sample:
     """The sample of one prompt and its answer."""
-    prompt = re.sub(r"\{([qc])\}", lambda found: question if found[1] == "q" else context, template)
+    prompt = re.sub(r"\{([qc])\}", lambda match: question if match[1] == "q" else context, template)
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
     if prompt.endswith("Answer:"):
@@ -173,8 +173,11 @@ def _repeated(tokenizer, n_tokens: int, sentences: Sequence[str], rng: random.Ra
 
 def _hide(statements: list[str], places: list[float], body: str, rng: random.Random) -> str:
     """`body` with each statement at the line or sentence start nearest to its place (a fraction of the body)."""
-    found = starts(body)
-    at = [found[min(len(found) - 1, bisect.bisect(found, place * len(body)))] for place in places[: len(statements)]]
+    all_starts = starts(body)
+    at = [
+        all_starts[min(len(all_starts) - 1, bisect.bisect(all_starts, place * len(body)))]
+        for place in places[: len(statements)]
+    ]
     for statement, position in sorted(zip(statements, at, strict=True), key=lambda pair: -pair[1]):
         before, after = body[:position], body[position:]
         line = not before or before.endswith("\n") or rng.random() < 0.3

@@ -73,7 +73,7 @@ class AnswerStream:
         Raises:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
         """
-        shown, held = 0, max((len(stop) for stop in self.stops), default=1) - 1
+        shown, withheld = 0, max((len(stop) for stop in self.stops), default=1) - 1
         while True:
             await self._news.wait()
             self._news.clear()
@@ -93,7 +93,7 @@ class AnswerStream:
             elif ended is None:  # neither half a character, nor what may begin a stop text
                 if said.endswith("\ufffd"):
                     continue
-                said = said[: max(shown, len(said) - held)]
+                said = said[: max(shown, len(said) - withheld)]
             start = self.shown_tokens
             self.shown_tokens = self._count(tokens, None if ended and end is None else len(said))
             if len(said) > shown or self.shown_tokens > start:

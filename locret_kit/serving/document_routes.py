@@ -113,10 +113,10 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
             raise Unwanted
         upload.read, upload.total = done, total
 
-    def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, told: Progress | None) -> None:
+    def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
         if len(ids) > server.limits.prompt_tokens:
             raise ValueError(f"it has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken")
-        engine.read(model, ids, cache, told)
+        engine.read(model, ids, cache, progress)
 
     def read(text: str) -> Document:
         heads = engine.heads if engine.policy.needs_heads else None

@@ -294,7 +294,7 @@ class Engine:
         """
         if budget is None:
             return None
-        most = self.settings.budget
-        if isinstance(most, int) and budget > most:
-            raise ValueError(f"budget={budget} must be at most {most}, the slots of a session")
+        max_budget = self.settings.budget
+        if isinstance(max_budget, int) and budget > max_budget:
+            raise ValueError(f"budget={budget} must be at most {max_budget}, the slots of a session")
         return replace(self.settings, budget=budget)

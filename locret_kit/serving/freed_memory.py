@@ -18,10 +18,10 @@ SECONDS = 0.5
 def _trim() -> Callable[[int], int] | None:
     """glibc's ``malloc_trim``; None where the C library has none."""
     try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # another C library; Windows
         return None
-    return found
+    return trim
 
 
 def give_back(ended: threading.Event) -> None:

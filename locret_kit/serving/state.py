@@ -123,10 +123,10 @@ class Server:
 
     def document(self, owner: str, name: str) -> UploadedDocument:
         """An owner's document. Raises HTTPException 404, for another owner's too."""
-        found = self.documents.get(name)
-        if found is None or found.owner != owner or found.deleted:
+        upload = self.documents.get(name)
+        if upload is None or upload.owner != owner or upload.deleted:
             raise HTTPException(404, f"document {name[:64]!r} is not there")
-        return found
+        return upload
 
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
@@ -144,8 +144,8 @@ class Server:
             owner, name: of one document; by default all of every owner.
         """
         left, owners = 0, {owner} if owner is not None else {*self.owners.values()}
-        for found, whose, created, path in engine.store.documents(owners) if engine.store else ():
-            if found in self.documents or name not in (None, found):
+        for stored, whose, created, path in engine.store.documents(owners) if engine.store else ():
+            if stored in self.documents or name not in (None, stored):
                 continue
             if len(self.documents) >= self.limits.documents:
                 left += 1
@@ -154,12 +154,12 @@ class Server:
                 document = engine.load_document(path)
             except (FileNotFoundError, ValueError) as error:
                 LOG.warning("a document's file is not usable and removed: %s", first_line(error))
-                engine.forget(found)
+                engine.forget(stored)
                 continue
             except OSError as error:
                 LOG.warning("a document's file cannot be read: %s", first_line(error))
                 continue
-            self.documents[found] = UploadedDocument(found, whose, document.title or "document", created, document)
+            self.documents[stored] = UploadedDocument(stored, whose, document.title or "document", created, document)
         if left:
             LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
 

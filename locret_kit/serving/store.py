@@ -104,7 +104,7 @@ class Store:
         ``check(record, about)`` refuses, stay and count, since another server may want them. Both are said in one line each.
         """
         self._origin, self._check = origin, check
-        found = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
+        files = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
         for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
             with suppress(FileNotFoundError):  # another server has just written it
                 if not self.shares or time.time() - left.stat().st_mtime > ABANDONED:
@@ -113,7 +113,7 @@ class Store:
             if lines:
                 LOG.warning("%d files of sessions are not usable and %s; the first: %s", len(lines), words, lines[0])
         with self._lock:
-            for file in sorted(found, key=lambda file: (file.written, file.path.stem)):
+            for file in sorted(files, key=lambda file: (file.written, file.path.stem)):
                 self._add(file.path.stem, file)
 
     def _look(self, path: Path) -> File | None:
@@ -235,9 +235,9 @@ class Store:
             record, tensors = export(cache, self._origin)
             write(path, {**record, "document": about}, tensors)
 
-        held = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
-        held += cache.host_nbytes
-        self._write(key.name, key.owner, held, to, key)
+        size = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
+        size += cache.host_nbytes
+        self._write(key.name, key.owner, size, to, key)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""
@@ -272,14 +272,14 @@ class Store:
     def _make_room(self, size: int, name: str) -> None:
         """Remove the files that were used least recently, so that ``size`` bytes more are within the bound."""
         with self._lock:
-            held = sum(file.bytes for other, file in self._files.items() if other != name)
+            total = sum(file.bytes for other, file in self._files.items() if other != name)
             gone = []
             for other, file in self._files.items():
-                if held + size <= self.max_bytes:
+                if total + size <= self.max_bytes:
                     break
                 if other != name:
                     gone.append(other)
-                    held -= file.bytes
+                    total -= file.bytes
         for other in gone:
             self.remove(other)
 

@@ -110,15 +110,15 @@ def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 def _text(data: bytes, name: str, suffix: str, limit: int) -> str:
     """The text of a whole document, which may be blank."""
-    found = _format(data, suffix)
-    if found and found not in CONVERTED:
-        raise _Refused(f"{name} is {found}")
-    if suffix and found != (suffix if suffix in (".pdf", ".docx", ".epub") else ""):
-        if not found:
+    kind = _format(data, suffix)
+    if kind and kind not in CONVERTED:
+        raise _Refused(f"{name} is {kind}")
+    if suffix and kind != (suffix if suffix in (".pdf", ".docx", ".epub") else ""):
+        if not kind:
             raise _Refused(f"{name} is damaged, or no {suffix} file: it begins with {data[:8]!r}")
-        raise _Refused(f"{name} is a {found} file by its content: rename it to {Path(name).with_suffix(found).name}")
-    if (suffix or found) in CONVERTED:
-        return _convert(data, name, suffix or found, limit)
+        raise _Refused(f"{name} is a {kind} file by its content: rename it to {Path(name).with_suffix(kind).name}")
+    if (suffix or kind) in CONVERTED:
+        return _convert(data, name, suffix or kind, limit)
     try:
         return "".join(read_utf8(BytesIO(data)))
     except ValueError as error:

@@ -33,9 +33,9 @@ def token_span(offsets: Sequence[Span], start: int, end: int, *, inner: bool = F
         ValueError: if no token lies there (never with `inner`, which then gives an empty span).
     """
     if inner:
-        found = [i for i, (a, b) in enumerate(offsets) if start <= a < b <= end]
+        tokens = [i for i, (a, b) in enumerate(offsets) if start <= a < b <= end]
     else:  # a trimmed blank has an empty offset, and counts when it lies inside
-        found = [i for i, (a, b) in enumerate(offsets) if (a < end and b > start) or start < a == b < end]
-    if not found and not inner:
+        tokens = [i for i, (a, b) in enumerate(offsets) if (a < end and b > start) or start < a == b < end]
+    if not tokens and not inner:
         raise ValueError(f"no token covers the characters {start} to {end}: is the answer empty?")
-    return (found[0], found[-1] + 1) if found else (0, 0)
+    return (tokens[0], tokens[-1] + 1) if tokens else (0, 0)

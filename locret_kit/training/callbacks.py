@@ -172,5 +172,5 @@ class KeepBest(Callback):
                 shutil.rmtree(self.folder / f"recall={entry[0]}-step={entry[1]}")
 
     def _kept(self) -> list[tuple[str, int]]:
-        found = [self.NAME.match(path.name) for path in self.folder.iterdir()] if self.folder.exists() else []
-        return [(match[1], int(match[2])) for match in found if match]
+        matches = [self.NAME.match(path.name) for path in self.folder.iterdir()] if self.folder.exists() else []
+        return [(match[1], int(match[2])) for match in matches if match]

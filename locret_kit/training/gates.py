@@ -44,12 +44,12 @@ def threshold(scores_XS: Tensor, keep: int, temperature: float) -> Tensor:
             middle = (low + high) / 2
             many = ((s - middle) / temperature).sigmoid().sum(-1, keepdim=True) > keep
             low, high = torch.where(many, middle, low), torch.where(many, high, middle)
-        found = ((low + high) / 2).to(scores_XS.dtype)
-        open_XS = ((scores_XS - found) / temperature).sigmoid()
+        cut = ((low + high) / 2).to(scores_XS.dtype)
+        open_XS = ((scores_XS - cut) / temperature).sigmoid()
         slope_XS = open_XS * (1 - open_XS)
         share_XS = slope_XS / slope_XS.sum(-1, keepdim=True).clamp_min(1e-12)
     moved = (share_XS * scores_XS).sum(-1, keepdim=True)
-    return found + moved - moved.detach()
+    return cut + moved - moved.detach()
 
 
 @dataclass(frozen=True)

@@ -91,21 +91,21 @@ class Records:
         return records
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        held: list[Sample] = []
+        samples: list[Sample] = []
         self._held = wanted
         for number in self._shuffled("validation"):
-            if len(held) == wanted:
+            if len(samples) == wanted:
                 break
             text = text_of(self.records[number])
             if overlap.is_copy(text, known):
                 continue
             sample = self._encode(number, 0)
             if isinstance(sample, Sample):
-                held.append(sample)
+                samples.append(sample)
                 known = overlap.union([known, overlap.grams(text)])
-        if len(held) < wanted:
-            raise self._too_many(len(held) - 1)
-        return held, known
+        if len(samples) < wanted:
+            raise self._too_many(len(samples) - 1)
+        return samples, known
 
     def leave_out(self, known: overlap.Grams) -> None:
         self.trained = [n for n in self.trained if not overlap.is_copy(text_of(self.records[n]), known)]
@@ -117,10 +117,10 @@ class Records:
         except ValueError as error:
             raise self._too_many(self._held - 1) from error
 
-    def _too_many(self, most: int) -> ValueError:
+    def _too_many(self, max_samples: int) -> ValueError:
         return ValueError(
             f"data.val_samples={self.data.val_samples} sets {self._held} records of {self.name!r} aside, where at most "
-            f"{max(0, most)} can be: copies and what cannot be used do not count, and one must be left to train on"
+            f"{max(0, max_samples)} can be: copies and what cannot be used do not count, and one must be left to train on"
         )
 
     def __getitem__(self, place: int) -> Sample:
@@ -198,8 +198,8 @@ class Synthetic:
                     f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
                 )
             stretches.append(stretch)
-        held = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
-        return held, overlap.union([known, *map(overlap.grams, stretches)])
+        samples = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
+        return samples, overlap.union([known, *map(overlap.grams, stretches)])
 
     def leave_out(self, known: overlap.Grams) -> None:
         self.texts = [overlap.without(text, known) for text in self.texts]

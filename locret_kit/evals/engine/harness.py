@@ -81,9 +81,9 @@ class LocretLM(TemplateLM):
     def gather_object(self, obj: T, dst: int = 0) -> list[T | None] | None:
         if self.accelerator is None:
             return [obj]
-        found: list[T | None] | None = [None] * self.world_size if self.rank == dst else None
-        torch.distributed.gather_object(obj, found, dst)
-        return found
+        objects: list[T | None] | None = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, objects, dst)
+        return objects
 
     def barrier(self) -> None:
         if self.accelerator is not None:
@@ -112,7 +112,7 @@ class LocretLM(TemplateLM):
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, (_, context, _) in enumerate(requests):
             by_context[tuple(context)].append(i)
-        found: dict[int, tuple[float, bool]] = {}
+        likelihoods: dict[int, tuple[float, bool]] = {}
         for prompt, members in self._shown(by_context.items(), "loglikelihood contexts", disable_tqdm):
             cache, logits = self._read(prompt)
             fresh = True
@@ -122,10 +122,10 @@ class LocretLM(TemplateLM):
                     cache, logits = self._read(prompt)
                 with attach(self.model):
                     nll, hits = score_continuation(self.model, cache, logits, continuation)
-                found[i] = -nll, hits == len(continuation)
+                likelihoods[i] = -nll, hits == len(continuation)
                 fresh = fresh and len(continuation) == 1
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
-        return [found[i] for i in range(len(requests))]
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], likelihoods[i])
+        return [likelihoods[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, read chunk by chunk through the cache."""

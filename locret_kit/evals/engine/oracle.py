@@ -83,8 +83,8 @@ class Repetition(Handler):
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
         out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)
-        held, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
-        read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (held - T, held))]
+        rows, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
+        read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (rows - T, rows))]
         index_N = torch.cat(read).to(q_BQTD.device)
         k_BHND = self.cache.bounded[layer].slots("keys")[:, :, index_N]
         if self.cache.context.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position
@@ -133,7 +133,7 @@ def read_context(
     asked = list(requests(encode, context, suffix, chunk))
     longest = max(len(ids) for _, _, ids in asked)
     cache = BoundedCache(budget, POLICY, prompt_length=prompt_length + longest, positions=positions)
-    found = []
+    scores = []
     with attach(model) as attached:
         prefill(model, context, cache)
         if any(rows.window is not None for rows in cache.bounded):
@@ -146,8 +146,8 @@ def read_context(
                 model(torch.tensor([ids], device=model.device), position_ids=place, use_cache=False, logits_to_keep=1)
             for rows in cache.bounded:
                 rows.count(-len(ids))  # the request is taken back
-            found.append(torch.stack(repetition.scores))
-    compress(cache, torch.cat(found, -1), keep, joint)
+            scores.append(torch.stack(repetition.scores))
+    compress(cache, torch.cat(scores, -1), keep, joint)
     return cache
 
 

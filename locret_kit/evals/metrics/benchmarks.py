@@ -59,8 +59,8 @@ def of_first_line(metric: Metric) -> Metric:
 
 def first_number(output: str, answer: Answer, extra: Extra) -> Figures:
     """The first run of digits is the answer (InfiniteBench's pass keys and numbers)."""
-    found = re.search("[0-9]+", output)
-    return {"match": float(found is not None and found.group() == str(as_list(answer)[0]))}
+    number = re.search("[0-9]+", output)
+    return {"match": float(number is not None and number.group() == str(as_list(answer)[0]))}
 
 
 def has_word(output: str, answer: Answer, extra: Extra) -> Figures:
@@ -81,10 +81,10 @@ def has_all(output: str, answer: Answer, extra: Extra) -> Figures:
 
 def equal_number(output: str, answer: Answer, extra: Extra) -> Figures:
     """The first number equals the answer; an integer answer reads no further than the point (InfiniteBench's Math.Find)."""
-    found, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
-    if found is None or (isinstance(wanted, int) and "." in found.group()):
+    number, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
+    if number is None or (isinstance(wanted, int) and "." in number.group()):
         return {"match": 0.0}
-    return {"match": float(float(found.group()) == float(wanted))}
+    return {"match": float(float(number.group()) == float(wanted))}
 
 
 def leading_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
@@ -176,8 +176,8 @@ def share_of_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
     """Share of the output's numbers that are the answer's (LongBench's counts and paragraph retrieval)."""
 
     def score(output: str, answer: str) -> float:
-        found, given = re.search(r"\d+", answer), re.findall(r"\d+", output)
-        return given.count(found.group()) / len(given) if given and found else 0.0
+        number, given = re.search(r"\d+", answer), re.findall(r"\d+", output)
+        return given.count(number.group()) / len(given) if given and number else 0.0
 
     return {"share": best(score, output, answer)}
 

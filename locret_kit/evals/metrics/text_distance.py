@@ -20,8 +20,8 @@ def _rouge_scorer() -> RougeScorer:
 
 def rouge(output: str, answer: Answer, extra: Extra) -> Figures:
     """ROUGE F1 of rouge-score, without stemming; of several references the best of each figure."""
-    found = [_rouge_scorer().score(str(a), output) for a in as_list(answer)]
-    return {name: max(scores[name].fmeasure for scores in found) for name in ("rougeL", "rouge1", "rouge2")}
+    all_scores = [_rouge_scorer().score(str(a), output) for a in as_list(answer)]
+    return {name: max(scores[name].fmeasure for scores in all_scores) for name in ("rougeL", "rouge1", "rouge2")}
 
 
 def rouge_lsum(output: str, answer: Answer, extra: Extra) -> Figures:

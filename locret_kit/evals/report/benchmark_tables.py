@@ -85,14 +85,14 @@ def tables(parts: Sequence[BlockRows], against: str) -> str:
 def scores(rows: Sequence[Row]) -> Table:
     """A line for each task, text, length and budget; a column for each policy. Full attention has no budget, and stands in
     every line of its length."""
-    found: dict[tuple[str, str, int, int | float], dict[str, Cell]] = defaultdict(dict)
+    groups: dict[tuple[str, str, int, int | float], dict[str, Cell]] = defaultdict(dict)
     for cell in summarize(row for row in rows if row.score is not None):
-        found[cell.task, cell.haystack, cell.length, cell.budget][cell.label] = cell
+        groups[cell.task, cell.haystack, cell.length, cell.budget][cell.label] = cell
     labels = list(dict.fromkeys(sorted({row.label for row in rows}, key=_order)))
     lines: list[list[str | Figure]] = []
-    for (task, text, length, budget), mine in sorted(found.items(), key=lambda item: (*item[0][:3], -item[0][3])):
-        if budget or len(found) == 1:
-            every = {**found.get((task, text, length, 0), {}), **mine}
+    for (task, text, length, budget), mine in sorted(groups.items(), key=lambda item: (*item[0][:3], -item[0][3])):
+        if budget or len(groups) == 1:
+            every = {**groups.get((task, text, length, 0), {}), **mine}
             n, metric = max(cell.n for cell in every.values()), next(iter(mine.values())).metric
             named = f"{task} ({metric}{', lower is better' if metric in LIKELIHOOD else ''})"
             lines.append([named, text, size(length), str(budget), str(n), *(figure(every.get(one)) for one in labels)])
@@ -106,15 +106,15 @@ def compared(rows: Sequence[Row], against: str) -> list[Table]:
     ours = [row for row in rows if row.policy in policies]
     if len({row.label for row in ours}) < 2:
         return []
-    found = differences(ours, against)
+    pairs = differences(ours, against)
     lines = [
         [f"{one.task} ({one.figure})", one.haystack, size(one.length), str(one.budget), one.label, str(one.n), str(one)]
-        for one in found
+        for one in pairs
     ]  # fmt: skip
     each = Table(["task", "text", "tokens", "slots", "heads", "n", "difference"], lines, f"Minus {against}", "paired")
     whole = []
-    for label in sorted({one.label for one in found}):
-        mine = [one for one in found if one.label == label]
+    for label in sorted({one.label for one in pairs}):
+        mine = [one for one in pairs if one.label == label]
         shares = [one.mean for one in mine if one.figure not in LIKELIHOOD]
         worst = min(mine, key=_gain_in_errors)
         whole.append([
@@ -134,12 +134,12 @@ def _gain_in_errors(one: Difference) -> float:
 
 def grids(parts: Sequence[BlockRows]) -> list[Table]:
     """A table for each text and length, a column for each policy: a line for each variation, their mean and the worst one."""
-    found: dict[tuple[str, int], dict[str, dict[str, Cell]]] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[tuple[str, int], dict[str, dict[str, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for part in parts:
         for cell in summarize(row for row in part.rows if row.score is not None):
-            found[cell.haystack, cell.length][part.variation][cell.label] = cell
+            groups[cell.haystack, cell.length][part.variation][cell.label] = cell
     made = []
-    for (text, length), variations in sorted(found.items()):
+    for (text, length), variations in sorted(groups.items()):
         labels = sorted({label for cells in variations.values() for label in cells}, key=_order)
         means = {
             label: {name: cells[label].mean or 0.0 for name, cells in variations.items() if label in cells}

@@ -84,21 +84,21 @@ def figures(out: Path) -> list[dict[str, str]]:
     order = list(FIGURES)
     files = sorted((out / "figures").glob("*.svg"), key=lambda path: (path.stem not in order, path.stem))
     files.sort(key=lambda path: order.index(path.stem) if path.stem in order else len(order))
-    found = []
+    drawings = []
     for path in files:
         says = FIGURES[path.stem].says if path.stem in FIGURES else path.stem
         source = f"data:image/svg+xml;base64,{b64encode(path.read_bytes()).decode()}"
-        found.append({"name": path.stem, "caption": says[:1].upper() + says[1:], "source": source})
-    return found
+        drawings.append({"name": path.stem, "caption": says[:1].upper() + says[1:], "source": source})
+    return drawings
 
 
 def settings(out: Path, rows: Sequence[Row]) -> list[Table]:
     """The rows' own settings, and the folder's configuration."""
     good = [row for row in rows if not row.error]
-    found = {name: _joined(getattr(row, name) for row in good) for name in (*SETTINGS, "backend", "device")}
+    values = {name: _joined(getattr(row, name) for row in good) for name in (*SETTINGS, "backend", "device")}
     for name in sorted({name for row in rows for name in row.versions}):
-        found[f"version of {name}"] = _joined(row.versions.get(name, "?") for row in rows)
-    tables = [Table(["of the rows", "value"], list(found.items()), "As the rows say")]
+        values[f"version of {name}"] = _joined(row.versions.get(name, "?") for row in rows)
+    tables = [Table(["of the rows", "value"], list(values.items()), "As the rows say")]
     if given := read_config(out):
         lines = [(key, json.dumps(value)) for key, value in given.items()]
         tables.append(Table(["setting", "value"], lines, "config.json"))
@@ -106,8 +106,8 @@ def settings(out: Path, rows: Sequence[Row]) -> list[Table]:
 
 
 def _joined(values: Iterable[object]) -> str:
-    found = sorted({str(value) for value in values})
-    return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") or "-"
+    words = sorted({str(value) for value in values})
+    return ", ".join(words[:8]) + (", ..." if len(words) > 8 else "") or "-"
 
 
 def data(out: Path, rows: Sequence[Row]) -> str:

@@ -143,7 +143,7 @@ def find_tasks(
                 raise ValueError(
                     f"{what}={other} and {place} have one name, which rows could not tell apart: rename one"
                 )
-    found: dict[tuple[str, str], Task] = {}
+    tasks: dict[tuple[str, str], Task] = {}
     for name in names:
         prefix, colon, _ = name.rpartition(":")
         if colon and prefix not in AGAINST_FULL:
@@ -153,8 +153,8 @@ def find_tasks(
         for full in [name] if is_file_of_records(name) else row_names(name):
             for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples):
                 task = AGAINST_FULL[prefix](task) if colon else task
-                found[task.name, task.haystack] = task
-    return list(found.values())
+                tasks[task.name, task.haystack] = task
+    return list(tasks.values())
 
 
 def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples: int) -> list[Task]:

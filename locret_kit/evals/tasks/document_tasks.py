@@ -67,13 +67,13 @@ def entries() -> dict[str, TaskEntry]:
     """Every task of every table, by its full name."""
     import yaml
 
-    found = {}
+    by_name = {}
     for table, start in BENCHMARKS.items():
         loaded = yaml.safe_load(resources.files(__package__).joinpath(f"{table}.yaml").read_text(encoding="utf-8"))
         for name, values in loaded["tasks"].items():
             merged = {"file": name, **loaded["defaults"], **values}
-            found[start + name] = TaskEntry(name=start + name, **merged)
-    return found
+            by_name[start + name] = TaskEntry(name=start + name, **merged)
+    return by_name
 
 
 def document_task(name: str, data: Sequence[str], samples: int) -> Task:
@@ -135,9 +135,9 @@ def _find_files(entry: TaskEntry, folder: Path, split: str | None) -> list[Path]
     named = [path for path in (folder, *sorted(folder.rglob(entry.file))) if path.is_dir() and path.name == entry.file]
     for place in (place for path in named for place in (path / entry.hub.get("name", ""), path)):
         files = [path for path in sorted(place.rglob("*")) if path.suffix in SUFFIXES]
-        found = [path for path in files if path.name.startswith(split) or path.parent.name == split]
-        if found:
-            return [path for path in found if _series(path) == _series(found[0])]
+        of_split = [path for path in files if path.name.startswith(split) or path.parent.name == split]
+        if of_split:
+            return [path for path in of_split if _series(path) == _series(of_split[0])]
     return []
 
 
@@ -219,10 +219,10 @@ def _example(entry: TaskEntry, record: Record, shots: str, request: ExampleReque
 def _fields(entry: TaskEntry, record: Record) -> Record:
     fields = dict(record)
     for name, (source, pattern) in entry.extract.items():
-        found = re.search(pattern, record[source])
-        if found is None:
+        match = re.search(pattern, record[source])
+        if match is None:
             raise ValueError(f"task={entry.name}: {source}={record[source]!r:.80} must match {pattern!r}")
-        fields[name] = found.group(1)
+        fields[name] = match.group(1)
     if entry.words:
         fields["words"] = len(str(record[entry.words]).split())
     return fields

@@ -27,11 +27,11 @@ def questions_task(haystack: str, text: str | None) -> Task:
         number, asked = divmod(request.sample, QUESTIONS)
         chat = request.wants_chat(False)
         state = f"questions:{haystack}:{request.length}:{number}:{request.seed}"
-        told = random.Random(state).sample(WORDINGS[1:], QUESTIONS)
+        wordings = random.Random(state).sample(WORDINGS[1:], QUESTIONS)
 
         def prompt_of(document: str, i: int) -> tuple[str, bool]:
-            question, form = told[i].question, ENDINGS[request.ending]
-            prefix = told[i].prefix if gives_first_words(form) else ""
+            question, form = wordings[i].question, ENDINGS[request.ending]
+            prefix = wordings[i].prefix if gives_first_words(form) else ""
             if chat:
                 return wrap(request, f"{document}\n\n{question}", prefix, chat=True)
             return document + form.format(question=question, prefix=prefix), True
@@ -39,14 +39,14 @@ def questions_task(haystack: str, text: str | None) -> Task:
         def longest(document: str) -> int:
             return max(count_ids(request.tokenizer, *prompt_of(document, i)) for i in range(QUESTIONS))
 
-        room = request.length - longest(_document("", told, ["00000"] * QUESTIONS))
+        room = request.length - longest(_document("", wordings, ["00000"] * QUESTIONS))
         if room < 1:
             raise ValueError(f"length={request.length} is too short for {QUESTIONS} needles and a question")
         while True:
             rng = random.Random(state)
             body = _repeated(request, room) if text is None else cut(text, request.tokenizer, room, rng)
             keys = _digits(rng, body)
-            document = _document(body, told, keys)
+            document = _document(body, wordings, keys)
             over = longest(document) - request.length
             if over <= 0:
                 break
@@ -69,12 +69,12 @@ def _repeated(request: ExampleRequest, tokens: int) -> str:
 
 def _digits(rng: random.Random, body: str) -> list[str]:
     """Different numbers of five digits, none of them in the text."""
-    found: list[str] = []
-    while len(found) < QUESTIONS:
+    digits: list[str] = []
+    while len(digits) < QUESTIONS:
         key = f"{rng.randrange(10**5):05}"
-        if key not in body and key not in found:
-            found.append(key)
-    return found
+        if key not in body and key not in digits:
+            digits.append(key)
+    return digits
 
 
 def _nearest(places: list[int], wanted: float) -> int:
@@ -82,7 +82,7 @@ def _nearest(places: list[int], wanted: float) -> int:
     return min(places, key=lambda place: abs(place - wanted))
 
 
-def _document(body: str, told: list[Wording], keys: list[str]) -> str:
+def _document(body: str, wordings: list[Wording], keys: list[str]) -> str:
     """The text with every needle at the line or sentence start nearest to its depth."""
     body = body.rstrip() + "\n" if body.strip() else ""
     places = [*starts(body), len(body)]
@@ -90,5 +90,5 @@ def _document(body: str, told: list[Wording], keys: list[str]) -> str:
     for i, at in reversed(list(enumerate(offsets))):
         head, tail = body[:at].rstrip(" "), body[at:]
         head += "\n" if head and not head.endswith("\n") else ""
-        body = head + told[i].needle.format(key=keys[i]) + tail
+        body = head + wordings[i].needle.format(key=keys[i]) + tail
     return body.rstrip("\n")

@@ -78,11 +78,11 @@ def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
             needles = [_needle(niah, key, value) for key in keys for value in values[key]]
             rng.shuffle(needles)
             places = [depth] if depth is not None else _places(rng, len(needles))
-            context, found = insert(body, needles, places)
+            context, depths = insert(body, needles, places)
             asked = rng.sample(keys, niah.n_queries)
             question, prefix = _wording(niah, asked, context)
             answer = [value for key in asked for value in values[key]]
-            return Draft(question, answer, round(found[0], 4) if alone else None, prefix)
+            return Draft(question, answer, round(depths[0], 4) if alone else None, prefix)
 
         return synthetic(request, f"{niah.name}:{haystack}", build)
 

@@ -67,19 +67,19 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
             return wrap(request, f"###\nArticle: {piece}\n\n{asked}\n\n", quote, chat=chat)
 
         room = request.length - count_ids(request.tokenizer, *prompt_of("", ""))
-        found: dict[int, Example] = {}
+        examples: dict[int, Example] = {}
         for _ in range(8):  # another piece may have another quotation, of another length
             piece = _piece(request, haystack, text, room)
             quote, passage, depth = _passage(request, piece)
             prompt, special = prompt_of(piece, quote)
             over = count_ids(request.tokenizer, prompt, special) - request.length
-            found[over] = Example(prompt, passage, special, depth=depth)
+            examples[over] = Example(prompt, passage, special, depth=depth)
             if -0.01 * request.length <= over <= 0:
                 break
             room -= over
-        if (best := max((over for over in found if over <= 0), default=None)) is None:
+        if (best := max((over for over in examples if over <= 0), default=None)) is None:
             raise ValueError(f"length={request.length} cannot be met by a quotation of sample {request.sample}")
-        return found[best]
+        return examples[best]
 
     return Task(name, make, "reconstruction", PASSAGE, haystack)
 
@@ -95,12 +95,12 @@ def _passage(request: ExampleRequest, piece: str) -> tuple[str, str, float]:
     last = offsets[max(0, len(offsets) - 2 * PASSAGE)][0]
     wanted = spread_depth(request.sample) * last
     for at in sorted((start for start in starts(piece) if start <= last), key=lambda start: abs(start - wanted)):
-        found = QUOTE.match(piece, at)
-        if found and piece.count(found.group()) == 1:
-            rest = piece[found.end() :]
+        match = QUOTE.match(piece, at)
+        if match and piece.count(match.group()) == 1:
+            rest = piece[match.end() :]
             borders = encode(request.tokenizer, rest[: 16 * PASSAGE])[1]
             if len(borders) >= PASSAGE:
-                return found.group(), rest[: borders[PASSAGE - 1][1]], round(at / max(1, last), 4)
+                return match.group(), rest[: borders[PASSAGE - 1][1]], round(at / max(1, last), 4)
     raise ValueError(f"length={request.length} is too short for a quotation and {PASSAGE} tokens after it")
 
 

@@ -136,9 +136,9 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
     raw = read_json(folder / CONFIG)
-    found = raw.pop("format", None) if isinstance(raw, dict) else None
-    if not isinstance(raw, dict) or found != FORMAT:
-        raise ValueError(f"{folder / CONFIG} says format={found!r}, a pool says {FORMAT!r}")
+    version = raw.pop("format", None) if isinstance(raw, dict) else None
+    if not isinstance(raw, dict) or version != FORMAT:
+        raise ValueError(f"{folder / CONFIG} says format={version!r}, a pool says {FORMAT!r}")
     raw.pop(HASH, None)
     with blaming(str(folder / CONFIG), ValueError):
         return made(PoolConfig, raw, "field")

@@ -172,9 +172,9 @@ class VerticalSlash(Sparse):
             raise ValueError(
                 f"patterns={self.patterns!r} has {len(self._patterns)} layers, and the backbone {spec.n_layers}"
             )
-        most = max((head for one in self._patterns for head in one), default=0)
-        if most >= spec.n_heads:
-            raise ValueError(f"patterns={self.patterns!r} names head {most}, and the backbone has {spec.n_heads}")
+        max_head = max((head for one in self._patterns for head in one), default=0)
+        if max_head >= spec.n_heads:
+            raise ValueError(f"patterns={self.patterns!r} names head {max_head}, and the backbone has {spec.n_heads}")
 
     def of_heads(self, layer: int, heads: slice) -> list[Pattern]:
         """The patterns of some query heads of a layer."""

@@ -101,7 +101,7 @@ class Sampled(Selection):
     """A draw for each 'head', one for all heads of a 'layer' from the softmax of their mean score, or one for 'all' layers,
     whose noise is the same. Heads draw the same tokens as far as the same are left."""
 
-    def aside(self, budget: int) -> int:
+    def reserved_slots(self, budget: int) -> int:
         return int(budget * self.ratio)
 
     def select(
