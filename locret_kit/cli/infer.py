@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.command_line import read
 from ..config.infer_options import INFER, InferOptions
 from ..config.schema import refuse
 from ..settings import RunSettings
-from .command import command
+from .command import entry
 from .loading import (
     Chosen,
     beyond_window,
@@ -29,7 +28,6 @@ from .terminal import (
     check_question,
     check_sampling,
     check_target,
-    print_policies,
     progress,
     text_of,
     title_of,
@@ -197,21 +195,17 @@ def questions_of(args: InferOptions) -> list[str | None]:
     return [*questions] or [None]
 
 
-@command("locret-infer", also=(RuntimeError,), usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
-    args = read(INFER, sys.argv[1:] if argv is None else argv)
-    if args is None:
-        return 0
-    args.load_plugin()
-    if args.list_policies:
-        return print_policies()
+def run_or_batch(args: InferOptions) -> int:
+    """The prompts of ``--batch``, or the questions about one text."""
     if args.batch:
         from .infer_batch import run as run_batch
 
         return run_batch(args)
     refuse(args, ("out", "batch_size"), "without --batch")
     return run(args)
+
+
+main = entry(INFER, run_or_batch, also=(RuntimeError,))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config.command_line import read
 from ..config.document_options import INFO, InfoOptions
-from .command import command
+from .command import entry
 from .terminal import plain
 
 Fields = dict[str, object]
@@ -41,7 +40,7 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
     yield "title", text.get("title")
     yield (
         "tokens",
-        f"{number(text.get('tokens'))}, {number(counts[0].get('seen') if counts else None)} of them in the cache",
+        f"{number(text.get('tokens'))}, {number(states[0].get('seen') if states else None)} of them in the cache",
     )
     yield "text", "stored" if text.get("text") else "not stored" if text else "a cache without a document"
     yield "questions", "through the chat template" if text.get("chat") else "as they are"
@@ -83,11 +82,7 @@ def number(value: object) -> str:
     return f"{value:,}" if type(value) is int else "?"
 
 
-@command("locret-info", usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options."""
-    args = read(INFO, sys.argv[1:] if argv is None else argv)
-    return 0 if args is None else run(args)
+main = entry(INFO, run)
 
 
 if __name__ == "__main__":

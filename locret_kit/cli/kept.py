@@ -6,10 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from ..config.command_line import read
 from ..config.document_options import KEPT, KeptOptions
 from ..config.schema import refuse
-from .command import command
+from .command import entry
 from .terminal import check_target, plain
 
 
@@ -52,11 +51,7 @@ def run(args: KeptOptions) -> int:
     return 0
 
 
-@command("locret-kept", usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options."""
-    args = read(KEPT, sys.argv[1:] if argv is None else argv)
-    return 0 if args is None else run(args)
+main = entry(KEPT, run)
 
 
 if __name__ == "__main__":

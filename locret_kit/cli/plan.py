@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.command_line import read
 from ..config.plan_options import PLAN, PlanOptions
 from ..config.schema import Values
-from .command import command
+from .command import entry
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,12 +92,10 @@ def run(args: PlanOptions) -> int:
     if args.gpu_memory is None:
         if not args.speed:
             raise ValueError("gpu_memory is missing: --gpu-memory SIZE, such as 24GiB (or --speed)")
-        args.load_plugin()
         return _speed(args)
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
-    args.load_plugin()
     config, recipe = resolve(args.model)
     policy = parse_policy(args.policy)
     if policy.needs_adapter or policy.needs_heads or args.train is not None:
@@ -193,11 +190,8 @@ def _given(value: int | None, recipe: Values, key: str, default: int) -> int:
     return int(str(recipe.get(key, default))) if value is None else value
 
 
-@command("locret-plan", usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 1 also where nothing fits."""
-    args = read(PLAN, sys.argv[1:] if argv is None else argv)
-    return 0 if args is None else run(args)
+main = entry(PLAN, run)
+"""Exit status 1 also where nothing fits."""
 
 
 if __name__ == "__main__":

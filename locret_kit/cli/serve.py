@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.command_line import read
 from ..config.serve_options import SERVE, ServeOptions
 from ..settings import read_protect
-from .command import command
+from .command import entry
 from .loading import check_run, choose
 
 if TYPE_CHECKING:
@@ -151,14 +150,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     return f"{name}, {caches}"
 
 
-@command("locret-serve", also=(RuntimeError,), usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
-    args = read(SERVE, sys.argv[1:] if argv is None else argv)
-    if args is None:
-        return 0
-    args.load_plugin()
-    return run(args)
+main = entry(SERVE, run, also=(RuntimeError,))
 
 
 if __name__ == "__main__":

@@ -127,11 +127,3 @@ def write_answer(answer: Answer, question: str | None = None, *, first: bool = T
 def plain(value: object) -> str:
     """A value in one line, and nothing in it that a terminal would obey."""
     return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(value).split()))
-
-
-def print_policies() -> int:
-    """Print what ``--list-policies`` asks for; the exit status."""
-    from ..policies.grammar import describe_policies
-
-    print("\n".join(describe_policies()))
-    return 0
