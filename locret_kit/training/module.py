@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -27,6 +27,9 @@ from .observer import Observer, Together
 from .strategy import shard
 from .trial import Trial
 from .values import ValueNorms
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def tagged(trial: str, scalars: dict[str, float]) -> dict[str, float]:
@@ -186,7 +189,7 @@ class HeadTraining(FrozenTraining):
         self.logger.log_metrics({**self.validated, **layers}, step=self.global_step)  # type: ignore[union-attr]
 
     def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:
-        writer: Any = self.logger.experiment  # type: ignore[union-attr]
+        writer = cast("SummaryWriter", self.logger.experiment)  # type: ignore[union-attr]
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         tokens = [tokenizer.decode([token]) for token in sample.ids[: predicted_RS.shape[-1]]]
         kept = most_kept(predicted_RS).tolist()
