@@ -107,8 +107,8 @@ class Engine:
             self._changed.notify_all()
 
     def read(self, model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        """A ``documents.Reader``: read tokens into a cache, among the other requests. Blocks until it is done; waits while the
-        queue is full, since whoever sent the document has left.
+        """A ``documents.document.Reader``: read tokens into a cache, among the other requests. Blocks until it is done; waits
+        while the queue is full, since whoever sent the document has left.
 
         Raises:
             Stopping: see ``submit``. Exception: as reading and ``progress`` raise.

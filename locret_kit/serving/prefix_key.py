@@ -19,7 +19,7 @@ class PrefixKey:
     """The document that it goes on from; '' for none."""
     tokens: int
     sha256: str
-    """Hash of the token ids, see ``documents``."""
+    """Hash of the token ids, see ``documents.text_record``."""
 
     @classmethod
     def of(cls, name: str, owner: str, document_id: str, ids: array[int]) -> PrefixKey:

@@ -50,7 +50,7 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
 def measure_row(
     run: Run, variant: Variant, prompt: EvalPrompt, shared: int, document: SharedBeginning, reference: Row | None
 ) -> Fields:
-    """Fields of one example's row. ``shared``: see `document.shared_lengths`; ``reference``: the row of full attention."""
+    """Fields of one example's row. ``shared``: see `shared_lengths`; ``reference``: the row of full attention."""
     if is_oracle(variant.policy):
         fork = oracle.fork(run.setup, variant, prompt.ids, chat=not prompt.example.special)
     else:
@@ -149,7 +149,7 @@ def _cost(report: Report, fork: Fork) -> Fields:
 
 
 def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
-    """Write what the cache holds now, see `rows.read_kept`; the file's stem.
+    """Write what the cache holds now, see `result_rows.read_kept`; the file's stem.
 
     Raises:
         NotStored: names the file and the reason.

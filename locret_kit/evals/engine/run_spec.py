@@ -75,7 +75,7 @@ class EvalPrompt:
     """The reason why it cannot be made."""
 
     def key(self, variant: Variant) -> tuple[str | int | float, ...]:
-        """The key of its row, see `rows.KEY`."""
+        """The key of its row, see `result_rows.KEY`."""
         task = self.task
         return task.name, task.haystack, self.length, variant.budget, variant.policy, variant.heads, self.sample
 
@@ -95,7 +95,7 @@ class Run:
     retry_errors: bool = False
     """Do examples again that ended with an error."""
     share_prefix: bool = True
-    """Read what prompts about one document have in common once, see `document`."""
+    """Read what prompts about one document have in common once, see `shared_beginning`."""
     rank: int = 0
     world_size: int = 1
 

@@ -1,6 +1,6 @@
 """Several questions about one document, each of which goes on from the same cache: the document is read before any is known.
 
-`prefix` reads what the prompts of a document have in common once. So this is a session: read once, asked often.
+`shared_beginning` reads what the prompts of a document have in common once. So this is a session: read once, asked often.
 """
 
 from __future__ import annotations
