@@ -11,12 +11,8 @@ from functools import lru_cache
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from . import Answer
-
-if TYPE_CHECKING:
-    pass
 
 Figures = dict[str, float]
 CHINESE_PUNCTUATION = (
