@@ -26,7 +26,7 @@ from .files import CONFIG, HASH, read_json
 from .hub import Access
 from .naming import blaming
 from .settings import RunSettings
-from .validation import Says, annotations_of, check, checked, made
+from .validation import Description, annotations_of, check, checked, made
 
 DIMENSIONS = ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim")
 """Dimensions that retaining heads and their backbone share, beside the sizes of layers that differ."""
@@ -61,7 +61,7 @@ class HeadsConfig:
     """Query heads, key/value heads, channels of a key and of a value of every layer, where they are not those above."""
     adapter: str | None = None
     """PEFT adapter on the backbone while the heads were trained."""
-    inference: Annotated[dict[str, object], Says("settings by name")] = field(default_factory=dict)
+    inference: Annotated[dict[str, object], Description("settings by name")] = field(default_factory=dict)
     """Settings used when the caller gives none: fields of ``RunSettings``, and ``policy``."""
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ except ModuleNotFoundError:
 
     @dataclass
     class ScorerPress:  # type: ignore[no-redef]
-        """What stands in for kvpress's class where kvpress is not installed: scores alone."""
+        """A stand-in for kvpress's class where kvpress is not installed: scores alone."""
 
         compression_ratio: float = 0.0
 
@@ -80,7 +80,7 @@ class LocretPress(ScorerPress):
         keys: Tensor,
         values: Tensor,
         attentions: Tensor | None,
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
     ) -> Tensor:
         """Scores ``[B, H, T]`` of hidden states ``[B, T, E]`` and values ``[B, H, T, D]``; keys are those after RoPE and are left
         aside."""

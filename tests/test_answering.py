@@ -16,7 +16,7 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy, parts_of
-from locret_kit.policies.reread import Passages
+from locret_kit.policies.passages import Passages
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.config.reader import options_of
 from locret_kit.config.recipes import known_recipes, load_config
-from locret_kit.config.train import TrainConfig
+from locret_kit.config.schema import options_of
+from locret_kit.config.train_config import TrainConfig
 from locret_kit.validation import choices, metadata_of, parts
 
 ROOT = Path(__file__).resolve().parents[1]

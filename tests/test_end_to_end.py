@@ -20,10 +20,10 @@ from locret_kit.backbones.spec import spec_of
 from locret_kit.card import describe
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
-from locret_kit.samples.chat import Sample
-from locret_kit.training.curves import read_curves
+from locret_kit.samples.sample import Sample
 from locret_kit.training.end_to_end import EndToEndTraining, divergence
 from locret_kit.training.gates import Eviction, Gated, attend_gated, drawn_eviction, threshold
+from locret_kit.training.scalars import read_curves
 
 
 def heads_of(model, seed: int = 1, **changes) -> RetainingHeads:

@@ -18,7 +18,7 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit import HeadsConfig, RetainingHeads
 from locret_kit.backbones.spec import BackboneSpec
 from locret_kit.card import make_card, own_cells, public_rows, read_card, write_release
-from locret_kit.evals.engine.rows import Row
+from locret_kit.evals.engine.result_rows import Row
 from locret_kit.heads import state_of
 
 SPEC = BackboneSpec.uniform("llama", 3, 4, 2, 8)

@@ -19,7 +19,7 @@ from locret_kit.backbones.handler import Softmax
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.cache.storage.quantised import check_storage
 from locret_kit.cli.infer import main
-from locret_kit.evals.engine.settings import check_policies
+from locret_kit.evals.engine.run_spec import check_policies
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.merging import Nearest, fold_nearest, nearest_kept

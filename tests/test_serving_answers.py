@@ -17,7 +17,7 @@ from test_serving import bearer, expected, user
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.serve import main
-from locret_kit.planning.plan import Setting
+from locret_kit.planning.inference_plan import Setting
 from locret_kit.planning.serving import Caches
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.scheduler import PATIENCE

@@ -19,8 +19,8 @@ from locret_kit.config.recipes import load_config
 from locret_kit.heads import FORMS
 from locret_kit.policies.base import Entry
 from locret_kit.policies.methods.locret import Cis
-from locret_kit.samples.chat import Sample
 from locret_kit.samples.replay import FIRST, NEXT, QUOTED, with_replay
+from locret_kit.samples.sample import Sample
 from locret_kit.training.observer import Observer
 from locret_kit.training.trial import unit_of
 from locret_kit.training.values import ValueNorms

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
 from .parallel import AllHeads, group_of
-from .probe import AttentionCall, Description, describe, rotaries_of, softmax_of, unknown_argument, unturned
+from .probe import AttentionCall, DecoderAttention, describe, rotaries_of, softmax_of, unknown_argument, unturned
 from .releases import cache_among
 from .slices import slice_mlps
 from .spec import UnsupportedArchitecture, decoder_of, text_config
@@ -302,7 +302,7 @@ class Attachment:
 
 
 def _calls_of(
-    decoder: Any, description: Description, device: torch.device
+    decoder: Any, description: DecoderAttention, device: torch.device
 ) -> dict[int, list[tuple[AttentionCall, Tensor | None]]]:
     """The calls of each attention module, by its id, in the order of a forward."""
     known: dict[int, list[tuple[AttentionCall, Tensor | None]]] = {}

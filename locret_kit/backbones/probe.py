@@ -83,7 +83,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class Description:
+class DecoderAttention:
     """Attention of a decoder, as measured."""
 
     spec: BackboneSpec
@@ -156,7 +156,7 @@ class Description:
         return not all(torch.equal(a.inv_freq, b.inv_freq) and a.scaling == b.scaling for a, b in pairs)
 
 
-def describe(model: Any) -> Description:
+def describe(model: Any) -> DecoderAttention:
     """The description of a model's decoder, measured once per class and configuration: less than a second.
 
     Raises:
@@ -177,7 +177,7 @@ def describe(model: Any) -> Description:
 
 
 _LOCK = threading.RLock()
-_KNOWN: dict[tuple[object, ...], Description | str] = {}
+_KNOWN: dict[tuple[object, ...], DecoderAttention | str] = {}
 
 
 def _key(decoder: Any, config: PreTrainedConfig) -> tuple[object, ...]:
@@ -356,7 +356,7 @@ def _run(
 # ---- measuring -----------------------------------------------------------------------------------------------------------
 
 
-def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> Description:
+def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
     """The description of a decoder, whose heads may be spread over ranks. Raises UnsupportedArchitecture that begins with its
     model type."""
     name = f"model_type={config.model_type!r}"
@@ -380,7 +380,7 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> Description
         ) from error
 
 
-def _assumed(decoder: Any, config: PreTrainedConfig) -> Description:
+def _assumed(decoder: Any, config: PreTrainedConfig) -> DecoderAttention:
     """The description of a decoder without weights, which plans and predictions run for its shapes alone: by its
     configuration, and as though it were Llama's in all else."""
     spec, rotary = spec_of(config), getattr(decoder, "rotary_emb", None)
@@ -394,7 +394,7 @@ def _assumed(decoder: Any, config: PreTrainedConfig) -> Description:
     calls = tuple(
         AttentionCall(f"layers.{layer.index}.self_attn", i, False, True) for i, layer in enumerate(spec.layers)
     )
-    return Description(
+    return DecoderAttention(
         spec,
         calls,
         tuple(rotations) or "there is no rotary module",
@@ -403,7 +403,7 @@ def _assumed(decoder: Any, config: PreTrainedConfig) -> Description:
     )
 
 
-def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> Description:
+def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
     device = next(decoder.parameters()).device
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
     ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
@@ -412,7 +412,7 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> Descript
         raise UnsupportedArchitecture("no attention call comes through transformers' interface")
     placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
     spec, calls = _layers(decoder, config, first, ranks)
-    found = Description(spec, calls, "no rotation was looked for", placed)
+    found = DecoderAttention(spec, calls, "no rotation was looked for", placed)
     found = replace(found, rotations=_rotations(decoder, config, ids_1T, first, found))
     if spec.states:
         sizes = tuple(
@@ -524,7 +524,7 @@ def _window(call: _Call, config: PreTrainedConfig, where: str) -> tuple[int | No
 
 
 def _rotations(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run, found: Description
+    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run, found: DecoderAttention
 ) -> tuple[Rotation, ...] | str:
     """The rotation of every layer with rows, or why it is not known."""
     rotaries = rotaries_of(decoder)
@@ -609,8 +609,8 @@ def _turns_by_itself(call: _Call) -> bool:
 
 
 def _with_fusions(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run, found: Description
-) -> Description:
+    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run, found: DecoderAttention
+) -> DecoderAttention:
     """The description with what ``fused`` may do: tried, and compared with the decoder's own."""
     skips = fuses = False
     rotations = () if isinstance(found.rotations, str) else found.rotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.probe import FARTHEST, Description, describe
+from ..backbones.probe import FARTHEST, DecoderAttention, describe
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, text_config
 from ..policies.policy import Policy
@@ -120,7 +120,7 @@ class Context:
     backend: Backend
     """Who computes."""
     model: Any
-    description: Description
+    description: DecoderAttention
     tables: RotationTables
     counters: CacheCounters
     recalls: RecallCounters = field(default_factory=RecallCounters)
@@ -231,7 +231,7 @@ class Context:
         return self.ropes[layer] if self.ropes is not None and self.read_rope(layer, rows) is None else None
 
 
-def refuse_policy(policy: Policy, description: Description) -> None:
+def refuse_policy(policy: Policy, description: DecoderAttention) -> None:
     """Raise ValueError where a policy computes attention of its own that knows no sinks, caps or shared rows, or compares heads
     that the backbone's layers do not have alike."""
     spec, parts = description.spec, {"recall": policy.recall, "sparse": policy.sparse}

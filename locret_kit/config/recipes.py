@@ -6,8 +6,10 @@ from importlib import resources
 from pathlib import Path
 
 from ..naming import nearest
-from .reader import Command, UsageError, Values, build, given_by, read_yaml, values_of
-from .train import TrainConfig
+from .command_line import given_by
+from .schema import Command, UsageError, Values, build
+from .train_config import TrainConfig
+from .yaml_values import read_yaml, values_of
 
 USAGE = """usage: locret-train recipe=NAME [key=value ...]
 
@@ -61,7 +63,7 @@ def read_recipe(recipe: str) -> tuple[str, Values]:
 
 
 def recipes_folder() -> Path:
-    """Where the recipes that ship lie."""
+    """The folder of the recipes that ship."""
     try:
         return Path(str(resources.files("locret_recipes")))
     except ModuleNotFoundError:  # not installed: run from a checkout

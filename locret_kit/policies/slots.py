@@ -1,4 +1,4 @@
-"""What the parts of a policy are given: new tokens as they enter the cache, and the slots of a layer that must be cut.
+"""Inputs of the parts of a policy: new tokens as they enter the cache, and the slots of a layer that must be cut.
 
 Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``G`` query heads of a group, ``S`` slots of a head, ``T`` new
 tokens, ``D`` channels.
@@ -109,10 +109,10 @@ class Slots:
     """The same slots as each query head of a group sees them, with statistics and queries of its own, where the selection
     asks for them (``Selection.by_query_head``)."""
     verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
+    """Function of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
     keep the slot in each query head. ``Policy.choose`` sets it."""
     backend: str = "reference"
-    """Of ``locret_kernels``."""
+    """Backend of ``locret_kernels``."""
 
     @property
     def scaling(self) -> float:

@@ -24,7 +24,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     top_logprobs: int | None = field(default=None, kw_only=True)
-    """Of each token of the answer: its log-probability, and those of so many of the likeliest; None for neither."""
+    """Number of the likeliest tokens whose log-probabilities come with each token's own; None for neither."""
 
 
 @dataclass(frozen=True)

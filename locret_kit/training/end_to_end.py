@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from ..backbones.probe import describe
 from ..backbones.spec import decoder_of
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
-from ..samples.chat import Sample
-from .base import FrozenTraining
+from ..samples.sample import Sample
 from .data import Step
+from .frozen_training import FrozenTraining
 from .gates import Gated, drawn_eviction
 from .trial import Trial
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from ..cache.attention import attend_rows, attend_text
 from ..heads import RetainingHeads
 
 HALVINGS = 40
-"""Of the interval that holds a threshold."""
+"""Halvings of the interval that holds a threshold."""
 
 
 def threshold(scores_XS: Tensor, keep: int, temperature: float) -> Tensor:
@@ -46,12 +45,12 @@ def threshold(scores_XS: Tensor, keep: int, temperature: float) -> Tensor:
             middle = (low + high) / 2
             many = ((s - middle) / temperature).sigmoid().sum(-1, keepdim=True) > keep
             low, high = torch.where(many, middle, low), torch.where(many, high, middle)
-        found = ((low + high) / 2).to(scores_XS.dtype)
-        open_XS = ((scores_XS - found) / temperature).sigmoid()
+        cut = ((low + high) / 2).to(scores_XS.dtype)
+        open_XS = ((scores_XS - cut) / temperature).sigmoid()
         slope_XS = open_XS * (1 - open_XS)
         share_XS = slope_XS / slope_XS.sum(-1, keepdim=True).clamp_min(1e-12)
     moved = (share_XS * scores_XS).sum(-1, keepdim=True)
-    return found + moved - moved.detach()
+    return cut + moved - moved.detach()
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Gated(Handler):
         if not softmax.is_plain:
             raise ValueError("attention through gates knows no sinks and no cap on logits: train with another target")
         scores_BHT = self.heads[layer](q_BQTD.detach(), k_BHTD.detach(), v_BHTD.detach())
-        run: Callable[..., Any] = checkpoint if torch.is_grad_enabled() else _plainly
+        run: Callable[..., Tensor] = checkpoint if torch.is_grad_enabled() else _plainly
         out: Tensor = run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, softmax.scaling, use_reentrant=False)
         return out
 

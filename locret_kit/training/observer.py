@@ -21,12 +21,12 @@ from ..cis import cis_loss, cis_target, top_recall
 from ..heads import RetainingHeads
 
 Targets = dict[tuple[object, ...], Tensor]
-"""Of one layer and sample, by what makes them."""
+"""Targets of one layer and sample, by what makes them."""
 
 
 @dataclass
 class LayerFigures:
-    """Of one forward, layer by layer: regression and smoothing loss, recall of the true top 10%."""
+    """Figures of one forward, layer by layer: regression and smoothing loss, recall of the true top 10%."""
 
     regression: list[Tensor] = field(default_factory=list)
     smooth: list[Tensor] = field(default_factory=list)

@@ -21,22 +21,22 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..backbones.handler import Softmax
-from ..backbones.probe import Description, describe
+from ..backbones.probe import DecoderAttention, describe
 from ..backbones.releases import forward
 from ..backbones.rope import rotate
 from ..backbones.spec import BackboneSpec
 from ..cache.attention import attend_rows
 from ..cache.bounded import BoundedCache
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
 from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..policies.policy import Policy
-from ..samples.chat import Sample
+from ..samples.sample import Sample
 from ..settings import RunSettings
-from .base import FrozenTraining
 from .data import Step
+from .frozen_training import FrozenTraining
 
 
 class LearningMerge(Merge):
@@ -202,7 +202,7 @@ def first_eviction(budget: int, chunk: int) -> int:
     return chunk * (budget // chunk + 1)
 
 
-def refuse(cfg: TrainConfig, description: Description, policy: Policy) -> None:
+def refuse(cfg: TrainConfig, description: DecoderAttention, policy: Policy) -> None:
     """Raise ValueError where a pool cannot be trained."""
     spec = description.spec
     if any(window is not None for window in spec.windows):

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
-from ..samples.chat import Sample, Span
+from ..samples.sample import Sample
+from ..text.spans import Span
 from .observer import Observer
 from .values import ValueNorms
 

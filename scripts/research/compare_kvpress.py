@@ -31,7 +31,7 @@ from locret_kit.naming import first_line
 from locret_kit.press import LocretPress
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.tokens import stream_ids
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 
 INSTALL = "pip install --no-deps kvpress cachetools fire termcolor"
 WINDOW, LAG, BLOCK = 16, 32, 32  # tokens

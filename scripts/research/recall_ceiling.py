@@ -36,9 +36,9 @@ from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.tasks import haystack_name
-from locret_kit.evals.tasks.base import spread_depth
+from locret_kit.evals.tasks.task import spread_depth
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import TASKS, WORDINGS, make_needle
-from locret_kit.samples.text import load_text
 from locret_kit.settings import FIRST
 
 COLUMNS = ("kept", "+needle", "only", "all", "again")

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...backbones.rope import Rope, rotate
-from ..base import Count, Entry, Positive, Score, Slots, wide
+from ..base import Entry, Score, Slots, wide
+from ..parameters import Count, Positive
 from ..registry import part, register
 
 

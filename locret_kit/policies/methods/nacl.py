@@ -10,20 +10,8 @@ from torch import Tensor
 
 from ...backbones.rope import rotate
 from ..attention import Weight, recent_attention
-from ..base import (
-    Count,
-    Entry,
-    PositiveSize,
-    Ratio,
-    Scope,
-    Selection,
-    Size,
-    Slots,
-    best_of,
-    resolve_count,
-    share_of,
-    wanted_count,
-)
+from ..base import Entry, Scope, Selection, Slots, best_of, resolve_count, share_of, wanted_count
+from ..parameters import Count, PositiveSize, Ratio, Size
 from ..registry import part, register
 from ..scopes import Sinks
 from .random import hashed
@@ -111,7 +99,7 @@ class Sampled(Selection):
     """A draw for each 'head', one for all heads of a 'layer' from the softmax of their mean score, or one for 'all' layers,
     whose noise is the same. Heads draw the same tokens as far as the same are left."""
 
-    def aside(self, budget: int) -> int:
+    def reserved_slots(self, budget: int) -> int:
         return int(budget * self.ratio)
 
     def select(
