@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones import probe
-from locret_kit.backbones.probe import Rotation, describe
+from locret_kit.backbones.decoder_attention import Rotation
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of, text_config
 from locret_kit.runtime.session import prefill
 

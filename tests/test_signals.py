@@ -173,7 +173,7 @@ def config_of(form: str) -> HeadsConfig:
 def test_a_sink_head_is_attention_to_itself_among_sinks():
     config = config_of("sink")
     torch.manual_seed(3)
-    head = FORMS["sink"](config)
+    head = FORMS["sink"](config, config.layers[0])
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(torch.randn_like(parameter))

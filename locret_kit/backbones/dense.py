@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from locret_kernels.fused import rms_norm
 
 from .fused import is_rms_norm, is_silu
-from .intercept import is_own_hook
+from .last_layer import is_own_hook
 from .probe import describe
 from .rope import rotate
 from .spec import decoder_of

@@ -18,16 +18,20 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .blocks_of_forward import read_blocks
+from .decoder_attention import AttentionCall, DecoderAttention, rotaries_of, unturned
 from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
+from .last_layer import give_rows
 from .parallel import AllHeads, group_of
-from .probe import AttentionCall, DecoderAttention, describe, rotaries_of, softmax_of, unknown_argument, unturned
+from .probe import describe
+from .recording import softmax_of, unknown_argument
 from .releases import cache_among
 from .slices import slice_mlps
 from .spec import UnsupportedArchitecture, decoder_of, text_config
@@ -179,29 +183,6 @@ def _unrotated_operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
     return operations(x, *others) if handler is not None and handler.wants_unrotated else None
 
 
-def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The hidden states as rows of one matrix. Of a block's last token alone, a slice, PyTorch makes a batch of matrices, and
-    in bfloat16 on a CPU copies the vocabulary's weights for it at every call."""
-    hidden, *rest = args
-    return hidden.reshape(-1, hidden.shape[-1]).contiguous().view(hidden.shape), *rest
-
-
-def is_own_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a module's hook is one that ``attach`` has put there."""
-    return hook is _as_rows
-
-
-def _give_rows(undo: Undo, words: nn.Module) -> None:
-    """Let the last layer see its hidden states ``_as_rows`` until ``undo``."""
-
-    def restore() -> None:
-        for key in [key for key, hook in words._forward_pre_hooks.items() if is_own_hook(hook)]:
-            del words._forward_pre_hooks[key]
-
-    undo.add(restore)
-    words.register_forward_pre_hook(_as_rows)
-
-
 class Attachment:
     """A model whose attention is met from ``start()`` until ``detach()``, or the end of a ``with`` block, which restore it
     exactly. An interrupt of either leaves the model as it was."""
@@ -246,7 +227,7 @@ class Attachment:
             widen(undo, model, operations)
             slice_mlps(undo, model)
             if words is not None:
-                _give_rows(undo, words)
+                give_rows(undo, words)
         except BaseException:
             undo.run()
             raise
@@ -265,7 +246,7 @@ class Attachment:
         detached = "detached while this forward ran: attach a model once, and detach it when no thread uses it"
         try:
             output = (
-                _read_blocks(handler, self._run, forward, **kwargs)
+                read_blocks(handler, self._run, forward, **kwargs)
                 if handler.in_blocks
                 else self._run(handler, forward, **kwargs)
             )
@@ -311,33 +292,6 @@ def _calls_of(
         order_D = None if rotation is None or rotation.order is None else torch.tensor(rotation.order, device=device)
         known.setdefault(id(decoder.get_submodule(call.module)), []).append((call, order_D))
     return known
-
-
-def _read_blocks(handler: Handler, run: Callable[..., Any], forward: Callable[..., Any], **kwargs: Any) -> Any:
-    """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
-    ids = kwargs.get("input_ids")
-    tokens = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
-    start, output, hidden = 0, None, []
-    for length in handler.blocks(tokens):
-        new = slice(start, start + length)
-        piece = {name: _of_tokens(value, new, tokens) for name, value in kwargs.items() if name != "attention_mask"}
-        output = run(handler, forward, **piece)
-        handler.read(output.last_hidden_state, None if ids is None else ids[:, new])
-        hidden.append(output.last_hidden_state)
-        start += length
-    if output is not None and len(hidden) > 1:
-        output.last_hidden_state = torch.cat(hidden, dim=1)
-    return output
-
-
-def _of_tokens(value: Any, new: slice, tokens: int) -> Any:
-    """What an argument of a forward says of some of its tokens."""
-    if isinstance(value, Tensor) and value.dim() > 1:
-        if value.shape[1] == tokens:
-            return value[:, new]
-        if value.shape[-1] == tokens:
-            return value[..., new]
-    return value
 
 
 def attach(model: Any) -> Attachment:

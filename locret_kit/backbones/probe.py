@@ -12,19 +12,24 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
-from transformers.masking_utils import eager_mask
+from transformers import PreTrainedConfig
 
-from locret_kernels.attend.reference import attend_and_count
-
+from .decoder_attention import (
+    AttentionCall,
+    DecoderAttention,
+    Rotation,
+    frequencies_of,
+    rotaries_of,
+    scaling_of,
+    unturned,
+)
 from .fused import REFERENCE, fuse_layers, skip_rotations
-from .handler import Softmax
+from .recording import NOW, Call, IndexedCache, RecordedRun, observed, run_recorded
 from .releases import CACHE, holds_states
 from .rope import Rope, rotate
 from .spec import (
@@ -39,121 +44,10 @@ from .spec import (
 )
 from .states import States
 from .undo import Undo, replace_forward
+from .windows import window_of
 
-NAME = "locret_probe"
 TOKENS = 12
 """Tokens that are read."""
-FARTHEST = 1 << 20
-"""Position, at most, whose visible tokens say how long a window is."""
-IGNORED = frozenset(
-    {"position_ids", "cache_position", "position_embeddings", "past_key_values", "cache", "attention_mask"}
-)
-"""Arguments of attention that say nothing new, tensors or not."""
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """How a layer rotates queries and keys."""
-
-    module: str = ""
-    """Path of the rotary module below the decoder; empty where nothing is rotated."""
-    buffer: str = ""
-    """Its inverse frequencies (radians per position)."""
-    reversed: bool = False
-    """Whether positions turn the other way."""
-    order: tuple[int, ...] | None = None
-    """Channels of a head in the order in which halves are rotated, from the first one on; None as they come."""
-
-    def __str__(self) -> str:
-        return "none" if not self.module else f"{self.module}.{self.buffer}" + (" reversed" if self.reversed else "")
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One attention call of a forward."""
-
-    module: str
-    """Path of the attention module below the decoder."""
-    layer: int
-    """Of ``BackboneSpec.layers``: the one whose rows it attends to."""
-    shared: bool
-    """Whether those are another layer's."""
-    plain: bool
-    """Whether its softmax has a scaling alone: no cap and no sinks."""
-
-
-@dataclass(frozen=True)
-class DecoderAttention:
-    """Attention of a decoder, as measured."""
-
-    spec: BackboneSpec
-    calls: tuple[AttentionCall, ...]
-    """In the order of a forward."""
-    rotations: tuple[Rotation, ...] | str
-    """Of every layer with rows; or why they are not known."""
-    takes_positions: bool = True
-    """Whether a token's place in the text is what its position id says, not the order of the forward."""
-    in_pieces: bool = True
-    """Whether a text that is read in pieces is what it is in one."""
-    skips_rotation: bool = field(default=False, compare=False)
-    """Whether the rotation may be left out rather than made one by zero (see ``fused``)."""
-    fuses_layers: bool = field(default=False, compare=False)
-    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``fused``."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether attention is grouped queries over a layer's own rows, and nothing else."""
-        return self.unlike_llama is None
-
-    @property
-    def unlike_llama(self) -> str | None:
-        """The first thing by which attention differs from Llama's with windows; None where it does not."""
-        spec = self.spec
-        if spec.states:
-            return f"{len(spec.states)} layers hold a state"
-        if spec.shared:
-            return "layers share keys and values"
-        if not all(call.plain for call in self.calls):
-            return "attention has sinks or a cap on its logits"
-        if not spec.is_uniform:
-            return "sizes differ from layer to layer, or between keys and values"
-        if any(layer.chunked for layer in spec.layers):
-            return "attention is chunked"
-        if isinstance(self.rotations, str):
-            return self.rotations
-        if any(rotation.order is not None or rotation.reversed or not rotation.module for rotation in self.rotations):
-            return "a rotation other than of halves"
-        return None
-
-    @property
-    def packs_texts(self) -> bool:
-        """Whether the new tokens of several texts may stand end to end in one forward."""
-        return self.takes_positions and not self.spec.states and not self.spec.shared
-
-    def require_rotations(self) -> tuple[Rotation, ...]:
-        """The rotations. Raises UnsupportedArchitecture where they are not known."""
-        if isinstance(self.rotations, str):
-            raise UnsupportedArchitecture(
-                f"model_type={self.spec.model_type!r}: {self.rotations}, so retaining heads and compact positions cannot run; "
-                "a policy without heads, such as snapkv, runs at original positions"
-            )
-        return self.rotations
-
-    def ropes(self, model: Any, span: int) -> list[Rope]:
-        """One ``Rope`` per layer with rows; layers that rotate alike share theirs. ``span`` (tokens) is the largest position of
-        the prompt plus one: it chooses between the short and the long factors of LongRoPE and sets dynamic NTK, once, for the
-        whole prompt. Raises UnsupportedArchitecture as ``require_rotations``."""
-        decoder, made = decoder_of(model), dict[Rotation, Rope]()
-        for rotation in self.require_rotations():
-            key = replace(rotation, order=None)
-            if key not in made:
-                made[key] = _rope(decoder, text_config(model), key, span)
-        return [made[replace(rotation, order=None)] for rotation in self.require_rotations()]
-
-    def rotates_by_length(self, model: Any, span: int) -> bool:
-        """Whether positions below ``span`` are rotated otherwise in a short text than in a long one."""
-        pairs = zip(self.ropes(model, 1), self.ropes(model, span), strict=True)
-        return not all(torch.equal(a.inv_freq, b.inv_freq) and a.scaling == b.scaling for a, b in pairs)
 
 
 def describe(model: Any) -> DecoderAttention:
@@ -188,171 +82,6 @@ def _key(decoder: Any, config: PreTrainedConfig) -> tuple[object, ...]:
     return type(decoder), kinds, json.dumps(words, sort_keys=True, default=str)
 
 
-def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:
-    """Rotary modules of a decoder by their paths."""
-    return {
-        path: module
-        for path, module in decoder.named_modules()
-        if "Rotary" in type(module).__name__ and _frequencies(module)
-    }
-
-
-def _frequencies(module: nn.Module) -> list[str]:
-    """Names of a rotary module's buffers of inverse frequencies."""
-    return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
-
-
-def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span: int) -> Rope:
-    if not rotation.module:
-        return Rope(torch.zeros(1, device=next(decoder.parameters()).device))
-    module: Any = decoder.get_submodule(rotation.module)
-    inv_freq, scaling = getattr(module, rotation.buffer), _scaling(module, rotation.buffer)
-    kind = rotation.buffer.removesuffix("inv_freq").removesuffix("_")
-    rope_type = getattr(module, "rope_type", "default")
-    rope_type = rope_type.get(kind) if isinstance(rope_type, dict) else rope_type
-    if rope_type in ("longrope", "dynamic"):
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        of_type = {"layer_type": kind} if kind else {}
-        own = getattr(module, "config", config)
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
-    return Rope(-inv_freq if rotation.reversed else inv_freq, scaling)
-
-
-def _scaling(module: Any, buffer: str) -> float:
-    """Factor of a rotary module on cos and sin."""
-    return float(getattr(module, buffer.replace("inv_freq", "attention_scaling"), 1.0))
-
-
-def unturned(answer: Any) -> Any:
-    """What a rotary module answers where no token is turned: cos and sin, or numbers of the complex plane."""
-    if isinstance(answer, Tensor) and answer.is_complex():
-        return torch.ones_like(answer)
-    if isinstance(answer, tuple) and len(answer) == 2:
-        return torch.ones_like(answer[0]), torch.zeros_like(answer[1])
-    raise UnsupportedArchitecture(f"a rotary module answers {type(answer).__name__}, not cos and sin")
-
-
-# ---- recording -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Call:
-    module: nn.Module
-    index: int | None
-    """Layer of the decoder under which its keys were cached; None where they were not."""
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    softmax: Softmax
-    unknown: str | None
-    """An argument that the kit does not know."""
-
-
-class _Indexed(DynamicCache):
-    """A cache that says which layer it was asked for last: modules that several layers share have one index for all of them."""
-
-    asked: int | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.asked = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-class _Recording(threading.local):
-    """Attention calls of the probe that runs in this thread."""
-
-    calls: list[_Call]
-    outputs: list[Tensor]
-    replayed: list[Tensor] | None = None
-    cache: _Indexed | None = None
-    masks: dict[int, Callable[..., Any] | None]
-
-
-_NOW = _Recording()
-
-
-def softmax_of(module: Any, q: Tensor, scaling: float | None, named: dict[str, Any]) -> Softmax:
-    """The softmax that an attention call asks for."""
-    sinks = named.get("s_aux")
-    return Softmax(q.shape[-1] ** -0.5 if scaling is None else scaling, named.get("softcap"), sinks)
-
-
-def unknown_argument(named: dict[str, Any], tokens: int) -> str | None:
-    """An argument of an attention call that would change it and that the kit does not know; None without one."""
-    for name, value in named.items():
-        if isinstance(value, Tensor) and name not in IGNORED and name != "s_aux":
-            return name
-    return "is_causal=False" if tokens > 1 and named.get("is_causal") is False else None
-
-
-def _record(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, **named: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    number, cache = len(_NOW.calls), _NOW.cache
-    index = None if cache is None else cache.asked
-    if cache is not None:
-        cache.asked = None
-    softmax = softmax_of(module, q, scaling, named)
-    unknown = unknown_argument(named, q.shape[2])
-    _NOW.calls.append(_Call(module, index, q, k, v, attention_mask, softmax, unknown))
-    if _NOW.replayed is not None:
-        return _NOW.replayed[number], None
-    out, _ = attend_and_count(q, k, v, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
-    out = out.transpose(1, 2).contiguous().to(q.dtype)
-    _NOW.outputs.append(out)
-    return out, None
-
-
-def _record_mask(*args: Any, **named: Any) -> Tensor | None:
-    mask = eager_mask(*args, **named)
-    if mask is not None:
-        _NOW.masks[mask.untyped_storage().data_ptr()] = named.get("mask_function")
-    return mask
-
-
-AttentionInterface.register(NAME, _record)
-AttentionMaskInterface.register(NAME, _record_mask)
-
-
-@contextmanager
-def _observed(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
-    """Attention of a decoder recorded within the block, whose modules are in evaluation mode."""
-    training, before = [module for module in decoder.modules() if module.training], config._attn_implementation
-    try:
-        for module in training:
-            module.training = False
-        decoder.set_attn_implementation(NAME)
-        if config._attn_implementation != NAME:
-            raise UnsupportedArchitecture("its attention is not behind transformers' interface")
-        _NOW.masks = {}
-        yield
-    finally:
-        _NOW.calls, _NOW.outputs, _NOW.replayed, _NOW.cache, _NOW.masks = [], [], None, None, {}
-        decoder.set_attn_implementation(before)
-        for module in training:
-            module.training = True
-
-
-@dataclass(frozen=True)
-class _Run:
-    calls: list[_Call]
-    outputs: list[Tensor]
-    hidden: Tensor
-    cache: Any
-
-
-def _run(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
-) -> _Run:
-    _NOW.calls, _NOW.outputs, _NOW.replayed = [], [], replayed
-    _NOW.cache = _Indexed(config=config)
-    hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: _NOW.cache}, **more).last_hidden_state
-    return _Run(_NOW.calls, _NOW.outputs, hidden, _NOW.cache)
-
-
 # ---- measuring -----------------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +96,7 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAtte
     if all(weight.is_meta for weight in decoder.parameters()):
         return _assumed(decoder, config)
     try:
-        with torch.no_grad(), _observed(decoder, config):
+        with torch.no_grad(), observed(decoder, config):
             return _description(decoder, config, ranks)
     except UnsupportedArchitecture as error:
         raise UnsupportedArchitecture(f"{name}: {error}") from error
@@ -385,7 +114,7 @@ def _assumed(decoder: Any, config: PreTrainedConfig) -> DecoderAttention:
     configuration, and as though it were Llama's in all else."""
     spec, rotary = spec_of(config), getattr(decoder, "rotary_emb", None)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    buffers = [] if rotary is None else _frequencies(rotary)
+    buffers = [] if rotary is None else frequencies_of(rotary)
     rotations = [
         Rotation("rotary_emb", next((name for name in buffers if name.startswith(types[layer.index])), buffers[0]))
         for layer in spec.layers
@@ -407,7 +136,7 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
     device = next(decoder.parameters()).device
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
     ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
-    first = _run(decoder, config, ids_1T)
+    first = run_recorded(decoder, config, ids_1T)
     if not first.calls:
         raise UnsupportedArchitecture("no attention call comes through transformers' interface")
     placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
@@ -424,7 +153,7 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
     return _with_fusions(decoder, config, ids_1T, first, found)
 
 
-def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run) -> bool:
+def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:
     """Whether a decoder without a rotation goes by position ids.
 
     Raises:
@@ -435,7 +164,7 @@ def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, fir
         return False
     at_1T = torch.arange(TOKENS, device=ids_1T.device)[None]
     hidden, moved = (
-        _run(decoder, config, ids_1T, first.outputs, position_ids=at).hidden for at in (at_1T, at_1T.flip(1))
+        run_recorded(decoder, config, ids_1T, first.outputs, position_ids=at).hidden for at in (at_1T, at_1T.flip(1))
     )
     if not _close(hidden, first.hidden, 2):
         raise UnsupportedArchitecture("it counts the positions of a text otherwise than from 0")
@@ -443,19 +172,19 @@ def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, fir
 
 
 def _layers(
-    decoder: nn.Module, config: PreTrainedConfig, run: _Run, ranks: int
+    decoder: nn.Module, config: PreTrainedConfig, run: RecordedRun, ranks: int
 ) -> tuple[BackboneSpec, tuple[AttentionCall, ...]]:
     """Layers with rows, and the calls that read them."""
     paths = {id(module): path for path, module in decoder.named_modules()}
     rows: list[AttentionLayer] = []
     calls: list[AttentionCall] = []
-    homes: list[_Call] = []
+    homes: list[Call] = []
     for call in run.calls:
         where = f"attention of {paths[id(call.module)]!r}"
         if call.unknown:
             raise UnsupportedArchitecture(f"{where} is given {call.unknown!r}, which the kit does not know")
         _, Q, T, D = call.q.shape
-        window, chunked = _window(call, config, where)
+        window, chunked = window_of(call, config, where)
         own = call.index is not None
         if own and any(one.index == call.index for one in rows):
             raise UnsupportedArchitecture(f"layer {call.index} calls attention more than once")
@@ -486,45 +215,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or bool(torch.equal(a, b)))
 
 
-def _window(call: _Call, config: PreTrainedConfig, where: str) -> tuple[int | None, bool]:
-    """Tokens that a layer's query sees by the mask that it is given, and whether they are a chunk's."""
-    if call.mask is None:
-        return None, False
-    if not isinstance(call.mask, Tensor):
-        raise UnsupportedArchitecture(f"{where} is given a mask of the type {type(call.mask).__name__}")
-    sees = _NOW.masks.get(call.mask.untyped_storage().data_ptr())
-    if sees is None:
-        raise UnsupportedArchitecture(f"{where} is given a mask of the model's own")
-    zero = torch.zeros((), dtype=torch.long, device=call.mask.device)
-
-    def start(query: int) -> int:
-        """The first token that a query sees. It must see all from there on."""
-        at = torch.arange(query + 2, device=zero.device)
-        seen = torch.as_tensor(sees(zero, zero, zero + query, at)).expand(len(at))
-        first = int(seen.long().argmax())
-        if bool(seen[query + 1]) or not bool(seen[first : query + 1].all()):
-            raise UnsupportedArchitecture(f"{where} sees tokens that are no stretch up to its own")
-        return first
-
-    last = min(getattr(config, "max_position_embeddings", None) or FARTHEST, FARTHEST) - 1
-    # A window as long as the trained context (Phi-3-mini-128K: 262,144) never hides a token: full attention.
-    if (at := start(last)) == 0:
-        return None, False
-    if all(start(last - n) == at - n for n in (1, 2, 5) if at >= n):
-        return last - at + 1, False
-    end = next((n for n in range(1, 4) if start(last - n) != at), 0)
-    first = at if not end else start(last - 4)  # the query was within a few tokens of a chunk's beginning
-    size = first - start(first - 1)
-    if any(start(query) != query - query % size for query in (last, first, first - 1, first + size // 2)):
-        raise UnsupportedArchitecture(f"{where} sees tokens that are neither a window nor a chunk")
-    return size, True
-
-
 # ---- rotations -----------------------------------------------------------------------------------------------------------
 
 
 def _rotations(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run, found: DecoderAttention
+    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
 ) -> tuple[Rotation, ...] | str:
     """The rotation of every layer with rows, or why it is not known."""
     rotaries = rotaries_of(decoder)
@@ -532,7 +227,7 @@ def _rotations(
     try:
         for module in rotaries.values():
             replace_forward(undo, module, lambda own, *args, **named: unturned(own(*args, **named)))
-        second = _run(decoder, config, ids_1T, first.outputs)
+        second = run_recorded(decoder, config, ids_1T, first.outputs)
     except UnsupportedArchitecture as error:
         return str(error)
     finally:
@@ -544,27 +239,29 @@ def _rotations(
         if form is None or made.setdefault(call.layer, form) != form:
             return unknown.format(call.module)
     if not all(one.module for one in made.values()):
-        alike = _run(decoder, config, ids_1T[:, :1].expand_as(ids_1T), [torch.zeros_like(out) for out in first.outputs])
+        alike = run_recorded(
+            decoder, config, ids_1T[:, :1].expand_as(ids_1T), [torch.zeros_like(out) for out in first.outputs]
+        )
         for call, seen in zip(found.calls, alike.calls, strict=True):
             if not made[call.layer].module and _turns_by_itself(seen):
                 return unknown.format(call.module)
     return tuple(made[layer] for layer in range(len(found.spec.layers)))
 
 
-def _rotation(rotaries: dict[str, nn.Module], before: _Call, after: _Call, *, with_keys: bool) -> Rotation | None:
+def _rotation(rotaries: dict[str, nn.Module], before: Call, after: Call, *, with_keys: bool) -> Rotation | None:
     """The form that turns queries and keys without a rotation into those with it; None for none of the known ones."""
     pairs = [(before.q, after.q), (before.k, after.k)]
     if all(_close(a, b) for a, b in pairs):
         return Rotation()
     D = before.q.shape[-1]
     for path, module in rotaries.items():
-        for buffer in _frequencies(module):
+        for buffer in frequencies_of(module):
             inv_freq = getattr(module, buffer).float()
             if inv_freq.dim() != 1 or 2 * len(inv_freq) > D:
                 continue
             for order in _orders(D, 2 * len(inv_freq)):
                 for sense in (1, -1):
-                    rope = Rope(sense * inv_freq, _scaling(module, buffer))
+                    rope = Rope(sense * inv_freq, scaling_of(module, buffer))
                     if all(_close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
                         same = order == list(range(D))
                         return Rotation(path, buffer, sense < 0, None if same else tuple(order))
@@ -598,7 +295,7 @@ def _close(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
     return bool((a.float() - b.float()).abs().max() <= times * ROUNDING[b.dtype] * largest)
 
 
-def _turns_by_itself(call: _Call) -> bool:
+def _turns_by_itself(call: Call) -> bool:
     """Whether queries of equal tokens, whose attention was nothing, are one vector that is turned with the position."""
     q_TE = call.q[0].transpose(0, 1).flatten(1).float()
     norms_T = q_TE.norm(dim=-1)
@@ -609,7 +306,7 @@ def _turns_by_itself(call: _Call) -> bool:
 
 
 def _with_fusions(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run, found: DecoderAttention
+    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
 ) -> DecoderAttention:
     """The description with what ``fused`` may do: tried, and compared with the decoder's own."""
     skips = fuses = False
@@ -622,13 +319,19 @@ def _with_fusions(
 
 
 def _runs_alike(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: _Run, change: Callable[..., None], *, rotated: bool
+    decoder: Any,
+    config: PreTrainedConfig,
+    ids_1T: Tensor,
+    first: RecordedRun,
+    change: Callable[..., None],
+    *,
+    rotated: bool,
 ) -> bool:
     """Whether a changed decoder gives the same hidden states where attention is what it was, and the same queries."""
     undo = Undo()
     try:
         change(undo, decoder, lambda *x: REFERENCE)
-        run = _run(decoder, config, ids_1T, first.outputs)
+        run = run_recorded(decoder, config, ids_1T, first.outputs)
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
         return False
     finally:
@@ -640,10 +343,10 @@ def _runs_alike(
 # ---- states --------------------------------------------------------------------------------------------------------------
 
 
-def _reads_pieces(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: _Run) -> bool:
+def _reads_pieces(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
     """Whether layers with states go on where a piece ended, with more than one token."""
-    _NOW.calls, _NOW.outputs, _NOW.replayed, _NOW.cache = [], [], None, _Indexed(config=config)
+    NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, IndexedCache(config=config)
     hidden = []
     for piece in (ids_1T[:, :5], ids_1T[:, 5:]):
-        hidden.append(decoder(input_ids=piece, use_cache=True, **{CACHE: _NOW.cache}).last_hidden_state)
+        hidden.append(decoder(input_ids=piece, use_cache=True, **{CACHE: NOW.cache}).last_hidden_state)
     return _close(torch.cat(hidden, 1), whole.hidden, 2)

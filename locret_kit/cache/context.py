@@ -11,9 +11,11 @@ from torch import Tensor
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.probe import FARTHEST, DecoderAttention, describe
+from ..backbones.decoder_attention import DecoderAttention
+from ..backbones.probe import describe
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, text_config
+from ..backbones.windows import FARTHEST
 from ..policies.policy import Policy
 from ..policies.slots import Slots
 from ..settings import Resolved

@@ -1,0 +1,163 @@
+"""Attention of a decoder in words and numbers: what ``probe`` has measured, and the rotations that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from .rope import Rope
+from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, text_config
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer rotates queries and keys."""
+
+    module: str = ""
+    """Path of the rotary module below the decoder; empty where nothing is rotated."""
+    buffer: str = ""
+    """Its inverse frequencies (radians per position)."""
+    reversed: bool = False
+    """Whether positions turn the other way."""
+    order: tuple[int, ...] | None = None
+    """Channels of a head in the order in which halves are rotated, from the first one on; None as they come."""
+
+    def __str__(self) -> str:
+        return "none" if not self.module else f"{self.module}.{self.buffer}" + (" reversed" if self.reversed else "")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call of a forward."""
+
+    module: str
+    """Path of the attention module below the decoder."""
+    layer: int
+    """Of ``BackboneSpec.layers``: the one whose rows it attends to."""
+    shared: bool
+    """Whether those are another layer's."""
+    plain: bool
+    """Whether its softmax has a scaling alone: no cap and no sinks."""
+
+
+@dataclass(frozen=True)
+class DecoderAttention:
+    """Attention of a decoder, as measured."""
+
+    spec: BackboneSpec
+    calls: tuple[AttentionCall, ...]
+    """In the order of a forward."""
+    rotations: tuple[Rotation, ...] | str
+    """Of every layer with rows; or why they are not known."""
+    takes_positions: bool = True
+    """Whether a token's place in the text is what its position id says, not the order of the forward."""
+    in_pieces: bool = True
+    """Whether a text that is read in pieces is what it is in one."""
+    skips_rotation: bool = field(default=False, compare=False)
+    """Whether the rotation may be left out rather than made one by zero (see ``fused``)."""
+    fuses_layers: bool = field(default=False, compare=False)
+    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``fused``."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether attention is grouped queries over a layer's own rows, and nothing else."""
+        return self.unlike_llama is None
+
+    @property
+    def unlike_llama(self) -> str | None:
+        """The first thing by which attention differs from Llama's with windows; None where it does not."""
+        spec = self.spec
+        if spec.states:
+            return f"{len(spec.states)} layers hold a state"
+        if spec.shared:
+            return "layers share keys and values"
+        if not all(call.plain for call in self.calls):
+            return "attention has sinks or a cap on its logits"
+        if not spec.is_uniform:
+            return "sizes differ from layer to layer, or between keys and values"
+        if any(layer.chunked for layer in spec.layers):
+            return "attention is chunked"
+        if isinstance(self.rotations, str):
+            return self.rotations
+        if any(rotation.order is not None or rotation.reversed or not rotation.module for rotation in self.rotations):
+            return "a rotation other than of halves"
+        return None
+
+    @property
+    def packs_texts(self) -> bool:
+        """Whether the new tokens of several texts may stand end to end in one forward."""
+        return self.takes_positions and not self.spec.states and not self.spec.shared
+
+    def require_rotations(self) -> tuple[Rotation, ...]:
+        """The rotations. Raises UnsupportedArchitecture where they are not known."""
+        if isinstance(self.rotations, str):
+            raise UnsupportedArchitecture(
+                f"model_type={self.spec.model_type!r}: {self.rotations}, so retaining heads and compact positions cannot run; "
+                "a policy without heads, such as snapkv, runs at original positions"
+            )
+        return self.rotations
+
+    def ropes(self, model: Any, span: int) -> list[Rope]:
+        """One ``Rope`` per layer with rows; layers that rotate alike share theirs. ``span`` (tokens) is the largest position of
+        the prompt plus one: it chooses between the short and the long factors of LongRoPE and sets dynamic NTK, once, for the
+        whole prompt. Raises UnsupportedArchitecture as ``require_rotations``."""
+        decoder, made = decoder_of(model), dict[Rotation, Rope]()
+        for rotation in self.require_rotations():
+            key = replace(rotation, order=None)
+            if key not in made:
+                made[key] = _rope(decoder, text_config(model), key, span)
+        return [made[replace(rotation, order=None)] for rotation in self.require_rotations()]
+
+    def rotates_by_length(self, model: Any, span: int) -> bool:
+        """Whether positions below ``span`` are rotated otherwise in a short text than in a long one."""
+        pairs = zip(self.ropes(model, 1), self.ropes(model, span), strict=True)
+        return not all(torch.equal(a.inv_freq, b.inv_freq) and a.scaling == b.scaling for a, b in pairs)
+
+
+def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:
+    """Rotary modules of a decoder by their paths."""
+    return {
+        path: module
+        for path, module in decoder.named_modules()
+        if "Rotary" in type(module).__name__ and frequencies_of(module)
+    }
+
+
+def frequencies_of(module: nn.Module) -> list[str]:
+    """Names of a rotary module's buffers of inverse frequencies."""
+    return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
+
+
+def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span: int) -> Rope:
+    if not rotation.module:
+        return Rope(torch.zeros(1, device=next(decoder.parameters()).device))
+    module: Any = decoder.get_submodule(rotation.module)
+    inv_freq, scaling = getattr(module, rotation.buffer), scaling_of(module, rotation.buffer)
+    kind = rotation.buffer.removesuffix("inv_freq").removesuffix("_")
+    rope_type = getattr(module, "rope_type", "default")
+    rope_type = rope_type.get(kind) if isinstance(rope_type, dict) else rope_type
+    if rope_type in ("longrope", "dynamic"):
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        of_type = {"layer_type": kind} if kind else {}
+        own = getattr(module, "config", config)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
+    return Rope(-inv_freq if rotation.reversed else inv_freq, scaling)
+
+
+def scaling_of(module: Any, buffer: str) -> float:
+    """Factor of a rotary module on cos and sin."""
+    return float(getattr(module, buffer.replace("inv_freq", "attention_scaling"), 1.0))
+
+
+def unturned(answer: Any) -> Any:
+    """What a rotary module answers where no token is turned: cos and sin, or numbers of the complex plane."""
+    if isinstance(answer, Tensor) and answer.is_complex():
+        return torch.ones_like(answer)
+    if isinstance(answer, tuple) and len(answer) == 2:
+        return torch.ones_like(answer[0]), torch.zeros_like(answer[1])
+    raise UnsupportedArchitecture(f"a rotary module answers {type(answer).__name__}, not cos and sin")

@@ -1,0 +1,146 @@
+"""Forwards of a decoder over a few tokens, whose attention calls are recorded, or answered with what they returned before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers.masking_utils import eager_mask
+
+from locret_kernels.attend.reference import attend_and_count
+
+from .handler import Softmax
+from .releases import CACHE
+from .spec import UnsupportedArchitecture
+
+NAME = "locret_probe"
+IGNORED = frozenset(
+    {"position_ids", "cache_position", "position_embeddings", "past_key_values", "cache", "attention_mask"}
+)
+"""Arguments of attention that say nothing new, tensors or not."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call, its queries and keys ``[B, heads, T, D]`` as they came."""
+
+    module: nn.Module
+    index: int | None
+    """Layer of the decoder under which its keys were cached; None where they were not."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    softmax: Softmax
+    unknown: str | None
+    """An argument that the kit does not know."""
+
+
+class IndexedCache(DynamicCache):
+    """A cache that says which layer it was asked for last: modules that several layers share have one index for all of them."""
+
+    asked: int | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.asked = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class Recording(threading.local):
+    """Attention calls of the probe that runs in this thread."""
+
+    calls: list[Call]
+    outputs: list[Tensor]
+    replayed: list[Tensor] | None = None
+    cache: IndexedCache | None = None
+    masks: dict[int, Callable[..., Any] | None]
+
+
+NOW = Recording()
+
+
+def softmax_of(module: Any, q: Tensor, scaling: float | None, named: dict[str, Any]) -> Softmax:
+    """The softmax that an attention call asks for."""
+    sinks = named.get("s_aux")
+    return Softmax(q.shape[-1] ** -0.5 if scaling is None else scaling, named.get("softcap"), sinks)
+
+
+def unknown_argument(named: dict[str, Any], tokens: int) -> str | None:
+    """An argument of an attention call that would change it and that the kit does not know; None without one."""
+    for name, value in named.items():
+        if isinstance(value, Tensor) and name not in IGNORED and name != "s_aux":
+            return name
+    return "is_causal=False" if tokens > 1 and named.get("is_causal") is False else None
+
+
+def record(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **named: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    number, cache = len(NOW.calls), NOW.cache
+    index = None if cache is None else cache.asked
+    if cache is not None:
+        cache.asked = None
+    softmax = softmax_of(module, q, scaling, named)
+    unknown = unknown_argument(named, q.shape[2])
+    NOW.calls.append(Call(module, index, q, k, v, attention_mask, softmax, unknown))
+    if NOW.replayed is not None:
+        return NOW.replayed[number], None
+    out, _ = attend_and_count(q, k, v, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
+    out = out.transpose(1, 2).contiguous().to(q.dtype)
+    NOW.outputs.append(out)
+    return out, None
+
+
+def record_mask(*args: Any, **named: Any) -> Tensor | None:
+    mask = eager_mask(*args, **named)
+    if mask is not None:
+        NOW.masks[mask.untyped_storage().data_ptr()] = named.get("mask_function")
+    return mask
+
+
+AttentionInterface.register(NAME, record)
+AttentionMaskInterface.register(NAME, record_mask)
+
+
+@contextmanager
+def observed(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
+    """Attention of a decoder recorded within the block, whose modules are in evaluation mode."""
+    training, before = [module for module in decoder.modules() if module.training], config._attn_implementation
+    try:
+        for module in training:
+            module.training = False
+        decoder.set_attn_implementation(NAME)
+        if config._attn_implementation != NAME:
+            raise UnsupportedArchitecture("its attention is not behind transformers' interface")
+        NOW.masks = {}
+        yield
+    finally:
+        NOW.calls, NOW.outputs, NOW.replayed, NOW.cache, NOW.masks = [], [], None, None, {}
+        decoder.set_attn_implementation(before)
+        for module in training:
+            module.training = True
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One forward: its attention calls, their outputs, the final hidden states, and transformers' own cache after it."""
+
+    calls: list[Call]
+    outputs: list[Tensor]
+    hidden: Tensor
+    cache: Any
+
+
+def run_recorded(
+    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
+) -> RecordedRun:
+    NOW.calls, NOW.outputs, NOW.replayed = [], [], replayed
+    NOW.cache = IndexedCache(config=config)
+    hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: NOW.cache}, **more).last_hidden_state
+    return RecordedRun(NOW.calls, NOW.outputs, hidden, NOW.cache)
