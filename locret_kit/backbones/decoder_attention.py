@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,8 +115,13 @@ class DecoderAttention:
 
     def rotates_by_length(self, model: Any, span: int) -> bool:
         """Whether positions below ``span`` are rotated otherwise in a short text than in a long one."""
-        pairs = zip(self.ropes(model, 1), self.ropes(model, span), strict=True)
-        return not all(torch.equal(a.inv_freq, b.inv_freq) and a.scaling == b.scaling for a, b in pairs)
+        return not same_rotation(self.ropes(model, 1), self.ropes(model, span))
+
+
+def same_rotation(some: Sequence[Rope], others: Sequence[Rope]) -> bool:
+    """Whether layers rotate by the same frequencies and factors."""
+    pairs = zip(some, others, strict=True)
+    return all(a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq) for a, b in pairs)
 
 
 def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import DecoderAttention
+from ..backbones.decoder_attention import DecoderAttention, same_rotation
 from ..backbones.probe import describe
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, text_config
@@ -170,21 +170,12 @@ class Context:
         if policy.sparse is not None:
             policy.sparse.bind(spec)
         budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
-        if policy.keeps_everything or None not in spec.windows:  # rows of a window keep their place in the text
-            span = s.prompt_length or 0
-        else:
-            # One head of a ragged layer may hold the slots of all of them.
-            # Bounded rows: their number alone bounds the positions.
-            rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + s.chunk
-            # LongRoPE and dynamic NTK choose frequencies by the largest position that there will be.
-            span = placed.largest(rows, s.prompt_length)
-        if known and s.prompt_length is None:
-            bound = max(span, 1) if placed.span is not None and None in spec.windows else FARTHEST
-            if description.rotates_by_length(model, bound):
-                raise ValueError(
-                    "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
-                    "NTK), so it must be known before the first token: pass prompt_length="
-                )
+        span = span_of(policy, placed, spec, budgets, s, s.prompt_length)
+        if known and s.prompt_length is None and description.rotates_by_length(model, span):
+            raise ValueError(
+                "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
+                "NTK), so it must be known before the first token: pass prompt_length="
+            )
         return cls(
             policy=policy.at(schedule.budget),
             schedule=schedule,
@@ -201,6 +192,14 @@ class Context:
             tables=RotationTables(),
             counters=counters,
         )
+
+    def outgrown(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens is rotated by other frequencies than were chosen (LongRoPE, dynamic NTK): it must be
+        read anew."""
+        if self.ropes is None:
+            return False
+        span = span_of(self.policy, self.positions, self.spec, self.budgets, self.schedule, tokens)
+        return not same_rotation(self.ropes, self.description.ropes(self.model, span))
 
     @property
     def spec(self) -> BackboneSpec:
@@ -231,6 +230,23 @@ class Context:
     def write_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
         """The rotation of keys that are rotated once, before they are stored; None where they are not, or by the backbone."""
         return self.ropes[layer] if self.ropes is not None and self.read_rope(layer, rows) is None else None
+
+
+def span_of(
+    policy: Policy,
+    placed: Positions,
+    spec: BackboneSpec,
+    budgets: Sequence[int],
+    schedule: Schedule,
+    tokens: int | None,
+) -> int:
+    """One more than the largest position in a prompt of so many tokens, by which LongRoPE and dynamic NTK choose frequencies;
+    ``FARTHEST`` where it is not known."""
+    if policy.keeps_everything or None not in spec.windows or placed.span is None:  # places are those of the text
+        return FARTHEST if tokens is None else tokens
+    # Bounded rows: their number alone bounds the positions. One head of a ragged layer may hold the slots of all of them.
+    rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + schedule.chunk
+    return placed.largest(rows, tokens)
 
 
 def refuse_policy(policy: Policy, description: DecoderAttention) -> None:

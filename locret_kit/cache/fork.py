@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
-import torch
-
+from ..backbones.decoder_attention import same_rotation
 from .context import Context
 from .geometry.schedule import Schedule
 
@@ -38,9 +37,8 @@ def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: 
             )
         if mine != theirs:
             raise CannotFork(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
-    for a, b in zip(old.ropes or [], new.ropes or [], strict=True):
-        if a.scaling != b.scaling or not torch.equal(a.inv_freq, b.inv_freq):
-            raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
+    if not same_rotation(old.ropes or [], new.ropes or []):
+        raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
 
 
 def check_queries(old: Sequence[int], new: Sequence[int], seen: int) -> None:

@@ -175,11 +175,23 @@ class Chat:
         if chat and "markers" in read_protect(cache.settings.protect):
             head, tail = (list(ids_after(self.tokenizer, text)) for text in around_turn(self.tokenizer))
             newest = tuple((len(now.ids) + a, len(now.ids) + b) for a, b in spans_around(new, head, tail) if a < b)
+        if cache.context.outgrown(len(now.ids) + len(new)):
+            cache = self._anew(len(now.ids) + len(new))
+            cache.pin_all((*now.pinned, *newest))
         for span in now.newest:
             cache.unpin(*span)
         if now.newest or newest:
             cache.pin_all((*now.pinned, *newest))
         return _State(now.ids + new, cache, now.turns, now.pinned, newest)
+
+    def _anew(self, tokens: int) -> BoundedCache:
+        """A cache for a conversation of so many tokens, which is read from its beginning on, or from the document's end."""
+        if self.document is not None:
+            return self._with_history(self.document.open(tokens), self.document.tokens)
+        settings, policy, heads = self._fresh
+        cache = BoundedCache(settings, policy, heads, prompt_length=tokens)
+        cache.bind(self.model)
+        return cache
 
     def _ended(self, asked: _State, question: str, text: str, answer: Answer) -> _State:
         """The conversation after an answer."""

@@ -65,7 +65,8 @@ class Sessions:
         best = request.prefixes.longest(
             (parked.key for parked in self._parked.values()), request.owner, request.document_id
         )
-        return None if best is None else self._parked[best.name]
+        parked = None if best is None else self._parked[best.name]
+        return None if parked is None or parked.cache.context.outgrown(len(request.ids)) else parked
 
     def find_file(self, request: ServerRequest) -> PrefixKey | None:
         """The key of the file that has, as ``find``."""
@@ -107,6 +108,8 @@ class Sessions:
                 cache = self.store.load(key, self.spec)
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
+            if cache is not None and cache.context.outgrown(len(request.ids)):
+                cache = None
             with self._changed:
                 request.loading, request.cache = False, cache
                 request.session = request.session if cache is not None else ""
