@@ -1,5 +1,5 @@
-"""One token of each of several texts whose rows lie in one pool: written at once, and attended to in one call. Evictions stay those
-of each text. The same step as ``step.read_tokens`` of each, but for rounding."""
+"""One token of each of several texts whose rows lie in one pool: written at once, and attended to in one call. Evictions stay
+those of each text. The same step as ``step.read_tokens`` of each, but for rounding."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Step:
 
 
 def kind(ctx: Context, layer: int) -> Hashable | None:
-    """Texts of the same kind are decoded together; None for one that is read alone: it has stages or a prefill mask of its own, or
-    its rows are placed by more than their rank."""
+    """Texts of the same kind are decoded together; None for one that is read alone: it has stages or a prefill mask of its own,
+    or its rows are placed by more than their rank."""
     if ctx.stages or ctx.policy.prefill_mask is not None or ctx.policy.ragged or ctx.positions.span not in (None, 0):
         return None
     rope = None if ctx.ropes is None else id(ctx.ropes[layer])

@@ -93,7 +93,12 @@ class BoundedImpl(AttentionImpl):
         kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, **rest: Any,
     ) -> None:  # fmt: skip
-        asked = {"alibi_slopes": alibi_slopes, "logits_soft_cap": logits_soft_cap, "kv_sharing": kv_sharing_target_layer_name, **rest}
+        asked = {
+            "alibi_slopes": alibi_slopes,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing": kv_sharing_target_layer_name,
+            **rest,
+        }
         if other := [name for name, value in asked.items() if value not in (None, False, 0)]:
             raise ValueError(f"this model's attention has {', '.join(other)}, which locret_kit's has not")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads

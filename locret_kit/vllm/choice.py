@@ -1,4 +1,5 @@
-"""Attention of a CPU: the kit's for an engine that asks for it, vLLM's own for others. vLLM looks the name up for every engine."""
+"""Attention of a CPU: the kit's for an engine that asks for it, vLLM's own for others. vLLM looks the name up for every
+engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Texts of a worker of vLLM: the pages of its layers, and what each request has in them.
 
-Attention of a step, layer by layer: new tokens are scored at once, the texts that have one new token are decoded in one call, and the
-others are read one after another by the kit's own ``cache.step``. What a layer counts follows from what it was given, so nothing is
-told to vLLM, and a request that is preempted begins anew.
+Attention of a step, layer by layer: new tokens are scored at once, the texts that have one new token are decoded in one call,
+and the others are read one after another by the kit's own ``cache.step``. What a layer counts follows from what it was given, so
+nothing is told to vLLM, and a request that is preempted begins anew.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backbones.families import spec_of, text_config
+from ..backbones.families import BackboneSpec, spec_of, text_config
 from ..backbones.rope import Rope
+from ..cache.bounded import BoundedCache
 from ..cache.context import CacheCounters, Context, Pins
 from ..cache.geometry.rotation import RotationTables
 from ..cache.geometry.schedule import Schedule
@@ -38,7 +39,8 @@ NOBODY = 0
 
 
 class Standin:
-    """What a ``Context`` asks of a model: the language model's configuration of one rank, its rotary embedding, and where it is."""
+    """What a ``Context`` asks of a model: the language model's configuration of one rank, its rotary embedding, and where it
+    is."""
 
     def __init__(self, config: Any, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -93,7 +95,7 @@ class Engine:
     """
 
     def __init__(self, server: Server, config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
-        self.server, self.dtype, self.device = server, dtype, device
+        self.server, self.dtype, self.device, self.ranks = server, dtype, device, ranks
         if server.heads is not None:
             server.heads.check_backbone(spec_of(config))
         self.heads = None if server.heads is None else heads_of_rank(server.heads, ranks).to(device, dtype)
@@ -105,25 +107,27 @@ class Engine:
         self.pools: dict[int, RowPool] = {}
         self.tables, self.counters = RotationTables(), CacheCounters()
         self._ropes: list[list[Rope]] = []
-        self._text_of(Told(1, {}))  # what is wrong is said here
+        self.context(Told(1, {}))  # what is wrong is said here
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
-    def _text_of(self, told: Told) -> Text:
-        """A request without tokens."""
+    def context(self, told: Told) -> Context:
+        """What stays the same for a request."""
         policy, settings = self.server.request(told.own, told.prompt_length)
         schedule = Schedule.of(settings, told.prompt_length)
         heads = self.heads if policy.needs_heads else None
         ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)
         pins: Pins = ((0, FIRST),) if "first" in read_protect(settings.protect) else ()
         check_room(ctx, pins)
-        ctx = replace(ctx, pins=pins, tables=self.tables, ropes=self._shared(ctx.ropes))
-        return Text(ctx, make_layers(ctx, Scratch()))
+        return replace(ctx, pins=pins, tables=self.tables, ropes=self._shared(ctx.ropes))
 
     def _shared(self, ropes: Any) -> Any:
         """Rotations that are equal are the same object, so that texts share tables."""
         for known in self._ropes:
-            if ropes is None or all(a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq) for a, b in zip(known, ropes, strict=True)):
+            if ropes is None or all(
+                a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq)
+                for a, b in zip(known, ropes, strict=True)
+            ):
                 return ropes and known
         if ropes is not None:
             self._ropes.append(ropes)
@@ -131,8 +135,26 @@ class Engine:
 
     def begin(self, told: Told, page: int) -> Text:
         """A new request, in a page that held another one."""
-        text = self.texts[page] = self._text_of(told)
+        ctx = self.context(told)
+        text = self.texts[page] = Text(ctx, make_layers(ctx, Scratch()))
         return text
+
+    def take(self, told: Told, page: int, document: BoundedCache, kv_caches: Mapping[int, Tensor]) -> None:
+        """A new request, that has read a document of all ranks."""
+        text, H = self.begin(told, page), self.spec.n_kv_heads
+        for number, kv_cache in kv_caches.items():
+            self.pool(number, kv_cache)
+            rows, (counts, tensors) = self.layer(text, number, page), document.bounded[number].export()
+            own = {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}
+            empty, queries = (
+                self.pools[number].keys.new_empty(1, H, 0, self.spec.head_dim),
+                rows.queries if rows.recent else None,
+            )
+            rows.restore(counts, own, empty, empty)
+            if queries is not None:  # they stay in the page
+                queries.copy_(rows.queries)
+                rows.queries = queries
+        text.seen = document.get_seq_length()
 
     def text(self, turn: Turn) -> Text:
         """The request whose turn it is.
@@ -164,7 +186,15 @@ class Engine:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def attend(
-        self, number: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, kv_cache: Tensor, batch: Batch, scaling: float, out_NQD: Tensor
+        self,
+        number: int,
+        q_NQD: Tensor,
+        k_NHD: Tensor,
+        v_NHD: Tensor,
+        kv_cache: Tensor,
+        batch: Batch,
+        scaling: float,
+        out_NQD: Tensor,
     ) -> None:
         """Attention of a step's new tokens in one layer, into ``out``; they become rows, and what is due is evicted."""
         pool = self.pool(number, kv_cache)
@@ -192,6 +222,12 @@ class Engine:
             score = None if scores is None else scores[:, :, new]
             out = read_tokens(contexts[i], number, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
             out_NQD[new] = out[0].transpose(0, 1)
+
+
+def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
+    """The part of a document's tensor that belongs to the heads of one rank; ``spec`` is the rank's."""
+    heads = spec.n_heads if name == "queries" else spec.n_kv_heads
+    return x.narrow(2 if name == "stats" else 1, ranks.rank * heads, heads)
 
 
 class Batch:

@@ -1,7 +1,7 @@
 """Entry point of ``vllm.general_plugins``: vLLM calls ``register`` in each of its processes, maybe more than once.
 
-Nothing changes for an engine whose ``additional_config`` has no section of the kit's. What makes a plugin that did not load an error
-is in ``requests``: another entry point, which vLLM does not leave aside.
+Nothing changes for an engine whose ``additional_config`` has no section of the kit's. What makes a plugin that did not load an
+error is in ``requests``: another entry point, which vLLM does not leave aside.
 """
 
 from __future__ import annotations

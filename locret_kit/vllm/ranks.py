@@ -1,7 +1,7 @@
 """Retaining heads of one rank of a tensor-parallel model, which holds some of the attention heads alone.
 
-A head reads q, k and v of all attention heads, so its first product is split by their columns: each rank multiplies what it has, and
-the sums of ``[tokens, width]`` go over all ranks once a layer. What follows is done for the rank's own key/value heads.
+A head reads q, k and v of all attention heads, so its first product is split by their columns: each rank multiplies what it has,
+and the sums of ``[tokens, width]`` go over all ranks once a layer. What follows is done for the rank's own key/value heads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    total: Reduce = staticmethod(lambda x: x)
+    total: Reduce = torch.clone
+    """Of tensors that every rank has a part of."""
 
     def check(self, n_kv_heads: int) -> None:
         """Raise ValueError where key/value heads cannot be shared out evenly."""
@@ -38,7 +39,10 @@ class Ranks:
 def config_of_rank(config: Any, ranks: Ranks) -> Any:
     """A model's configuration with the heads of one rank."""
     own = deepcopy(config)
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads, kv_heads = (
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    )
     ranks.check(kv_heads)
     own.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     own.num_attention_heads, own.num_key_value_heads = heads // ranks.size, kv_heads // ranks.size
@@ -55,7 +59,9 @@ def heads_of_rank(heads: RetainingHeads, ranks: Ranks) -> RetainingHeads:
         return heads
     config = heads.config
     if config.form != "mlp":
-        raise ValueError(f"tensor_parallel_size={ranks.size}: heads of form={config.form!r} are not split; those of form='mlp' are")
+        raise ValueError(
+            f"tensor_parallel_size={ranks.size}: heads of form={config.form!r} are not split; those of form='mlp' are"
+        )
     ranks.check(config.n_kv_heads)
     with torch.device("meta"):
         split = RetainingHeads(config)

@@ -27,21 +27,29 @@ def refuse(facts: Mapping[str, Any]) -> None:
         return facts.get(name, plain)
 
     if at("speculative_config"):
-        raise ValueError("speculative_config: rejected drafts may have evicted slots, so leave speculative decoding out")
+        raise ValueError(
+            "speculative_config: rejected drafts may have evicted slots, so leave speculative decoding out"
+        )
     if at("enable_prefix_caching"):
-        raise ValueError("enable_prefix_caching: a page holds what is left of a text, no prefix: leave it out, and read documents once")
+        raise ValueError(
+            "enable_prefix_caching: a page holds what is left of a text, no prefix: leave it out, and read documents once"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if at(name, 1) > 1:
             raise ValueError(f"{name}={at(name)} must be 1: a text's rows are chosen among all of them, on one rank")
     if at("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float16"):
-        raise ValueError(f"kv_cache_dtype={at('kv_cache_dtype')} must be auto: pages hold keys and values in the model's type")
+        raise ValueError(
+            f"kv_cache_dtype={at('kv_cache_dtype')} must be auto: pages hold keys and values in the model's type"
+        )
     if at("enable_lora"):
         raise ValueError("enable_lora: it was not tried with a bounded cache: merge the adapter into the weights")
     if at("runner", "auto") not in ("auto", "generate"):
         raise ValueError(f"runner={at('runner')} must be generate: nothing is evicted from what is read once")
     for name in at("architectures", ()):
         if name not in MODELS:
-            raise ValueError(f"architecture {name} was not tried with a bounded cache in vLLM; there are: {', '.join(MODELS)}")
+            raise ValueError(
+                f"architecture {name} was not tried with a bounded cache in vLLM; there are: {', '.join(MODELS)}"
+            )
 
 
 def refuse_engine(vllm_config: Any) -> None:

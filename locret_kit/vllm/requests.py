@@ -1,8 +1,8 @@
 """What vLLM says of its requests, and where it refuses them: the entry point of ``vllm.logits_processors``.
 
-A processor of logits is told before each forward which request stands in which row of the batch. This one changes no logits. It is
-made in every worker, and vLLM takes none that fails: so here a plugin that did not load is an error, and so is what does not go with
-a bounded cache.
+A processor of logits is told before each forward which request stands in which row of the batch. This one changes no logits. It
+is made in every worker, and vLLM takes none that fails: so here a plugin that did not load is an error, and so is what does not
+go with a bounded cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Requests(LogitsProcessor):
         from vllm.platforms import current_platform
 
         if sampling_params.seed is not None and current_platform.is_cpu():
-            raise ValueError(f"seed={sampling_params.seed}: vLLM {_version()} on a CPU fails at seeds where a prompt is read in pieces")
+            raise ValueError(
+                f"seed={sampling_params.seed}: vLLM {_version()} on a CPU fails at seeds where a prompt is read in pieces"
+            )
         server.request(sampling_params.extra_args or {}, 1)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

@@ -11,6 +11,7 @@ from ..heads import RetainingHeads, loaded
 from ..naming import nearest
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
+from ..policies.registry import load_plugin
 from ..settings import Resolved, RunSettings, read_protect
 from ..validation import made
 
@@ -42,6 +43,8 @@ class Served(RunSettings):
     """Others that requests may ask for."""
     documents: str | None = None
     """Folder of ``.locret`` documents, from which prompts go on that begin with one."""
+    plugin: str | None = None
+    """A module, or a Python file, that brings policies of your own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +75,8 @@ class Server:
 
     def __init__(self, served: Served) -> None:
         self.served = served
+        if served.plugin is not None:
+            load_plugin(served.plugin)
         heads = loaded(served.heads)
         self.inference: Mapping[str, object] = heads.config.inference if heads is not None else {}
         self.heads: RetainingHeads | None = heads.requires_grad_(False) if heads is not None else None
@@ -102,7 +107,12 @@ class Server:
             )
         budget = own.get("budget", most)
         # Numbers of vllm_xargs may come as floating point.
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or budget != int(budget) or not 1 <= budget <= most:
+        if (
+            isinstance(budget, bool)
+            or not isinstance(budget, int | float)
+            or budget != int(budget)
+            or not 1 <= budget <= most
+        ):
             raise ValueError(f"budget={budget!r} must be an integer from 1 to {most}, the server's")
         settings = replace(self.served.run, budget=int(budget)).resolved(self.inference, prompt_length)
         Schedule.of(settings, prompt_length)
@@ -129,4 +139,8 @@ def check_policy(policy: Policy) -> None:
 
 def settings_of(served: Served) -> dict[str, object]:
     """The section of the additional configuration: what was given."""
-    return {item.name: value for item in fields(served) if (value := getattr(served, item.name)) != item.default and value != []}
+    return {
+        item.name: value
+        for item in fields(served)
+        if (value := getattr(served, item.name)) != item.default and value != []
+    }

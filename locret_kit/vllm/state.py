@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..backbones.load import load_config
 from . import SECTION
 from .engine import Engine
 from .ranks import Ranks
@@ -44,7 +45,11 @@ def engine_of(vllm_config: Any) -> Engine:
         from vllm.platforms import current_platform
 
         model = vllm_config.model_config
-        device = torch.device("cpu") if current_platform.is_cpu() else torch.device(current_platform.device_type, torch.cuda.current_device())
+        device = (
+            torch.device("cpu")
+            if current_platform.is_cpu()
+            else torch.device(current_platform.device_type, torch.cuda.current_device())
+        )
         State.engine = Engine(server, config_of(model), model.dtype, device, _ranks())
     return State.engine
 
@@ -57,23 +62,26 @@ def engine_here() -> Engine:
 
 
 def config_of(model_config: Any) -> Any:
-    """The configuration of the language model as it was trained: vLLM's override of the longest text is vLLM's alone."""
-    config = model_config.hf_text_config
-    overrides = model_config.hf_overrides
-    if isinstance(overrides, dict) and "max_position_embeddings" in overrides:
-        from ..backbones.load import load_config
+    """The configuration of the language model as its files say: vLLM may have been told of longer texts.
 
-        trained = load_config(model_config.model, model_config.revision)
-        config.max_position_embeddings, before = trained.max_position_embeddings, config.max_position_embeddings
-        from copy import deepcopy
-
-        own = deepcopy(config)
-        config.max_position_embeddings = before
-        return own
-    return config
+    Raises:
+        ValueError: vLLM was told otherwise of more than the longest text.
+    """
+    told = model_config.hf_overrides
+    if not isinstance(told, dict) or told.keys() - {"max_position_embeddings"}:
+        raise ValueError(
+            f"hf_overrides={told}: a bounded cache reads the model's own configuration, but for max_position_embeddings"
+        )
+    return load_config(model_config.model, model_config.revision)
 
 
 def _ranks() -> Ranks:
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+        tensor_model_parallel_all_reduce,
+    )
 
-    return Ranks(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), tensor_model_parallel_all_reduce)
+    return Ranks(
+        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), tensor_model_parallel_all_reduce
+    )

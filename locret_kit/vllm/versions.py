@@ -11,4 +11,6 @@ def check_version() -> None:
 
     found = vllm.__version__.partition("+")[0]
     if found not in VERSIONS:
-        raise RuntimeError(f"vllm=={found}: locret_kit's plugin takes {' or '.join(VERSIONS)} alone: pip install 'locret-kit[vllm]'")
+        raise RuntimeError(
+            f"vllm=={found}: locret_kit's plugin takes {' or '.join(VERSIONS)} alone: pip install 'locret-kit[vllm]'"
+        )
