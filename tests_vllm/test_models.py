@@ -34,8 +34,7 @@ def test_every_family(name, tmp_path):
     heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")
     for positions in ("compact", "original") if "longrope" in name else ("compact",):
         settings = {**SETTINGS, "positions": positions}
-        llm = tiny.start(tmp_path / "model", {**settings, "heads": heads, "policy": "locret"})
-        ids = tiny.prompts()
-        wanted = [tiny.kit(model, one, TOKENS, policy="locret", heads=heads, **settings) for one in ids]
-        assert tiny.generate(llm, ids, TOKENS) == wanted
-        del llm
+        with tiny.started(tmp_path / "model", {**settings, "heads": heads, "policy": "locret"}) as llm:
+            ids = tiny.prompts()
+            wanted = [tiny.kit(model, one, TOKENS, policy="locret", heads=heads, **settings) for one in ids]
+            assert tiny.generate(llm, ids, TOKENS) == wanted

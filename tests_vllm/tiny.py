@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.attention import selector
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.families import spec_of
@@ -26,6 +29,7 @@ LONGROPE = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(model_type="llama"),
+    "wide": dict(model_type="llama", head_dim=64),  # vLLM's own attention takes no smaller heads
     "llama3-rope": dict(
         model_type="llama",
         rope_parameters={
@@ -82,14 +86,24 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     return [(3 + torch.randperm(8189, generator=draw)[:n]).tolist() for draw, n in zip(draws, lengths, strict=True)]
 
 
-def start(model: str | Path, section: dict[str, Any] | None, **rest: Any) -> LLM:
+@contextmanager
+def started(model: str | Path, section: dict[str, Any] | None, **rest: Any) -> Iterator[LLM]:
     """vLLM with a bounded cache in this process; its own attention where ``section`` is None."""
+    selector._cached_get_attn_backend.cache_clear()  # a process has one engine, and vLLM chooses for it once
     settings: dict[str, Any] = dict(
         dtype="float32", enforce_eager=True, max_model_len=2048, kv_cache_memory_bytes=8 << 20, max_num_seqs=8,
         max_num_batched_tokens=48, skip_tokenizer_init=True, disable_log_stats=True, enable_prefix_caching=False,
         additional_config={} if section is None else {"locret": section},
     )  # fmt: skip
-    return LLM(str(model), **settings | rest)
+    llm = None
+    try:
+        llm = LLM(str(model), **settings | rest)
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
 
 
 def generate(llm: LLM, ids: Sequence[Sequence[int]], tokens: int, **own: Any) -> list[list[int]]:
@@ -99,11 +113,14 @@ def generate(llm: LLM, ids: Sequence[Sequence[int]], tokens: int, **own: Any) ->
     return [list(answer.outputs[0].token_ids) for answer in found]
 
 
-def kit(model: PreTrainedModel, ids: Sequence[int], tokens: int, **settings: Any) -> list[int]:
-    """The same by ``BoundedCache``, which reads the whole prompt in one forward."""
-    cache, out = BoundedCache(prompt_length=len(ids), **settings), []
+def kit(
+    model: PreTrainedModel, ids: Sequence[int], tokens: int, cache: BoundedCache | None = None, **settings: Any
+) -> list[int]:
+    """The same by ``BoundedCache``, which reads the whole prompt in one forward, or what ``cache`` has not read of it."""
+    cache = BoundedCache(prompt_length=len(ids), **settings) if cache is None else cache
+    seen, out = cache.get_seq_length(), []
     with attach(model), torch.inference_mode():
-        new, seen = torch.tensor([list(ids)]), 0
+        new = torch.tensor([list(ids)[seen:]])
         for _ in range(tokens):
             at = torch.arange(seen, seen + new.shape[1])[None]
             logits = model(new, past_key_values=cache, position_ids=at).logits[0, -1]

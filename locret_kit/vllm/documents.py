@@ -66,6 +66,15 @@ class Known:
     parts: dict[str, str]
 
 
+def difference(there: Context, here: Context) -> str | None:
+    """Words for the first setting in which a document is not what a request asks for."""
+    for name in ALIKE:
+        theirs, ours = getattr(there.settings, name), getattr(here.settings, name)
+        if theirs != ours:
+            return f"{name}: {theirs} in the file, {ours} here"
+    return None
+
+
 class Shelf:
     """Reads documents of one model.
 
@@ -123,14 +132,16 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
 
     def _known(self, path: str) -> Known:
         """A document of the folder; what its settings have in common with the server's is checked."""
-        cache, ids = self.shelf.cache(path)
-        policy = next((p for p in self.shelf.server.policies.values() if parts_of(p) == parts_of(cache.policy)), None)
+        (cache, ids), policies = self.shelf.cache(path), self.shelf.server.policies
+        there = cache.context
+        name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(there.policy)), None)
         with blaming(path, ValueError):
-            if policy is None:
-                raise ValueError(
-                    f"policy={cache.policy.name!r} in the file, here {', '.join(self.shelf.server.policies)}"
-                )
-        return Known(path, ids, cache.context, parts_of(cache.policy))
+            if name is None:
+                raise ValueError(f"policy={there.policy.name!r} in the file, here {', '.join(policies)}")
+            here = self.checks.context(Told(len(ids) + 1, {"policy": name}))
+            if found := difference(there, here):
+                raise ValueError(found)
+        return Known(path, ids, there, parts_of(there.policy))
 
     def _fits(self, known: Known, prompt: list[int], told: Told) -> bool:
         """Whether a fresh run of a prompt would be where the document is, after its tokens."""
@@ -138,8 +149,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         if not seen < len(prompt) or prompt[:seen] != known.ids:
             return False
         here, there = self.checks.context(told), known.context
-        alike = all(getattr(here.settings, name) == getattr(there.settings, name) for name in ALIKE)
-        if not alike or parts_of(here.policy) != known.parts:
+        if difference(there, here) or parts_of(here.policy) != known.parts:
             return False
         try:
             check_lengths(there.schedule, here.schedule, seen)

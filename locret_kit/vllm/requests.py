@@ -7,12 +7,14 @@ go with a bounded cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
+from .backend import BoundedImpl
 from .engine import Told
 from .plugin import asked, registered
 from .refusals import refuse_engine
@@ -50,6 +52,8 @@ class Requests(LogitsProcessor):
         refuse_engine(vllm_config)
         self.told = engine_of(vllm_config).rows
         self.told.clear()
+        self.layers = vllm_config.compilation_config.static_forward_context
+        self.checked = False
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -61,6 +65,9 @@ class Requests(LogitsProcessor):
         told = self.told
         if told is None or batch_update is None:
             return
+        if not self.checked:  # the model is built by now
+            check_layers(self.layers)
+            self.checked = True
         for index in batch_update.removed:
             told.pop(index, None)
         for index, params, prompt, _ in batch_update.added:
@@ -70,6 +77,17 @@ class Requests(LogitsProcessor):
                 told[a], told[b] = told[b], told[a]
             else:
                 told[b] = told.pop(a)
+
+
+def check_layers(layers: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for attention that is vLLM's own."""
+    for name, layer in layers.items():
+        kind = type(getattr(layer, "impl", None))
+        if kind is not BoundedImpl:
+            raise RuntimeError(
+                f"attention of {name} is {kind.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
+                "process builds one engine"
+            )
 
 
 def _version() -> str:
