@@ -83,9 +83,10 @@ def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
+    from ..backbones.families import spec_of
     from ..backbones.load import load_config
     from ..vllm import SECTION
-    from ..vllm.page import SPARE, Pages
+    from ..vllm.page import Pages, pages_of
     from ..vllm.refusals import refuse
     from ..vllm.settings import Server, settings_of
 
@@ -112,23 +113,16 @@ def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]
         options.kv_transfer_config = documents_config(served.documents, options.kv_transfer_config)
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
     refuse({"architectures": [model.architecture], "runner": model.runner_type})
-    pages = pages_of(server, config, model.dtype, options.tensor_parallel_size, options.pipeline_parallel_size)
-    if sessions is not None:
-        options.kv_cache_memory_bytes = (sessions + SPARE) * pages
-    return Pages(pages, sessions or 0)
-
-
-def pages_of(server: Any, config: Any, dtype: Any, ranks: int, stages: int) -> int:
-    """Bytes of a request's pages on one rank: those of its layers."""
-    from ..backbones.families import spec_of
-    from ..vllm.page import page_shape
-    from ..vllm.ranks import Ranks, config_of_rank
-
-    spec = spec_of(config)
     if server.heads is not None:
-        server.heads.check_backbone(spec)
-    own = spec_of(config_of_rank(config, Ranks(0, ranks)))
-    return page_shape(own, server.settings, server.policies.values(), dtype).nbytes * -(-spec.n_layers // stages)
+        server.heads.check_backbone(spec_of(config))
+    each = pages_of(
+        config, server.settings, server.policies.values(), model.dtype,
+        ranks=options.tensor_parallel_size, stages=options.pipeline_parallel_size,
+    )  # fmt: skip
+    pages = Pages(each, sessions or 0)
+    if sessions is not None:
+        options.kv_cache_memory_bytes = pages.bytes
+    return pages
 
 
 def documents_config(folder: str, given: Any) -> Any:

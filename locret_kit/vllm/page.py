@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..backbones.families import BackboneSpec
+from ..backbones.families import BackboneSpec, spec_of
 from ..cache.storage.pool import PageShape
 from ..policies.policy import Policy
 from ..settings import Resolved
 from ..sizes import show
+from .ranks import Ranks, config_of_rank
 
 SPARE = 1
 """Pages that vLLM keeps for itself: its block 0 belongs to nobody."""
@@ -26,6 +28,14 @@ def page_shape(spec: BackboneSpec, settings: Resolved, policies: Iterable[Policy
     recent = max(p.recent(settings.chunk) for p in policies)
     rows = max(full + windows) + settings.chunk
     return PageShape(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows, dtype, statistics, recent)
+
+
+def pages_of(
+    config: Any, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, *, ranks: int = 1, stages: int = 1
+) -> int:
+    """Bytes of a request's pages on one rank, of a model that is split over ``ranks`` heads-wise and ``stages`` layer-wise."""
+    spec = spec_of(config_of_rank(config, Ranks(0, ranks)))
+    return page_shape(spec, settings, policies, dtype).nbytes * -(-spec.n_layers // stages)
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,7 @@ class Served(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, why in LEFT_OUT.items():
-            if (value := getattr(self, name)) not in (None, False):
-                raise ValueError(f"{name}={value} does not go with vLLM: {why}")
-        if isinstance(self.budget, float):
-            raise ValueError(f"budget={self.budget}: a page's rows must be known before the start: give an integer")
-        if read_protect(self.protect) - {"first"}:
-            raise ValueError(f"protect={self.protect!r}: with vLLM requests protect 'first' alone")
+        check_settings(self)
 
     @classmethod
     def read(cls, section: Mapping[str, object]) -> Served:
@@ -117,6 +111,17 @@ class Server:
         settings = replace(self.served.run, budget=int(budget)).resolved(self.inference, prompt_length)
         Schedule.of(settings, prompt_length)
         return self.policies[str(policy)], settings
+
+
+def check_settings(run: RunSettings) -> None:
+    """Raise ValueError for a setting of a run that a page does not have."""
+    for name, why in LEFT_OUT.items():
+        if (value := getattr(run, name)) not in (None, False):
+            raise ValueError(f"{name}={value} does not go with vLLM: {why}")
+    if isinstance(run.budget, float):
+        raise ValueError(f"budget={run.budget}: a page's rows must be known before the start: give an integer")
+    if read_protect(run.protect) - {"first"}:
+        raise ValueError(f"protect={run.protect!r}: with vLLM requests protect 'first' alone")
 
 
 def check_policy(policy: Policy) -> None:
