@@ -73,6 +73,7 @@ def test_what_a_server_cannot_have_is_refused(served, said):
         ({"enable_prefix_caching": True}, "enable_prefix_caching: a page holds"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 must be 1"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 must be 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 must be 1"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 must be auto"),
         ({"enable_lora": True}, "enable_lora: it was not tried"),
         ({"runner": "pooling"}, "runner=pooling must be generate"),

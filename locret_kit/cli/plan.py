@@ -172,7 +172,7 @@ def _vllm(args: PlanOptions, config: Any, backbone: Backbone, setting: Setting, 
     check_settings(args.run)
     plan = p.plan_inference(backbone, setting)
     dtype = getattr(torch, setting.dtype)
-    each = pages_of(config, setting.chunked, [setting.policy], dtype, ranks=args.ranks)
+    each = pages_of(config, setting.chunked, [setting.policy], dtype, args.ranks)
     beside = (plan.weights + plan.heads) // args.ranks + plan.workspace
     pages = Pages.within(each, max(0, cap - beside))
     if not pages.requests or pages.requests < (args.sessions or 0):

@@ -111,14 +111,12 @@ def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]
         options.hf_overrides = {**(options.hf_overrides or {}), "max_position_embeddings": options.max_model_len}
     if served.documents is not None:
         options.kv_transfer_config = documents_config(served.documents, options.kv_transfer_config)
+        options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
     refuse({"architectures": [model.architecture], "runner": model.runner_type})
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))
-    each = pages_of(
-        config, server.settings, server.policies.values(), model.dtype,
-        ranks=options.tensor_parallel_size, stages=options.pipeline_parallel_size,
-    )  # fmt: skip
+    each = pages_of(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
     pages = Pages(each, sessions or 0)
     if sessions is not None:
         options.kv_cache_memory_bytes = pages.bytes

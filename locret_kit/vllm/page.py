@@ -30,12 +30,10 @@ def page_shape(spec: BackboneSpec, settings: Resolved, policies: Iterable[Policy
     return PageShape(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows, dtype, statistics, recent)
 
 
-def pages_of(
-    config: Any, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, *, ranks: int = 1, stages: int = 1
-) -> int:
-    """Bytes of a request's pages on one rank, of a model that is split over ``ranks`` heads-wise and ``stages`` layer-wise."""
+def pages_of(config: Any, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1) -> int:
+    """Bytes of a request's pages on one rank, of a model that is whose heads are split over ``ranks``."""
     spec = spec_of(config_of_rank(config, Ranks(0, ranks)))
-    return page_shape(spec, settings, policies, dtype).nbytes * -(-spec.n_layers // stages)
+    return page_shape(spec, settings, policies, dtype).nbytes * spec.n_layers
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ def refuse(facts: Mapping[str, Any]) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if at(name, 1) > 1:
             raise ValueError(f"{name}={at(name)} must be 1: a text's rows are chosen among all of them, on one rank")
+    if at("pipeline_parallel_size", 1) > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={at('pipeline_parallel_size')} must be 1: on CPUs vLLM's own fails, and no card was at hand"
+        )
     if at("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float16"):
         raise ValueError(
             f"kv_cache_dtype={at('kv_cache_dtype')} must be auto: pages hold keys and values in the model's type"
@@ -61,6 +65,7 @@ def refuse_engine(vllm_config: Any) -> None:
             "enable_prefix_caching": cache.enable_prefix_caching,
             "decode_context_parallel_size": parallel.decode_context_parallel_size,
             "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "kv_cache_dtype": cache.cache_dtype,
             "enable_lora": vllm_config.lora_config,
             "runner": model.runner_type,
