@@ -60,6 +60,7 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, po
         assert list(again.outputs[0].token_ids) == wanted[0] and again.num_cached_tokens == read
 
 
+@pytest.mark.slow
 def test_documents_that_do_not_fit_are_refused(tmp_path):
     model = tiny.make(tmp_path / "model", "llama")
     document = Document.read(model, word_tokenizer(), words(range(300)), policy="knorm", chat=False, **SETTINGS)

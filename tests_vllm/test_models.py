@@ -10,7 +10,10 @@ SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16)
 TOKENS = 50
 
 
-@pytest.mark.parametrize("positions", ["compact", "original", "clipped(48)"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("positions", ["compact", "original", pytest.param("clipped(48)", marks=SLOW)])
 def test_every_policy(positions, tmp_path):
     """Eight requests at once, of which each step takes 48 tokens."""
     model = tiny.make(tmp_path / "model", "llama")
@@ -28,7 +31,9 @@ def test_every_policy(positions, tmp_path):
         assert tiny.generate(llm, ids, TOKENS, policy=policy) == wanted, policy
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.MODELS if name != "llama"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gemma3" else SLOW) for name in tiny.MODELS if name != "llama"]
+)
 def test_every_family(name, tmp_path):
     model = tiny.make(tmp_path / "model", name)
     heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import tiny
 import torch
 from vllm import SamplingParams
@@ -70,6 +71,7 @@ def test_a_request_that_is_preempted_goes_on_as_if_it_had_not_been(tmp_path):
         assert preempted == 2 and list(found.values()) == wanted
 
 
+@pytest.mark.slow
 def test_how_a_prompt_was_cut_does_not_matter(tmp_path):
     """Six requests at once, whose pieces depend on the tokens of a step."""
     model = tiny.make(tmp_path / "model", "llama")
@@ -80,6 +82,7 @@ def test_how_a_prompt_was_cut_does_not_matter(tmp_path):
             assert tiny.generate(llm, ids, 24) == wanted
 
 
+@pytest.mark.slow
 def test_with_room_for_all_tokens_are_vllms_own(tmp_path):
     tiny.make(tmp_path / "model", "wide")
     ids, tokens = tiny.prompts([20, 65, 150]), 40

@@ -45,6 +45,7 @@ def test_heads_of_other_forms_are_refused(tmp_path, form):
         Ranks(0, 3).check(2)
 
 
+@pytest.mark.slow
 def test_tokens_of_two_processes_are_those_of_one(tmp_path):
     model = tiny.make(tmp_path / "model", "wide")
     heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")
