@@ -24,6 +24,7 @@ from locret_kit.config.plan import PLAN
 from locret_kit.config.publish import PUBLISH
 from locret_kit.config.reader import OURS, REQUIRED, Command, Each, docstrings, groups_of
 from locret_kit.config.serve import SERVE
+from locret_kit.config.vllm import VLLM
 from locret_kit.settings import PUBLISHED, RunSettings
 from locret_kit.validation import allowed, annotations_of, choices, metadata_of
 
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 NOTE = "<!-- Made by scripts/make_reference.py from the code. Change it there. -->"
 COMMANDS: tuple[Command, ...] = (
-    INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
+    INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
 OF_EVAL = {
     "paired": PAIRED, "benchmark": BENCHMARK, "table": TABLE, "figure": FIGURE, "figure sweep": SWEEP, "kept": EVAL_KEPT,

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Tests of the plugin for vLLM (tests_vllm/), in an environment of their own: vLLM's build for CPUs, and of what it asks for only what
 # serving a text model needs. It takes some 1.6 GB and two minutes to make, once.
-# Usage: scripts/test_vllm.sh [--fast] [ARGUMENTS]
+# Usage: scripts/test_vllm.sh [--fast | --probe] [ARGUMENTS]
 # --fast leaves out what needs the demo backbone, and most families: a minute. Arguments go to pytest.
+# --probe runs tests_vllm/test_scheduler.py alone, which needs no model: of a newer release, LOCRET_VLLM_VERSION=0.33.0.
 # LOCRET_VLLM_VENV=FOLDER is the environment, by default .venv-vllm; LOCRET_TORCH_INDEX=URL takes torch from that index.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${LOCRET_VLLM_VENV:-$root/.venv-vllm}"
-vllm=0.32.0 # locret_kit/vllm/__init__.py
+vllm="${LOCRET_VLLM_VERSION:-0.32.0}" # locret_kit/vllm/__init__.py
 
 # torch as vLLM pins it. --no-deps: vLLM asks for builds with CUDA of torchvision, torchaudio and torchcodec, which break a CPU's, and
 # for triton, numba and opencv, a gigabyte that a text model never loads.
@@ -24,7 +25,7 @@ rest=(
     pytest-xdist
 )
 stamp="$venv/.locret-vllm"
-want="$(sha256sum "${BASH_SOURCE[0]}" "$root/pyproject.toml" | cut -d ' ' -f 1 | tr '\n' ' ')"
+want="$vllm $(sha256sum "${BASH_SOURCE[0]}" "$root/pyproject.toml" | cut -d ' ' -f 1 | tr '\n' ' ')"
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     echo "test_vllm: making $venv" >&2
     [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
@@ -36,12 +37,11 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     echo "$want" >"$stamp"
 fi
 cd "$root"
-chosen=()
-if [ "${1:-}" = --fast ]; then
-    shift
-    chosen=(-m "not backbone and not slow")
-else
-    "$venv/bin/python" scripts/fetch_backbone.py
-fi
+chosen=(tests_vllm)
+case "${1:-}" in
+--fast) chosen+=(-m "not backbone and not slow") && shift ;;
+--probe) chosen=(tests_vllm/test_scheduler.py) && shift ;;
+*) "$venv/bin/python" scripts/fetch_backbone.py ;;
+esac
 # A process a core: each has one engine at a time, of one thread.
-exec "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses=2 --dist=loadfile --no-loadscope-reorder "${chosen[@]}" "$@" tests_vllm
+exec "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses=2 --dist=loadfile --no-loadscope-reorder "${chosen[@]}" "$@"

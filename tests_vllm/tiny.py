@@ -12,11 +12,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.attention import selector
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.families import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.vllm.state import State
 
 COMMON = dict(
     vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -103,7 +105,9 @@ def started(model: str | Path, section: dict[str, Any] | None, **rest: Any) -> I
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         del llm
+        ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+        State.engine = State.server = State.section = None
 
 
 def generate(llm: LLM, ids: Sequence[Sequence[int]], tokens: int, **own: Any) -> list[list[int]]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from .choice import asked
 from .page import SPARE
-from .plugin import asked
 from .state import server_of
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..backbones.identity import identity_of
 from ..backbones.load import resolve_model
+from ..hub import pull
 
 
 class Files:
@@ -34,17 +35,13 @@ class Files:
         """The weights, one at a time."""
         where: dict[str, Path] = {}
         folder = Path(resolve_model(self.name))
-        if not folder.exists():
-            from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(self.name, local_files_only=True))
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(self.name, _weights):
             with self._opened(path) as file:
                 where |= dict.fromkeys(file.keys(), path)
         for name in self.names:
             if name not in where:
                 raise ValueError(
-                    f"documents: {folder} holds no weight {name}: no document can be compared with this model"
+                    f"documents: {self.name} holds no weight {name}: no document can be compared with this model"
                 )
             with self._opened(where[name]) as file:
                 yield file.get_tensor(name)
@@ -55,6 +52,10 @@ class Files:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"documents: {path} cannot be read: {error}") from error
+
+
+def _weights(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".safetensors")]
 
 
 def identity_of_files(name: str, config: Any) -> dict[str, object]:

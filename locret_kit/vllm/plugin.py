@@ -6,19 +6,7 @@ error is in ``requests``: another entry point, which vLLM does not leave aside.
 
 from __future__ import annotations
 
-from typing import Any
-
-from . import SECTION, VERSIONS
-
-
-def asked(vllm_config: Any = None) -> bool:
-    """Whether an engine is to have a bounded cache; by default that which is being built."""
-    if vllm_config is None:
-        from vllm.config import get_current_vllm_config_or_none
-
-        vllm_config = get_current_vllm_config_or_none()
-    additional = getattr(vllm_config, "additional_config", None)
-    return isinstance(additional, dict) and SECTION in additional
+from . import VERSIONS
 
 
 def register() -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 from .backend import BoundedImpl
+from .choice import asked
 from .engine import Told
-from .plugin import asked, registered
+from .plugin import registered
 from .refusals import refuse_engine
 from .state import engine_of, server_here
 from .versions import check_version
