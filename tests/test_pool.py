@@ -84,7 +84,7 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
             ]
             scores = shared_scores(contexts, layer, *(x.transpose(0, 2) for x in (q, k, v)))
             scores = None if scores is None else scores[0].T[..., None]
-            assert len({kind(ctx, layer) for ctx in contexts}) == 1
+            assert len({kind(ctx) for ctx in contexts}) == 1
             out = decode_together(contexts, layer, rows, pool, pages, Step(), q, k, v, scores)
             torch.testing.assert_close(out, torch.cat(wanted))
         for cache, mine in zip(alone, rows, strict=True):
@@ -103,7 +103,7 @@ def test_texts_of_other_kinds_are_read_alone():
     ]
     for cache in caches:
         cache.bind(model)
-        assert kind(cache.context, 0) is None
+        assert kind(cache.context) is None
 
 
 def test_a_page_holds_all_that_its_rows_need():

@@ -76,6 +76,7 @@ def test_what_a_server_cannot_have_is_refused(served, said):
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 must be 1"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 must be auto"),
         ({"enable_lora": True}, "enable_lora: it was not tried"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds: the length"),
         ({"runner": "pooling"}, "runner=pooling must be generate"),
         ({"architectures": ["OPTForCausalLM"]}, "architecture OPTForCausalLM was not tried"),
     ],

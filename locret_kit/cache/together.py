@@ -53,13 +53,12 @@ class Step:
         return self._made[numbers]
 
 
-def kind(ctx: Context, layer: int) -> Hashable | None:
-    """Texts of the same kind are decoded together; None for one that is read alone: it has stages or a prefill mask of its own,
-    or its rows are placed by more than their rank."""
+def kind(ctx: Context) -> Hashable | None:
+    """Texts of the same kind, which share their rotations, are decoded together. None for one that is read alone: it has stages
+    or a prefill mask of its own, its heads differ, or its rows are placed by more than their rank."""
     if ctx.stages or ctx.policy.prefill_mask is not None or ctx.policy.ragged or ctx.positions.span not in (None, 0):
         return None
-    rope = None if ctx.ropes is None else id(ctx.ropes[layer])
-    return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.name, rope
+    return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.name, id(ctx.ropes)
 
 
 def decode_together(

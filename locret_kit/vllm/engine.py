@@ -205,19 +205,19 @@ class Engine:
         for mine in rows:
             mine.scaling = scaling
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
-        contexts = [text.context for text in texts]
+        contexts = batch.contexts
         end = batch.turns[-1].end
         scores = shared_scores(contexts, number, q[:, :, :end], k[:, :, :end], v[:, :, :end])
-        for together in batch.kinds(contexts, number):
+        for together in batch.together:
             at = batch.places(together, q.device)
             score = None if scores is None else scores[0].T[at][..., None]
+            new_q, new_k, new_v = (x[at][:, :, None] for x in (q_NQD, k_NHD, v_NHD))
             out = decode_together(
                 [contexts[i] for i in together], number, [rows[i] for i in together], pool,
-                [batch.turns[i].page for i in together], batch.step,
-                *(x[at][:, :, None] for x in (q_NQD, k_NHD, v_NHD)), score,
+                [batch.turns[i].page for i in together], batch.step, new_q, new_k, new_v, score,
             )  # fmt: skip
             out_NQD[at] = out[:, :, 0]
-        for i in batch.alone(contexts, number):
+        for i in batch.alone:
             new = slice(batch.turns[i].start, batch.turns[i].end)
             score = None if scores is None else scores[:, :, new]
             out = read_tokens(contexts[i], number, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
@@ -231,11 +231,18 @@ def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
 
 
 class Batch:
-    """What a step does, the same for all of its layers: made by the builder of attention metadata."""
+    """What a step does, the same for all of its layers: made by the builder of attention metadata.
+
+    Attributes:
+        together: turns of one token, those of a list decoded in one call. alone: the others.
+    """
 
     def __init__(self, turns: list[Turn]) -> None:
         self.turns = turns
         self.step = Step()
+        self.contexts: list[Context] = []
+        self.together: list[list[int]] = []
+        self.alone: list[int] = []
         self._texts: list[Text] | None = None
         self._places: dict[tuple[int, ...], Tensor | slice] = {}
 
@@ -244,21 +251,17 @@ class Batch:
         if self._texts is None:
             engine.tables.clear()
             self._texts = [engine.text(turn) for turn in self.turns]
-            for turn, text in zip(self.turns, self._texts, strict=True):
-                text.seen = turn.seen + turn.end - turn.start
+            self.contexts = [text.context for text in self._texts]
+            kinds: dict[Hashable, list[int]] = {}
+            for i, (turn, text) in enumerate(zip(self.turns, self._texts, strict=True)):
+                new, alike = turn.end - turn.start, kind(text.context)
+                text.seen = turn.seen + new
+                if new == 1 and alike is not None:
+                    kinds.setdefault(alike, []).append(i)
+                else:
+                    self.alone.append(i)
+            self.together = list(kinds.values())
         return self._texts
-
-    def kinds(self, contexts: list[Context], layer: int) -> list[list[int]]:
-        """Turns of one token, those together that are decoded together."""
-        found: dict[Hashable, list[int]] = {}
-        for i, (turn, ctx) in enumerate(zip(self.turns, contexts, strict=True)):
-            if turn.end - turn.start == 1 and (alike := kind(ctx, layer)) is not None:
-                found.setdefault(alike, []).append(i)
-        return list(found.values())
-
-    def alone(self, contexts: list[Context], layer: int) -> list[int]:
-        """The other turns."""
-        return [i for i, t in enumerate(self.turns) if t.end - t.start > 1 or kind(contexts[i], layer) is None]
 
     def places(self, turns: list[int], device: torch.device) -> Tensor | slice:
         """Rows of the batch of such turns."""
