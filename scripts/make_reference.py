@@ -25,6 +25,7 @@ from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
 from locret_kit.config.schema import REQUIRED, Command, Repeatable, docstrings
 from locret_kit.config.serve_options import SERVE
+from locret_kit.config.vllm_options import VLLM
 from locret_kit.settings import PUBLISHED, RunSettings
 from locret_kit.validation import allowed, annotations_of, choices, metadata_of
 
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 NOTE = "<!-- Made by scripts/make_reference.py from the code. Change it there. -->"
 COMMANDS: tuple[Command, ...] = (
-    INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
+    INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
 OF_EVAL = {
     "paired": PAIRED, "benchmark": BENCHMARK, "table": TABLE, "figure": FIGURE, "figure sweep": SWEEP, "kept": EVAL_KEPT,

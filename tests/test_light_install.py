@@ -61,6 +61,7 @@ HEAVY = {"torch", "transformers", "pydantic", "yaml", "triton"}
 HELP = {
     "ask": ["--question-file"], "chat": ["--history-file"], "eval": ["torchrun --nproc_per_node", "kvzip"], "infer": ["--budget"],
     "info": [], "kept": [], "plan": ["--gpu-memory"], "publish": [], "read": [], "serve": ["--sessions"], "train": ["recipe="],
+    "vllm": ["--sessions"],
 }  # fmt: skip
 """Every command, and what its help names."""
 EACH_HELP = f"""

@@ -118,6 +118,12 @@ class DecoderAttention:
         return not same_rotation(self.ropes(model, 1), self.ropes(model, span))
 
 
+class Described:
+    """A stand-in for a model whose attention is known, and runs elsewhere. ``probe.describe`` takes its word for it."""
+
+    description: DecoderAttention
+
+
 def same_rotation(some: Sequence[Rope], others: Sequence[Rope]) -> bool:
     """Whether layers rotate by the same frequencies and factors."""
     pairs = zip(some, others, strict=True)

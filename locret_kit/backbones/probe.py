@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from .decoder_attention import (
     AttentionCall,
     DecoderAttention,
+    Described,
     Rotation,
     frequencies_of,
     rotaries_of,
@@ -56,6 +57,8 @@ def describe(model: Any) -> DecoderAttention:
     Raises:
         UnsupportedArchitecture: attention that the kit cannot meet, in one sentence.
     """
+    if isinstance(model, Described):
+        return model.description
     decoder, config, ranks = decoder_of(model), text_config(model), getattr(model, "_tp_size", None) or 1
     key = ranks, *_key(decoder, config)
     with _LOCK:
@@ -94,7 +97,7 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAtte
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedArchitecture(f"{name} has layers of cross-attention, whose keys are an image's")
     if all(weight.is_meta for weight in decoder.parameters()):
-        return _assumed(decoder, config)
+        return assumed(config, getattr(decoder, "rotary_emb", None))
     try:
         with torch.no_grad(), observed(decoder, config):
             return _description(decoder, config, ranks)
@@ -109,10 +112,10 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAtte
         ) from error
 
 
-def _assumed(decoder: Any, config: PreTrainedConfig) -> DecoderAttention:
-    """The description of a decoder without weights, which plans and predictions run for its shapes alone: by its
-    configuration, and as though it were Llama's in all else."""
-    spec, rotary = spec_of(config), getattr(decoder, "rotary_emb", None)
+def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttention:
+    """The description of a decoder that cannot be measured, by its configuration and as though it were Llama's in all else: of
+    one without weights, which plans and predictions run for its shapes alone, and of families that an engine's tests hold."""
+    spec = spec_of(config)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     buffers = [] if rotary is None else frequencies_of(rotary)
     rotations = [

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 
 from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
-from ..policies.base import Entry
 from ..settings import RunSettings
 from .bounded import BoundedCache
+from .view import shared_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,32 +73,13 @@ class Lanes(Cache, Handler):
             return self.lanes[0].attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
         # Columns of padding stay zero: no text reads them. Heads of a token lie side by side, as the backbone reads them.
         out = q_BQTD.new_zeros(B, T, Q, v_BHTD.shape[-1]).transpose(1, 2)
-        scores_BHT = self._scores(layer, q_BQTD, k_BHTD, v_BHTD)
+        scores_BHT = shared_scores([lane.context for lane in self.lanes], layer, q_BQTD, k_BHTD, v_BHTD)
         for lane, row, new in self._texts():
             # [B, heads, T, D] -> the text's own [1, heads, t, D]
             q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
             score = None if scores_BHT is None else scores_BHT[row : row + 1, :, new]
             out[row : row + 1, :, new] = lane.attend_scored(layer, q, k, v, softmax, score)
         return out
-
-    def _scores(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor | None:
-        """Entry scores ``[B, H, T]`` of all texts' new tokens; None where each text's are its own."""
-        ctx = self.lanes[0].context
-        score, heads = ctx.policy.score, ctx.heads
-        alike = all(lane.policy.score == score and lane.heads is heads for lane in self.lanes)
-        if not (score.per_token and alike and ctx.spec.windows[layer] is None):
-            return None
-        entry = Entry(
-            layer,
-            0,
-            q_BQTD,
-            k_BHTD,
-            v_BHTD,
-            heads[layer] if heads is not None else None,
-            ctx.settings.seed,
-            linear=ctx.backend.linear,
-        )
-        return score.score_new_tokens(entry)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
         """After a forward: texts whose policy scores tokens by their probability read the final hidden states."""

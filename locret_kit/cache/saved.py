@@ -142,7 +142,12 @@ class Origin:
     @classmethod
     def of(cls, model: Any, heads: RetainingHeads | None) -> Origin:
         """Of a backbone and retaining heads."""
-        return cls(identity_of(model), None if heads is None else fingerprint(heads.parameters()))
+        return cls(identity_of(model), cls.of_heads(heads))
+
+    @staticmethod
+    def of_heads(heads: RetainingHeads | None) -> str | None:
+        """Identity of retaining heads."""
+        return None if heads is None else fingerprint(heads.parameters())
 
     def of_cache(self, cache: BoundedCache) -> Origin:
         """Of a cache, which may be scored without the heads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -132,6 +132,20 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
         G = q.shape[1] // cos.shape[1]  # [B, H, W, R] -> [B, Q, W, R]
         cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)
     return rotate(q, cos, sin)
+
+
+def shared_scores(
+    contexts: Sequence[Context], layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor
+) -> Tensor | None:
+    """Entry scores ``[B, H, T]`` of new tokens of several texts, made at once; None where each text's are its own."""
+    ctx = contexts[0]
+    score, heads = ctx.policy.score, ctx.heads
+    alike = all(own.policy.score == score and own.heads is heads for own in contexts)
+    if not (score.per_token and alike and ctx.spec.windows[layer] is None):
+        return None
+    head = heads[layer] if heads is not None else None
+    entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, ctx.settings.seed, linear=ctx.backend.linear)
+    return score.score_new_tokens(entry)
 
 
 def entry_scores(

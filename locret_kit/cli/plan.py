@@ -16,6 +16,7 @@ from .command import entry
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ..planning.backbone_sizes import BackboneSizes
     from ..planning.inference_plan import Setting
     from ..policies.policy import Policy
 
@@ -86,6 +87,8 @@ def run(args: PlanOptions) -> int:
     from ..policies.grammar import parse_policy
     from ..sizes import parse_bytes, show
 
+    if args.ranks > 1 and args.engine != "vllm":
+        raise ValueError(f"ranks={args.ranks} is for a plan of locret-vllm: give --engine vllm too")
     if args.gpu is not None and not args.speed:
         raise ValueError(f"gpu={args.gpu} is the card of a predicted speed: give --speed too")
     if args.gpu_memory is None:
@@ -119,6 +122,9 @@ def run(args: PlanOptions) -> int:
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
     setting = _setting(args, recipe, policy)
+    if args.engine == "vllm":
+        print("\n".join([*say, *_vllm(args, config, backbone, setting, cap)]))
+        return 0
     plan = require_fit(backbone, setting, cap)
     if (sessions := args.sessions) is not None:
         caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
@@ -153,6 +159,40 @@ def run(args: PlanOptions) -> int:
         )
     print("\n".join(say))
     return 0
+
+
+def _vllm(
+    args: PlanOptions, config: PretrainedConfig, backbone: BackboneSizes, setting: Setting, cap: int
+) -> list[str]:
+    """Lines of a plan of ``locret-vllm``: what the kit's own forward takes beside the pages stands in for vLLM's.
+
+    Raises:
+        ValueError: a policy or settings that a page does not have. DoesNotFit: no page fits, or fewer than are asked for.
+    """
+    import torch
+
+    from ..planning.fitting_settings import DoesNotFit
+    from ..planning.inference_plan import plan_inference
+    from ..sizes import show
+    from ..vllm.page import Pages, pages_of
+    from ..vllm.settings import check_policy, check_settings
+
+    check_policy(setting.policy)
+    check_settings(args.run)
+    plan = plan_inference(backbone, setting)
+    dtype = getattr(torch, setting.dtype)
+    each = pages_of(config, setting.chunked, [setting.policy], dtype, args.ranks)
+    beside = (plan.weights + plan.heads) // args.ranks + plan.workspace
+    pages = Pages.within(each, max(0, cap - beside))
+    if not pages.requests or pages.requests < (args.sessions or 0):
+        raise DoesNotFit(
+            f"{pages.requests} requests of {show(each)} fit beside {show(beside)} of weights and workspace"
+        )
+    if args.sessions is not None:
+        pages = Pages(each, args.sessions)
+    rows = {"weights": plan.weights // args.ranks, "heads": plan.heads // args.ranks, "workspace": plan.workspace}
+    lines = [f"{name:<10} {show(size):>11}" for name, size in {**rows, "pages": pages.bytes}.items()]
+    return [f"policy {args.policy}, {setting}", *lines, f"vLLM: {pages}"]
 
 
 def _setting(args: PlanOptions, recipe: Values, policy: Policy) -> Setting:

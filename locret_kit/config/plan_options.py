@@ -18,6 +18,7 @@ What a run needs, before it is run: no GPU, no weights, no Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
   locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16
+  locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm
   locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4
   locret-plan --model phi3-mini --speed --gpu rtx4090"""
 
@@ -46,8 +47,12 @@ class PlanOptions(RunSettings, Plugin):
     """Width of the retaining heads, for policies that need them. Default: the recipe's, or 1024."""
     weight_bits: Literal[8, 4] | None = None
     """Bits of the layers' weights. Default: as ``dtype``."""
+    engine: Literal["kit", "vllm"] = "kit"
+    """The server that is planned: locret-serve, or locret-vllm, in which each request has a page and nothing else is held."""
     sessions: Annotated[int, Ge(1)] | None = None
-    """Plan ``locret-serve`` with so many sessions instead."""
+    """Plan the server with so many sessions instead. With vllm by default as many as fit."""
+    ranks: Annotated[int, Ge(1)] = 1
+    """Cards that share every layer, of ``engine=vllm``: its --tensor-parallel-size. The memory is that of each."""
     documents: Annotated[int, Ge(0)] = 8
     """Documents that the server holds."""
     beginnings: Annotated[int, Ge(0)] = 2

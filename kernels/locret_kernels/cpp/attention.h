@@ -72,6 +72,7 @@ template <class W, class A> struct Attention {
     i64 h;
     const A *query, *key, *value; // of the new token: [G, D], [D], [D]
     double scaling;
+    bool turned = false; // whether the query is rotated already
     i64 G = m.query_heads / m.heads;
     i64 start = rows.starts[h], length = rows.lengths[h] + 1, first = 0; // ranks [first, length) are seen
     i64 tail = rows.packed ? std::min(length, rows.packed->tail + 1) : 0;
@@ -107,7 +108,7 @@ template <class W, class A> struct Attention {
         const i64 D = channels();
         memcpy(q, query, G * D * sizeof(A));
         const void *cos = rows.cos ? rows.cos : rows.own_cos, *sin = rows.cos ? rows.sin : rows.own_sin;
-        if (!cos) return;
+        if (!cos || turned) return;
         i64 at = rows.cos ? place(length - 1, rows.position) : 0;
         for (i64 g = 0; g < G; g++) rotate(q + g * D, table(cos, at), table(sin, at), rows.rotated);
     }
@@ -132,7 +133,7 @@ template <class W, class A> struct Attention {
                 [&](i64 d) { k[d] = number(zero[d]) + A(codes[d]) * number(step[d]); });
         }
         if (rows.cos) {
-            i64 at = place(rank, rows.positions[row]);
+            i64 at = rows.before < 0 ? rank : place(rank, rows.positions[row]);
             rotate(k, table(rows.cos, at), table(rows.sin, at), rows.rotated);
         }
     }

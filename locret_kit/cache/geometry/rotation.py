@@ -15,7 +15,7 @@ class RotationTables:
     """The tables of one forward: layers that rotate alike share them. All of them are ``(cos, sin)``, ``[..., R]``."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
         """Forget the tables of the last forward."""
@@ -34,6 +34,13 @@ class RotationTables:
         if key not in self._made:
             pos_T = torch.arange(start, start + length, device=like.device)
             self._made[key] = rope.tables(pos_T, like.dtype)
+        return self._made[key]
+
+    def each(self, rope: Rope, places: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+        """``[places, R]`` of such positions."""
+        key = (id(rope), -1, *places)
+        if key not in self._made:
+            self._made[key] = rope.tables(torch.tensor(places, device=like.device), like.dtype)
         return self._made[key]
 
     def upto(self, rope: Rope, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

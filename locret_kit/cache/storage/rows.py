@@ -139,7 +139,9 @@ class BoundedLayer(CacheLayerMixin):
             return torch.empty(shape, dtype=dtype, device=self.device)
         if (lent := self.lent.get(name)) is None:
             raise ValueError(f"buffers: {name} is missing")
-        if (lent.dtype, tuple(lent.shape), lent.device) != (dtype, shape, self.device) or not lent.is_contiguous():
+        # Statistics are read one by one, and may lie apart from each other.
+        whole = all(x.is_contiguous() for x in (lent if name == "stats" else (lent,)))
+        if (lent.dtype, tuple(lent.shape), lent.device) != (dtype, shape, self.device) or not whole:
             found = f"{lent.dtype} {tuple(lent.shape)} on {lent.device}"
             raise ValueError(f"buffers: {name} is {found}, must be {dtype} {shape} on {self.device}, contiguous")
         return lent

@@ -1,0 +1,80 @@
+"""Decoding attention over flat rows in one call (``cpu.cpp``): as ``reference.py`` but for rounding. Rows in 8 bits are the
+reference's."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import cpp
+from ..checks import check_some
+from . import reference
+from .reference import Decoded, Float8Rows, FullRows, Rotation, Spans
+
+DECODE = np.dtype(
+    [(name, np.int64) for name in (
+        "keys", "values", "starts", "lengths", "q", "out", "cos", "sin", "places", "received", "texts", "queries", "heads",
+        "channels", "rotated", "longest",
+    )]
+    + [("scaling", np.float64)]
+)  # fmt: skip
+CHANNELS = (64, 96, 128, 256)
+"""Channels of a head for which the call is compiled by itself; one for any number serves the others."""
+
+
+@cache
+def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
+    """The compiled call for rows of a type and heads of so many channels.
+
+    Raises:
+        cpp.Unavailable: another system, no compiler, or one that fails.
+    """
+    options = f"-DTYPE={cpp.TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
+    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"), *options)
+    loaded.locret_ragged_decode.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    loaded.locret_ragged_decode.restype = None
+    return loaded
+
+
+def ragged_decode(
+    q_BQD: Tensor,
+    rows: FullRows | Float8Rows,
+    spans: Spans,
+    scaling: float,
+    turn: Rotation | None = None,
+    received: bool = False,
+) -> Decoded:
+    """See ``reference.ragged_decode``. Keys and values are contiguous."""
+    starts_BH, lengths_BH, longest = spans
+    check_some("longest", longest, "rows")
+    (B, Q, D), H = q_BQD.shape, starts_BH.shape[1]
+    if isinstance(rows, Float8Rows) or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:
+        return reference.ragged_decode(q_BQD, rows, spans, scaling, turn, received)
+    keys, values = rows
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("keys and values must be contiguous")
+    exact = torch.promote_types(q_BQD.dtype, torch.float32)
+    at, out = np.zeros((), DECODE), torch.empty(B, Q, D, dtype=exact)
+    got = torch.zeros(B, H, longest) if received else None
+    held = {
+        "keys": keys, "values": values, "out": out, "q": q_BQD.to(exact).contiguous(),
+        "starts": starts_BH.long().contiguous(), "lengths": lengths_BH.long().contiguous(),
+    }  # fmt: skip
+    if turn is not None:
+        held |= {"cos": turn.cos_SR.to(exact).contiguous(), "sin": turn.sin_SR.to(exact).contiguous()}
+        at["rotated"] = turn.cos_SR.shape[-1]
+        if turn.place_N is not None:
+            held["places"] = turn.place_N.int().contiguous()
+    if got is not None:
+        held["received"] = got
+    for name, x in held.items():
+        at[name] = x.data_ptr()
+    at["texts"], at["queries"], at["heads"], at["channels"], at["longest"] = B, Q, H, D, longest
+    at["scaling"] = scaling
+    load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
+    return Decoded(out.to(q_BQD.dtype), got)

@@ -1,0 +1,185 @@
+"""``locret-vllm --ckpt heads --budget 4096``: ``vllm serve`` with a page of constant size for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from ..config.command_line import read
+from ..config.vllm_options import VLLM, VllmOptions, shared_out
+from .command import command
+from .loading import check_run, choose
+
+if TYPE_CHECKING:
+    from ..vllm.page import Pages
+    from ..vllm.settings import Served
+
+GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins")
+"""Entry points by which vLLM finds the kit."""
+
+
+def run(args: VllmOptions, theirs: list[str]) -> int:
+    """Check everything, then serve until stopped. Raises ValueError or OSError with a one-line message."""
+    import vllm  # noqa: F401  (its absence is said with how to install it)
+
+    from ..vllm.versions import check_version
+
+    check_version()
+    for group in GROUPS:
+        if not any(point.value.startswith("locret_kit.") for point in entry_points(group=group)):
+            raise RuntimeError(
+                f"vLLM does not see locret_kit's entry point {group}: install the kit with pip into this environment"
+            )
+    served, model = served_by(args)
+    prepare_environment()
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="locret-vllm"))
+    options = parser.parse_args([*theirs, "--model", model])
+    pages = settle(options, served, args.sessions, theirs)
+    validate_parsed_serve_args(options)
+    asyncio.run(serve(options, pages))
+    return 0
+
+
+def served_by(args: VllmOptions) -> tuple[Served, str]:
+    """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
+    from ..backbones.load import resolve_model
+    from ..vllm.settings import Served, Server
+
+    chosen = choose(args.ckpt, args.model, None, args.policy)
+    if chosen.adapter is not None:
+        raise ValueError(
+            f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge the adapter into the backbone first"
+        )
+    check_run(args, chosen.config)
+    for line in chosen.warnings:
+        print(line, file=sys.stderr)
+    served = Served(
+        **vars(args.run), heads=args.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
+        plugin=args.plugin,
+    )  # fmt: skip
+    Server(served)
+    return served, resolve_model(chosen.backbone)
+
+
+def prepare_environment() -> None:
+    """Say to vLLM's processes what a CPU needs; what is said already stays."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # A request for logprobs would wait minutes for a compiler.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+
+def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]) -> Pages:
+    """Set in vLLM's options what must go together, and refuse what cannot; the pages of a request."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    from ..backbones.load import load_config
+    from ..backbones.spec import spec_of
+    from ..vllm import SECTION
+    from ..vllm.page import Pages, pages_of
+    from ..vllm.refusals import refuse
+    from ..vllm.settings import Server, settings_of
+
+    refuse(vars(options))
+    if options.headless or (options.api_server_count or 1) > 1 or options.data_parallel_size > 1:
+        raise ValueError("locret-vllm starts one server: data parallelism is several of them, see docs/howto/scale.md")
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}
+    server, config = Server(served), load_config(options.model, options.revision)
+    options.additional_config = {**(options.additional_config or {}), SECTION: settings_of(served)}
+    options.enable_prefix_caching = False
+    if "long_prefill_token_threshold" not in given:  # one long prompt leaves room in a step for others
+        options.long_prefill_token_threshold = max(server.settings.chunk, 512)
+    if sessions is not None and "max_num_seqs" not in given:
+        options.max_num_seqs = sessions
+    if current_platform.is_cpu():
+        options.enforce_eager = True
+    else:
+        options.attention_backend = "CUSTOM"
+    trained = config.max_position_embeddings
+    if (options.max_model_len or 0) > trained and server.settings.positions in (None, "compact"):
+        # Ranks alone are rotated: a text may be as long as it likes.
+        options.hf_overrides = {**(options.hf_overrides or {}), "max_position_embeddings": options.max_model_len}
+    if served.documents is not None:
+        options.kv_transfer_config = documents_config(served.documents, options.kv_transfer_config)
+        options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
+    model = AsyncEngineArgs.from_cli_args(options).create_model_config()
+    refuse({"architectures": [model.architecture], "runner": model.runner_type})
+    if server.heads is not None:
+        server.heads.check_backbone(spec_of(config))
+    each = pages_of(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
+    pages = Pages(each, sessions or 0)
+    if sessions is not None:
+        options.kv_cache_memory_bytes = pages.bytes
+    return pages
+
+
+def documents_config(folder: str, given: Any) -> Any:
+    """vLLM's configuration of a connector that reads documents."""
+    from vllm.config import KVTransferConfig
+
+    if given is not None:
+        raise ValueError("documents=... and --kv-transfer-config: vLLM has one connector: leave one out")
+    return KVTransferConfig(
+        kv_connector="Documents", kv_connector_module_path="locret_kit.vllm.documents", kv_role="kv_both",
+        kv_connector_extra_config={"folder": folder},
+    )  # fmt: skip
+
+
+async def serve(options: Any, pages: Pages) -> None:
+    """Serve until stopped."""
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+
+    waiting = asyncio.create_task(announce(options, pages))
+    try:
+        await run_server(options)
+    finally:
+        waiting.cancel()
+
+
+async def announce(options: Any, pages: Pages) -> None:
+    """Say that requests are taken, and how many fit, once they are."""
+    from ..vllm.front import requests_that_fit
+    from ..vllm.page import Pages
+
+    host = options.host if options.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
+    while not await healthy(host, options.port):
+        await asyncio.sleep(0.2)
+    found = Pages(pages.each, requests_that_fit())
+    print(f"ready: http://{host}:{options.port}, {found}", file=sys.stderr, flush=True)
+
+
+async def healthy(host: str, port: int) -> bool:
+    """Whether the server answers."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    status = await reader.readline()
+    writer.close()
+    return b" 200 " in status
+
+
+@command("locret-vllm", also=(RuntimeError, TypeError), usage=2)
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
+    ours, theirs = shared_out(sys.argv[1:] if argv is None else argv)
+    args = read(VLLM, ours)
+    if args is None:
+        return 0
+    args.load_plugin()
+    return run(args, theirs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

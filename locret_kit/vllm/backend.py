@@ -1,0 +1,117 @@
+"""vLLM's attention backend: append, attend and evict within a layer's forward, over pages of constant size."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from .engine import NOBODY, Batch, Turn
+from .spec import BoundedSpec
+from .state import engine_here, engine_of
+
+
+class BoundedBackend(AttentionBackend):
+    """Attention of a bounded cache."""
+
+    forward_includes_kv_cache_update = True  # vLLM writes no row by itself
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"  # vLLM looks it up in its own list
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # the pages of a layer lie end to end
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return bool(attn_type == AttentionType.DECODER)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> BoundedSpec:
+        # vLLM's own says the same of heads and their size; a layer with a window asks twice.
+        engine = engine_here()
+        return BoundedSpec.of(engine.shape, engine.dtype)
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return BoundedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return BatchBuilder
+
+
+class BatchBuilder(AttentionMetadataBuilder):
+    """Makes a step's ``Batch``. Graphs are piecewise, and attention is between the pieces."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.engine = engine_of(vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        c = common_attn_metadata
+        starts = c.query_start_loc_cpu.tolist()
+        # Exact without speculative decoding; the lengths on the device would be waited for.
+        known = c.seq_lens if c.seq_lens.device.type == "cpu" else c.seq_lens_cpu_upper_bound
+        lengths, pages = known.tolist(), c.block_table_tensor[:, 0].tolist()
+        turns = []
+        for row, (start, end, length, page) in enumerate(zip(starts, starts[1:], lengths, pages, strict=False)):
+            if end > start and page != NOBODY:
+                turns.append(Turn(start, end, length - (end - start), page, self.engine.rows[row]))
+        return Batch(turns)
+
+
+class BoundedImpl(AttentionImpl):
+    """Attention of one layer."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: int | None,
+        kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **rest: Any,
+    ) -> None:  # fmt: skip
+        asked = {
+            "alibi_slopes": alibi_slopes,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing": kv_sharing_target_layer_name,
+            **rest,
+        }
+        if other := [name for name, value in asked.items() if value not in (None, False, 0)]:
+            raise ValueError(f"this model's attention has {', '.join(other)}, which locret_kit's has not")
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
+        self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
+        self.engine, self.number = engine_of(get_current_vllm_config()), -1
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Batch | None,
+        output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Tensor:  # fmt: skip
+        if attn_metadata is None:  # a run that measures memory or warms up
+            return output.zero_()
+        if self.number < 0:
+            self.number = extract_layer_index(layer.layer_name)
+        self.engine.attend(self.number, query, key, value, kv_cache, attn_metadata, self.scale, output)
+        return output

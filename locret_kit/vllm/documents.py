@@ -1,0 +1,215 @@
+"""Documents read once, by vLLM's connector: a prompt that begins with a document that ``locret-read`` made takes its page from
+the file, and reads the rest.
+
+The scheduler's side compares tokens, and says which document goes into which page; each worker's side fills the page before the
+forward. A document stands in for a fresh run only where that would have evicted the same so far, as in ``cache.fork``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from ..cache.bounded import BoundedCache
+from ..cache.context import Context
+from ..cache.file import read
+from ..cache.fork import CannotFork, check_lengths, check_past
+from ..cache.saved import APART, Origin, Saved, restore
+from ..documents.document import IDS
+from ..naming import blaming
+from ..policies.grammar import parts_of
+from .engine import Engine, Standin, Told
+from .identity import identity_of_files
+from .ranks import Ranks
+from .state import config_of, engine_of, server_of
+
+AT_HAND = 8
+"""Documents that a worker keeps in memory."""
+ALIKE = ("budget", "chunk", "stabilizers", "positions", "protect", "decode_every", "seed")
+"""Settings that a request must share with a document."""
+
+
+@dataclass
+class Load:
+    """A document that goes into a request's page."""
+
+    path: str
+    page: int
+    told: Told
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    """Those of one step."""
+
+    loads: list[Load] = field(default_factory=list)
+
+
+@dataclass
+class Known:
+    """A document, as the scheduler knows it: without its rows."""
+
+    path: str
+    ids: list[int]
+    """Tokens that were read into it."""
+    context: Context
+    parts: dict[str, str]
+
+
+def difference(there: Context, here: Context) -> str | None:
+    """Words for the first setting in which a document is not what a request asks for."""
+    for name in ALIKE:
+        theirs, ours = getattr(there.settings, name), getattr(here.settings, name)
+        if theirs != ours:
+            return f"{name}: {theirs} in the file, {ours} here"
+    return None
+
+
+class Shelf:
+    """Reads documents of one model.
+
+    Raises:
+        ValueError: weights that have no identity.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        model, server = vllm_config.model_config, server_of(vllm_config)
+        config = config_of(model)
+        self.server = server
+        self.origin = Origin(identity_of_files(model.model, config), Origin.of_heads(server.heads))
+        self.model = Standin(config, Ranks(), model.dtype, torch.device("cpu"))
+
+    def cache(self, path: str) -> tuple[BoundedCache, list[int]]:
+        """A document's cache in the host's memory, and the tokens that it has read.
+
+        Raises:
+            OSError: there is no such file. ValueError: it is damaged, of another model, or was saved without its text.
+        """
+        record, tensors = read(Path(path))
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
+        saved = Saved.of(record, path)
+        heads = self.server.heads if saved.heads else None
+        cache = restore(saved, own, self.model, heads, where=path, origin=self.origin)
+        ids = tensors.get(IDS)
+        with blaming(path, ValueError):
+            if ids is None or cache.get_seq_length() > len(ids):
+                raise ValueError("it was saved without its text, so nobody can say which prompts begin with it")
+        return cache, ids[: cache.get_seq_length()].tolist()
+
+
+class Documents(KVConnectorBase_V1, SupportsHMA):
+    """vLLM makes one for the scheduler and one for each worker.
+
+    Raises:
+        ValueError: the folder holds a document that this server cannot use; the first difference is named.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.shelf = Shelf(vllm_config)
+        self.loads: list[Load] = []
+        self.known: list[Known] = []
+        if role == KVConnectorRole.SCHEDULER:
+            self.folder = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["folder"])
+            model = vllm_config.model_config
+            self.checks = Engine(self.shelf.server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
+            self.known = [self._known(str(path)) for path in sorted(self.folder.glob("*.locret"))]
+        else:
+            self.engine = engine_of(vllm_config)
+            self.at_hand: OrderedDict[str, BoundedCache] = OrderedDict()
+
+    # ---- the scheduler ---------------------------------------------------------------------------------------------
+
+    def _known(self, path: str) -> Known:
+        """A document of the folder; what its settings have in common with the server's is checked."""
+        (cache, ids), policies = self.shelf.cache(path), self.shelf.server.policies
+        there = cache.context
+        name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(there.policy)), None)
+        with blaming(path, ValueError):
+            if name is None:
+                raise ValueError(f"policy={there.policy.name!r} in the file, here {', '.join(policies)}")
+            here = self.checks.context(Told(len(ids) + 1, {"policy": name}))
+            if found := difference(there, here):
+                raise ValueError(found)
+        return Known(path, ids, there, parts_of(there.policy))
+
+    def _fits(self, known: Known, prompt: list[int], told: Told) -> bool:
+        """Whether a fresh run of a prompt would be where the document is, after its tokens."""
+        seen = len(known.ids)
+        if not seen < len(prompt) or prompt[:seen] != known.ids:
+            return False
+        here, there = self.checks.context(told), known.context
+        if difference(there, here) or parts_of(here.policy) != known.parts:
+            return False
+        try:
+            check_lengths(there.schedule, here.schedule, seen)
+            check_past(there, here, here.spec.windows, seen)
+        except CannotFork:
+            return False
+        return True
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens of the longest document that a prompt begins with."""
+        best = self._best(request)
+        return (0, False) if best is None or num_computed_tokens else (len(best.ids), False)
+
+    def _best(self, request: Any) -> Known | None:
+        prompt = list(request.prompt_token_ids or ())
+        told = Told(len(prompt), (request.sampling_params and request.sampling_params.extra_args) or {})
+        fitting = (known for known in self.known if self._fits(known, prompt, told))
+        return max(fitting, key=lambda known: len(known.ids), default=None)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note which document goes into a request's page."""
+        if num_external_tokens and (best := self._best(request)) is not None:
+            told = Told(len(request.prompt_token_ids), request.sampling_params.extra_args or {})
+            self.loads.append(Load(best.path, blocks.get_block_ids()[0][0], told))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        """What workers load before the next forward."""
+        loads, self.loads = Loads(self.loads), []
+        return loads
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        """Nothing is kept of a request."""
+        return False, None
+
+    # ---- a worker --------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the pages of every layer."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        self.layers = {extract_layer_index(name): cache for name, cache in kv_caches.items()}
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Fill the pages of requests that begin with a document."""
+        for load in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
+            self.engine.take(load.told, load.page, self._document(load.path), self.layers)
+
+    def _document(self, path: str) -> BoundedCache:
+        if path not in self.at_hand:
+            self.at_hand[path] = self.shelf.cache(path)[0]
+        self.at_hand.move_to_end(path)
+        while len(self.at_hand) > AT_HAND:
+            self.at_hand.popitem(last=False)
+        return self.at_hand[path]
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is left to wait for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved: documents are made by ``locret-read``."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""

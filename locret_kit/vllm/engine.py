@@ -1,0 +1,286 @@
+"""Texts of a worker of vLLM: the pages of its layers, and what each request has in them.
+
+Attention of a step, layer by layer: new tokens are scored at once, the texts that have one new token are decoded in one call,
+and the others are read one after another by the kit's own ``cache.step``. What a layer counts follows from what it was given, so
+nothing is told to vLLM, and a request that is preempted begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backbones.decoder_attention import Described, same_rotation
+from ..backbones.probe import assumed
+from ..backbones.rope import Rope
+from ..backbones.spec import BackboneSpec, spec_of
+from ..cache.bounded import BoundedCache
+from ..cache.context import CacheCounters, Context, Pins
+from ..cache.geometry.rotation import RotationTables
+from ..cache.geometry.schedule import Schedule
+from ..cache.make import make_layers
+from ..cache.pins import check_room
+from ..cache.step import read_tokens
+from ..cache.storage.pool import PageShape, RowPool
+from ..cache.storage.quantised import Scratch
+from ..cache.storage.rows import BoundedLayer
+from ..cache.together import Step, decode_together, kind
+from ..cache.view import shared_scores
+from ..settings import FIRST, read_protect
+from .page import page_shape
+from .ranks import Ranks, config_of_rank, heads_of_rank
+from .settings import Server
+
+FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Families whose attention the tests compare with the kit's own: halves are rotated, and nothing is added to the softmax."""
+NOBODY = 0
+"""vLLM's block that belongs to no request: of padding, and of runs that warm it up."""
+
+
+class Standin(nn.Module, Described):
+    """What a ``Context`` asks of a model: the language model's configuration of one rank, its rotary embedding, and where it
+    is.
+
+    Raises:
+        ValueError: a model whose attention is not known to be as its configuration says.
+    """
+
+    def __init__(self, config: Any, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        if config.model_type not in FAMILIES:
+            raise ValueError(
+                f"model_type={config.model_type!r}: inside vLLM a bounded cache takes {', '.join(FAMILIES)}; with locret-serve "
+                "every decoder that can be measured"
+            )
+
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+        self.config, self.dtype, self.device = config_of_rank(config, ranks), dtype, device
+        kind_of_rope = type(made.get_decoder().rotary_emb)
+        self.rotary_emb = kind_of_rope(config=deepcopy(config)).to(device)
+        self.description = assumed(self.config, self.rotary_emb)
+
+    def get_decoder(self) -> Standin:
+        return self
+
+
+@dataclass
+class Told:
+    """What vLLM says of a request: the prompt's length, and what it asks for by itself."""
+
+    prompt_length: int
+    own: Mapping[str, object]
+
+
+@dataclass
+class Text:
+    """A request that has a page."""
+
+    context: Context
+    layers: list[BoundedLayer]
+    seen: int = 0
+    """Tokens before the step that runs."""
+
+
+@dataclass
+class Turn:
+    """New tokens of a request in one step: rows ``start`` to ``end`` of the batch, after ``seen`` others."""
+
+    start: int
+    end: int
+    seen: int
+    page: int
+    told: Told
+
+
+class Engine:
+    """The texts of one worker.
+
+    Attributes:
+        rows: what vLLM says of each row of its batch, see ``requests``.
+
+    Raises:
+        ValueError: heads or settings that do not fit the model.
+    """
+
+    def __init__(self, server: Server, config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+        self.server, self.dtype, self.device, self.ranks = server, dtype, device, ranks
+        if server.heads is not None:
+            server.heads.check_backbone(spec_of(config))
+        self.heads = None if server.heads is None else heads_of_rank(server.heads, ranks).to(device, dtype)
+        self.model = Standin(config, ranks, dtype, device)
+        self.spec = self.model.description.spec
+        self.shape: PageShape = page_shape(self.spec, server.settings, server.policies.values(), dtype)
+        self.rows: dict[int, Told] = {}
+        self.texts: dict[int, Text] = {}
+        self.pools: dict[int, RowPool] = {}
+        self.tables, self.counters = RotationTables(), CacheCounters()
+        self._ropes: list[list[Rope]] = []
+        self.context(Told(1, {}))  # what is wrong is said here
+
+    # ---- texts -------------------------------------------------------------------------------------------------------
+
+    def context(self, told: Told) -> Context:
+        """What stays the same for a request."""
+        policy, settings = self.server.request(told.own, told.prompt_length)
+        schedule = Schedule.of(settings, told.prompt_length)
+        heads = self.heads if policy.needs_heads else None
+        ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)
+        pins: Pins = ((0, FIRST),) if "first" in read_protect(settings.protect) else ()
+        check_room(ctx, pins)
+        return replace(ctx, pins=pins, tables=self.tables, ropes=self._shared(ctx.ropes))
+
+    def _shared(self, ropes: Any) -> Any:
+        """Rotations that are equal are the same object, so that texts share tables."""
+        for known in self._ropes:
+            if ropes is None or same_rotation(known, ropes):
+                return ropes and known
+        if ropes is not None:
+            self._ropes.append(ropes)
+        return ropes
+
+    def begin(self, told: Told, page: int) -> Text:
+        """A new request, in a page that held another one."""
+        ctx = self.context(told)
+        text = self.texts[page] = Text(ctx, make_layers(ctx, Scratch()))
+        return text
+
+    def take(self, told: Told, page: int, document: BoundedCache, kv_caches: Mapping[int, Tensor]) -> None:
+        """A new request, that has read a document of all ranks."""
+        text, H = self.begin(told, page), self.spec.n_kv_heads
+        for number, kv_cache in kv_caches.items():
+            self.pool(number, kv_cache)
+            rows, (counts, tensors) = self.layer(text, number, page), document.bounded[number].export()
+            own = {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}
+            empty, queries = (
+                self.pools[number].keys.new_empty(1, H, 0, self.spec.head_dim),
+                rows.queries if rows.recent else None,
+            )
+            rows.restore(counts, own, empty, empty)
+            if queries is not None:  # they stay in the page
+                queries.copy_(rows.queries)
+                rows.queries = queries
+        text.seen = document.get_seq_length()
+
+    def text(self, turn: Turn) -> Text:
+        """The request whose turn it is.
+
+        Raises:
+            RuntimeError: the page holds another text than vLLM says.
+        """
+        if turn.seen == 0:
+            return self.begin(turn.told, turn.page)
+        text = self.texts.get(turn.page)
+        if text is None or text.seen != turn.seen:
+            held = "nothing" if text is None else f"{text.seen} tokens"
+            raise RuntimeError(f"page {turn.page} holds {held}, and vLLM says {turn.seen} tokens: please report this")
+        return text
+
+    def layer(self, text: Text, number: int, page: int) -> BoundedLayer:
+        """A request's rows in a layer."""
+        rows = text.layers[number]
+        if not rows.is_initialized:
+            self.pools[number].lend(page, rows)
+        return rows
+
+    def pool(self, number: int, kv_cache: Tensor) -> RowPool:
+        """Pages of a layer in vLLM's memory ``[pages, H, rows, ...]``."""
+        if number not in self.pools:
+            self.pools[number] = RowPool(self.shape, kv_cache, len(kv_cache))
+        return self.pools[number]
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        number: int,
+        q_NQD: Tensor,
+        k_NHD: Tensor,
+        v_NHD: Tensor,
+        kv_cache: Tensor,
+        batch: Batch,
+        scaling: float,
+        out_NQD: Tensor,
+    ) -> None:
+        """Attention of a step's new tokens in one layer, into ``out``; they become rows, and what is due is evicted."""
+        pool = self.pool(number, kv_cache)
+        texts = batch.texts(self)
+        if not texts:
+            return
+        rows = [self.layer(text, number, turn.page) for turn, text in zip(batch.turns, texts, strict=True)]
+        for mine in rows:
+            mine.scaling = scaling
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
+        contexts = batch.contexts
+        end = batch.turns[-1].end
+        scores = shared_scores(contexts, number, q[:, :, :end], k[:, :, :end], v[:, :, :end])
+        for together in batch.together:
+            at = batch.places(together, q.device)
+            score = None if scores is None else scores[0].T[at][..., None]
+            new_q, new_k, new_v = (x[at][:, :, None] for x in (q_NQD, k_NHD, v_NHD))
+            out = decode_together(
+                [contexts[i] for i in together], number, [rows[i] for i in together], pool,
+                [batch.turns[i].page for i in together], batch.step, new_q, new_k, new_v, score,
+            )  # fmt: skip
+            out_NQD[at] = out[:, :, 0]
+        for i in batch.alone:
+            new = slice(batch.turns[i].start, batch.turns[i].end)
+            score = None if scores is None else scores[:, :, new]
+            out = read_tokens(contexts[i], number, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
+            out_NQD[new] = out[0].transpose(0, 1)
+
+
+def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
+    """The part of a document's tensor that belongs to the heads of one rank; ``spec`` is the rank's."""
+    heads = spec.n_heads if name == "queries" else spec.n_kv_heads
+    return x.narrow(2 if name == "stats" else 1, ranks.rank * heads, heads)
+
+
+class Batch:
+    """What a step does, the same for all of its layers: made by the builder of attention metadata.
+
+    Attributes:
+        together: turns of one token, those of a list decoded in one call. alone: the others.
+    """
+
+    def __init__(self, turns: list[Turn]) -> None:
+        self.turns = turns
+        self.step = Step()
+        self.contexts: list[Context] = []
+        self.together: list[list[int]] = []
+        self.alone: list[int] = []
+        self._texts: list[Text] | None = None
+        self._places: dict[tuple[int, ...], Tensor | slice] = {}
+
+    def texts(self, engine: Engine) -> list[Text]:
+        """The request of each turn. The first layer finds them: by then documents are loaded."""
+        if self._texts is None:
+            engine.tables.clear()
+            self._texts = [engine.text(turn) for turn in self.turns]
+            self.contexts = [text.context for text in self._texts]
+            kinds: dict[Hashable, list[int]] = {}
+            for i, (turn, text) in enumerate(zip(self.turns, self._texts, strict=True)):
+                new, alike = turn.end - turn.start, kind(text.context)
+                text.seen = turn.seen + new
+                if new == 1 and alike is not None:
+                    kinds.setdefault(alike, []).append(i)
+                else:
+                    self.alone.append(i)
+            self.together = list(kinds.values())
+        return self._texts
+
+    def places(self, turns: list[int], device: torch.device) -> Tensor | slice:
+        """Rows of the batch of such turns."""
+        key = tuple(self.turns[i].start for i in turns)
+        if key == tuple(range(key[0], key[0] + len(key))):
+            return slice(key[0], key[0] + len(key))
+        if key not in self._places:
+            self._places[key] = torch.tensor(key, device=device)
+        return self._places[key]

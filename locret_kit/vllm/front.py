@@ -1,0 +1,39 @@
+"""What vLLM's front end says and checks: the entry point of ``vllm.stat_logger_plugins``, which alone is told the configuration
+in the process that takes requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from .choice import asked
+from .page import SPARE
+from .state import server_of
+
+
+class Front(StatLoggerBase):
+    """Lets requests be checked where they arrive. It counts nothing."""
+
+    pages: int | None = None
+    """vLLM's blocks of the engine that started last."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.cache_config = vllm_config.cache_config
+        if asked(vllm_config):
+            server_of(vllm_config)
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_engine_initialized(self) -> None:
+        Front.pages = self.cache_config.num_gpu_blocks
+
+
+def requests_that_fit() -> int:
+    """Requests that run at once. Raises RuntimeError before the engine runs."""
+    if Front.pages is None:
+        raise RuntimeError(
+            "vLLM did not load locret_kit's entry point of vllm.stat_logger_plugins: VLLM_PLUGINS, if it is set, must name locret"
+        )
+    return Front.pages - SPARE

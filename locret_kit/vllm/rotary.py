@@ -1,0 +1,57 @@
+"""Rotary embeddings that leave queries and keys as they are: the cache rotates them by the place that it gives a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers import rotary_embedding as known
+from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding as LongRope
+
+from .choice import asked
+
+KINDS = (
+    known.RotaryEmbedding, known.Llama3RotaryEmbedding, known.LinearScalingRotaryEmbedding,
+    known.DynamicNTKScalingRotaryEmbedding, known.DynamicNTKAlphaRotaryEmbedding, known.YaRNScalingRotaryEmbedding,
+)  # fmt: skip
+"""Kinds whose frequencies the kit reads from the same configuration."""
+
+
+class Unrotated:
+    """The forward of a rotary embedding, for engines that ask for a bounded cache."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unrotated = asked()
+        if self.unrotated:  # a table of every position that there may be, which nobody reads
+            self.register_buffer("cos_sin_cache", torch.empty(0), persistent=False)  # type: ignore[attr-defined]
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.unrotated:
+            return query, key
+        return super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
+
+
+def register_rotary() -> None:
+    """Let vLLM make embeddings of these kinds."""
+    for kind in KINDS:
+        if kind.__name__ not in op_registry_oot:
+            CustomOp.register_oot(type(f"Unrotated{kind.__name__}", (Unrotated, kind), {}), name=kind.__name__)
+    if not hasattr(LongRope, "unrotated"):
+        _register_long_rope()
+
+
+def _register_long_rope() -> None:
+    """LongRoPE is no custom operation, so its class itself is told."""
+    begin, turn = LongRope.__init__, LongRope.forward
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.unrotated = asked()
+
+    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, *rest: Any) -> Any:
+        return (query, key) if self.unrotated else turn(self, positions, query, key, *rest)
+
+    LongRope.unrotated, LongRope.__init__, LongRope.forward = False, init, forward

@@ -1,0 +1,151 @@
+"""Settings of a server of vLLM, and of one of its requests. Nothing of vLLM is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+from ..cache.geometry.schedule import Schedule
+from ..heads import RetainingHeads, loaded
+from ..naming import nearest
+from ..policies.grammar import parse_policy
+from ..policies.policy import Policy
+from ..policies.registry import load_plugin
+from ..settings import Resolved, RunSettings, read_protect
+from ..validation import made
+
+OWN = ("budget", "policy")
+"""What a request may ask for by itself (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args``)."""
+LEFT_OUT = {
+    "one_shot": "the prompt would be one chunk, whose size no page bounds",
+    "kv_bits": "pages hold keys and values in the model's type",
+    "store_bits": "nothing is stored outside of the page",
+    "store_memory": "nothing is stored outside of the page",
+    "store_file": "nothing is stored outside of the page",
+}
+"""Settings of a run that a page does not have, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served(RunSettings):
+    """What ``--additional-config '{"locret": {...}}'`` holds.
+
+    Raises:
+        ValueError: a setting of a wrong type or out of bounds, or that a server of vLLM does not have; it is named.
+    """
+
+    heads: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
+    policy: str | None = None
+    """By default what the heads were published with; without heads streaming."""
+    policies: list[str] = field(default_factory=list)
+    """Others that requests may ask for."""
+    documents: str | None = None
+    """Folder of ``.locret`` documents, from which prompts go on that begin with one."""
+    plugin: str | None = None
+    """A module, or a Python file, that brings policies of your own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self)
+
+    @classmethod
+    def read(cls, section: Mapping[str, object]) -> Served:
+        """Settings of the section of vLLM's additional configuration."""
+        return made(cls, dict(section))
+
+
+class Server:
+    """What a server of vLLM serves: settings, policies and heads, read once.
+
+    Attributes:
+        policies: those that requests may have, by name; the first is that of requests that ask for none.
+
+    Raises:
+        ValueError: a policy that a page cannot hold, one that needs heads where there are none, settings that cannot be met.
+            FileNotFoundError: no such heads.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        if served.plugin is not None:
+            load_plugin(served.plugin)
+        heads = loaded(served.heads)
+        self.inference: Mapping[str, object] = heads.config.inference if heads is not None else {}
+        self.heads: RetainingHeads | None = heads.requires_grad_(False) if heads is not None else None
+        named = served.policy or (heads.config.policy if heads is not None else "streaming")
+        self.policies = {name: parse_policy(name) for name in dict.fromkeys([named, *served.policies])}
+        self.default = named
+        for policy in self.policies.values():
+            check_policy(policy)
+            if policy.needs_heads and heads is None:
+                raise ValueError(f"policy={policy.name!r} scores with retaining heads: give --ckpt")
+        self.request({}, 1)
+
+    @cached_property
+    def settings(self) -> Resolved:
+        """Settings of a request that asks for nothing; the prompt's length changes none of them."""
+        return self.served.run.resolved(self.inference, None)
+
+    def request(self, own: Mapping[str, object], prompt_length: int) -> tuple[Policy, Resolved]:
+        """Policy and settings of a request of so many tokens.
+
+        Raises:
+            ValueError: a budget above the server's, a policy that is not allowed, settings that cannot be met.
+        """
+        most, policy = self.settings.budget, own.get("policy", self.default)
+        if policy not in self.policies:
+            raise ValueError(
+                f"policy={policy!r} must be one of: {', '.join(self.policies)}.{nearest(str(policy), self.policies)}"
+            )
+        budget = own.get("budget", most)
+        # Numbers of vllm_xargs may come as floating point.
+        if (
+            isinstance(budget, bool)
+            or not isinstance(budget, int | float)
+            or budget != int(budget)
+            or not 1 <= budget <= most
+        ):
+            raise ValueError(f"budget={budget!r} must be an integer from 1 to {most}, the server's")
+        settings = replace(self.served.run, budget=int(budget)).resolved(self.inference, prompt_length)
+        Schedule.of(settings, prompt_length)
+        return self.policies[str(policy)], settings
+
+
+def check_settings(run: RunSettings) -> None:
+    """Raise ValueError for a setting of a run that a page does not have."""
+    for name, why in LEFT_OUT.items():
+        if (value := getattr(run, name)) not in (None, False):
+            raise ValueError(f"{name}={value} does not go with vLLM: {why}")
+    if isinstance(run.budget, float):
+        raise ValueError(f"budget={run.budget}: a page's rows must be known before the start: give an integer")
+    if read_protect(run.protect) - {"first"}:
+        raise ValueError(f"protect={run.protect!r}: with vLLM requests protect 'first' alone")
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise ValueError for a policy whose rows no page of one size can hold, or whose parts remember more than rows."""
+    said = f"policy={policy.name!r}: with vLLM"
+    if policy.keeps_everything:
+        raise ValueError(f"{said} a request has a page of one size, and it evicts nothing")
+    if policy.ragged:
+        raise ValueError(f"{said} all heads of a layer hold as many slots, and its heads differ")
+    if len({*policy.layer_budgets(64, 8, 16, 0, 0, 4096)}) > 1:
+        raise ValueError(f"{said} all layers hold as many slots, and its layers differ")
+    if policy.needs_logits:
+        raise ValueError(f"{said} evictions happen within a layer, and it scores by the model's probabilities")
+    for name in ("merge", "recall", "reread", "sparse", "prefill_mask"):
+        if getattr(policy, name) is not None:
+            raise ValueError(f"{said} slots are kept or dropped, and it has a part {name}")
+    if policy.score.memory(1 << 20):
+        raise ValueError(f"{said} a request has a page alone, and its score remembers more")
+
+
+def settings_of(served: Served) -> dict[str, object]:
+    """The section of the additional configuration: what was given."""
+    return {
+        item.name: value
+        for item in fields(served)
+        if (value := getattr(served, item.name)) != item.default and value != []
+    }

@@ -1,0 +1,162 @@
+"""Rows of several texts in one pool: a token of each in one call is the step of each alone, and a page is all that a text has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans, cpu, reference
+from locret_kit import BoundedCache
+from locret_kit.cache.step import read_tokens
+from locret_kit.cache.storage.codec import Plain
+from locret_kit.cache.storage.layouts import EqualRows
+from locret_kit.cache.storage.pool import PageShape, RowPool
+from locret_kit.cache.storage.rows import BoundedLayer
+from locret_kit.cache.together import Step, decode_together, kind
+from locret_kit.cache.view import shared_scores
+
+BUDGETS = (24, 16, 20)
+LENGTHS = (90, 41, 7)
+"""Tokens of the prompts: the last text never evicts before it decodes."""
+DECODED = 40
+
+
+def page_of(layers: list[BoundedLayer], spec, dtype: torch.dtype) -> PageShape:
+    """A page with more room than any of them needs."""
+    rows, statistics, recent = (
+        max(getattr(one, name) for one in layers) for name in ("capacity", "statistics", "recent")
+    )
+    return PageShape(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows + 5, dtype, statistics + 1, recent + 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        ("llama", "streaming"), ("llama", "h2o"), ("qwen2", "knorm"), ("llama", "snapkv(4,3)"), ("gemma3", "keydiff"),
+        ("llama-mqa", "score=aqas"),
+    ],
+)  # fmt: skip
+def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, positions, backend):
+    model, draw = tiny_model(family).double(), torch.Generator().manual_seed(3)
+    settings = {"chunk": 12, "stabilizers": 3, "local_len": 4, "positions": positions, "backend": backend}
+    alone = [
+        BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)
+    ]
+    pooled = [
+        BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)
+    ]
+    for cache in (*alone, *pooled):
+        cache.bind(model)
+    spec = alone[0].context.spec
+    # Layers of a forward share rotations and tables, and so do texts.
+    first = pooled[0].context
+    contexts = [replace(cache.context, ropes=first.ropes, tables=first.tables) for cache in pooled]
+    shape = page_of([rows for cache in pooled for rows in cache.bounded], spec, torch.float64)
+    memory = torch.full((4 * shape.nbytes // 8,), float("nan"), dtype=torch.float64)
+    for layer in sorted({0, spec.windows.index(None)}):
+        pool, pages = RowPool(shape, memory.clone(), 4), [2, 1, 3]
+        rows = [cache.bounded[layer] for cache in pooled]
+        for page, mine in zip(pages, rows, strict=True):
+            pool.lend(page, mine)
+
+        def tokens(n: int) -> list[torch.Tensor]:
+            heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
+            return [torch.randn(1, h, n, spec.head_dim, generator=draw, dtype=torch.float64) for h in heads]
+
+        for cache, ctx, mine, n in zip(alone, contexts, rows, LENGTHS, strict=True):
+            prompt = tokens(n)
+            cache.bounded[layer].update(*prompt[1:])
+            cache.bounded[layer].scaling = mine.scaling = 0.3
+            theirs = read_tokens(cache.context, layer, cache.bounded[layer], *prompt)
+            torch.testing.assert_close(read_tokens(ctx, layer, mine, *prompt), theirs)
+        for _ in range(DECODED):
+            for cache in (*alone, *pooled):
+                cache.context.tables.clear()
+            q, k, v = (torch.cat(x) for x in zip(*(tokens(1) for _ in rows), strict=True))
+            texts = enumerate(alone)
+            wanted = [
+                read_tokens(c.context, layer, c.bounded[layer], *(x[i : i + 1] for x in (q, k, v))) for i, c in texts
+            ]
+            scores = shared_scores(contexts, layer, *(x.transpose(0, 2) for x in (q, k, v)))
+            scores = None if scores is None else scores[0].T[..., None]
+            assert len({kind(ctx) for ctx in contexts}) == 1
+            out = decode_together(contexts, layer, rows, pool, pages, Step(), q, k, v, scores)
+            torch.testing.assert_close(out, torch.cat(wanted))
+        for cache, mine in zip(alone, rows, strict=True):
+            theirs = cache.bounded[layer]
+            assert torch.equal(mine.kept(), theirs.kept()) and mine.evictions == theirs.evictions
+            for name in ("keys", "values", "scores", "stats"):
+                torch.testing.assert_close(mine.slots(name), theirs.slots(name))
+
+
+def test_texts_of_other_kinds_are_read_alone():
+    model = tiny_model("llama")
+    caches = [
+        BoundedCache(16, "h2o", chunk=8, stabilizers=2, positions="clipped(8)"),
+        BoundedCache(16, "ada-snapkv", chunk=8, stabilizers=2),
+        BoundedCache(16, "merge", chunk=8, stabilizers=2),
+    ]
+    for cache in caches:
+        cache.bind(model)
+        assert kind(cache.context) is None
+
+
+def test_a_page_holds_all_that_its_rows_need():
+    """Bytes by hand: 2 heads of 10 rows with keys, values, position, score, 3 statistics; 4 query heads' newest 2 queries."""
+    shape = PageShape(2, 4, 8, 10, torch.float32, statistics=3, recent=2)
+    # 84 bytes of a row, and 12.8 of the 256 of queries: a multiple of 8.
+    assert shape.row_bytes == 104 >= 2 * 8 * 4 + 4 + 4 + 3 * 4 + 4 * 2 * 8 * 4 / 20
+    pool = RowPool(shape, torch.empty(3, 2, 10, shape.row_bytes, dtype=torch.uint8), 3)
+    whole = [pool.keys, pool.values, pool.positions, pool.scores, pool.stats, pool.queries]
+    assert sum(x.nbytes for x in whole) <= 3 * shape.nbytes
+    pages = []
+    for page in range(3):
+        rows = BoundedLayer(EqualRows(7 + page), Plain(), statistics=page, recent=page % 2 + 1)
+        pool.lend(page, rows)
+        pages.append(rows)
+    for page, rows in enumerate(pages):
+        for x in (rows.codec.keys, rows.codec.values, rows.positions, rows.scores, rows.stats, rows.queries):
+            x.fill_(page + 1)
+    for page, rows in enumerate(pages):  # nobody wrote into another's
+        for x in (rows.codec.keys, rows.codec.values, rows.positions, rows.scores, rows.stats, rows.queries):
+            assert (x == page + 1).all()
+    with pytest.raises(ValueError, match=f"memory: 100 bytes must be {3 * shape.nbytes}"):
+        RowPool(shape, torch.empty(100, dtype=torch.uint8), 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D"), [(torch.float32, 64), (torch.float64, 48), (torch.bfloat16, 96), (torch.float32, 20)]
+)
+@pytest.mark.parametrize("turned", ["still", "by rank", "by place"])
+def test_the_compiled_decoding_is_its_definition(dtype, D, turned):
+    draw = torch.Generator().manual_seed(5)
+    keys, values = (torch.full((1500, D), float("nan")).to(dtype) for _ in range(2))
+    starts, lengths = torch.tensor([[0, 1500], [600, 310]]), torch.tensor([[300, 0], [517, 1]])
+    for start, length in zip(starts.flatten(), lengths.flatten(), strict=True):
+        for x in (keys, values):
+            x[start : start + length] = torch.randn(int(length), D, generator=draw).to(dtype)
+    q, angle = torch.randn(2, 6, D, generator=draw).to(dtype), torch.randn(600, D // 4, generator=draw)
+    tables = [torch.cat((x, x), -1).to(dtype) for x in (angle.cos(), angle.sin())]  # half of the columns are rotated
+    place = torch.randint(-50, 600, (1500,), generator=draw)
+    turn = {"still": None, "by rank": Rotation(*tables), "by place": Rotation(*tables, place)}[turned]
+    arguments = (q, (keys, values), Spans(starts, lengths, 517), 0.3, turn)
+    mine, theirs = (form.ragged_decode(*arguments, received=True) for form in (cpu, reference))
+    close = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(mine.out_BQD, theirs.out_BQD, atol=close, rtol=close)
+    torch.testing.assert_close(mine.received_BHS, theirs.received_BHS.float(), atol=1e-6, rtol=1e-5)
+    assert torch.equal(cpu.ragged_decode(*arguments).out_BQD, mine.out_BQD)
+    assert not mine.out_BQD[0, 3:].any()  # a head without rows
+    with pytest.raises(ValueError, match="keys and values must be contiguous"):
+        cpu.ragged_decode(q, (keys.T.contiguous().T, values), *arguments[2:])
+
+
+def test_rows_in_8_bits_are_the_definitions():
+    codes, scales = torch.randint(0, 100, (40, 16), dtype=torch.uint8), torch.ones(2)
+    spans = Spans(torch.tensor([[0, 20]]), torch.tensor([[20, 20]]), 20)
+    arguments = (torch.randn(1, 4, 16), Float8Rows(codes, codes, scales, scales), spans, 0.1)
+    assert torch.equal(cpu.ragged_decode(*arguments).out_BQD, reference.ragged_decode(*arguments).out_BQD)

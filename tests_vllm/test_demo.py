@@ -1,0 +1,99 @@
+"""The demo backbone, in float32: tokens of vLLM with a bounded cache equal those of ``BoundedCache``, over long prompts too."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from locret_kit.backbones.spec import spec_of
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.settings import RunSettings
+from locret_kit.vllm.page import Pages, pages_of
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", str(ROOT / "checkpoints" / "smollm2-135m-locret")
+SETTINGS = dict(budget=512, chunk=512, stabilizers=64, local_len=64)
+POLICIES = ("lookahead-locret", "locret", "streaming", "knorm", "h2o")
+"""The first is what the heads were published with."""
+pytestmark = pytest.mark.backbone
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(BACKBONE, dtype=torch.float32).eval().requires_grad_(False)
+
+
+def prompt(tokens: int) -> list[int]:
+    """Text that goes on and does not repeat itself."""
+    text = " ".join(f"In {1000 + i} the town had {i * i % 977} houses and {i * 7 % 613} boats." for i in range(700))
+    return list(AutoTokenizer.from_pretrained(BACKBONE)(text).input_ids[:tokens])
+
+
+def wanted(model, ids, tokens, positions, policy):
+    heads = {"heads": HEADS} if "locret" in policy else {}
+    return tiny.kit(model, ids, tokens, policy=policy, positions=positions, **SETTINGS, **heads)
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [("compact", 1500), ("original", 700)])
+def test_every_policy(model, positions, tokens):
+    section = {
+        **SETTINGS,
+        "positions": positions,
+        "heads": HEADS,
+        "policy": POLICIES[0],
+        "policies": list(POLICIES[1:]),
+    }
+    with tiny.started(BACKBONE, section, kv_cache_memory_bytes=300 << 20, max_num_batched_tokens=512) as llm:
+        for policy in POLICIES:
+            (found,) = tiny.generate(llm, [prompt(tokens)], 24, policy=policy)
+            assert found == wanted(model, prompt(tokens), 24, positions, policy), policy
+
+
+def test_the_published_policy_over_8000_tokens_and_90_more(model):
+    section = {**SETTINGS, "positions": "compact", "heads": HEADS, "policy": POLICIES[0]}
+    more = {"kv_cache_memory_bytes": 300 << 20, "max_num_batched_tokens": 2048, "max_model_len": 8192}
+    with tiny.started(BACKBONE, section, **more) as llm:
+        (long,) = tiny.generate(llm, [prompt(8000)], 24)
+        assert long == wanted(model, prompt(8000), 24, "compact", POLICIES[0])
+        (many,) = tiny.generate(llm, [prompt(700)], 90)
+        assert many == wanted(model, prompt(700), 90, "compact", POLICIES[0])
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """Four layers of it, from 4,096 to 131,072 tokens: one page, as many bytes as planned, and the same resident memory."""
+    config = AutoConfig.from_pretrained(BACKBONE)
+    config.num_hidden_layers = 4
+    config.save_pretrained(tmp_path)
+    weights = load_file(BACKBONE / "model.safetensors")
+    layers = {f"model.layers.{i}." for i in range(4)}
+    save_file(
+        {name: x for name, x in weights.items() if "layers" not in name or name.startswith(tuple(layers))},
+        tmp_path / "model.safetensors", {"format": "pt"},
+    )  # fmt: skip
+    settings = RunSettings.of(SETTINGS).resolved({}, None)
+    pages = Pages(pages_of(config, settings, [parse_policy("streaming")], torch.float32), 2)
+    assert spec_of(config).n_layers == 4
+    section = {**SETTINGS, "policy": "streaming", "positions": "compact"}
+    more = {
+        "max_num_batched_tokens": 2048,
+        "max_model_len": 1 << 17,
+        "hf_overrides": {"max_position_embeddings": 1 << 17},
+    }
+    with tiny.started(tmp_path, section, kv_cache_memory_bytes=pages.bytes, **more) as llm:
+        assert sum(tensor.size for tensor in tiny.scheduler(llm).kv_cache_config.kv_cache_tensors) == pages.bytes
+        resident = []
+        for tokens in (4096, 4096, 4096, (1 << 17) - 1):  # the first ones touch what is touched once
+            ids = (torch.arange(tokens) * 7919 % 49000 + 17).tolist()
+            tiny.generate(llm, [ids], 1)
+            gc.collect()
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free goes back, or the number is of chance
+            resident.append(psutil.Process().memory_info().rss)
+        assert resident[-1] <= 1.02 * resident[-2], resident

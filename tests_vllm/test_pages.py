@@ -1,0 +1,94 @@
+"""Pages of requests: bytes as planned, one for a request's whole life, none left behind."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from vllm import SamplingParams
+
+from locret_kit.backbones.spec import spec_of
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.settings import RunSettings
+from locret_kit.vllm.page import Pages, page_shape
+
+SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
+POLICIES = ["streaming", "h2o", "snapkv"]
+"""One without a statistic, one with a statistic, one with queries."""
+
+
+def test_planned_bytes_are_allocated_and_requests_wait_for_a_page(tmp_path):
+    model = tiny.make(tmp_path / "model", "llama")
+    settings = RunSettings.of(SETTINGS).resolved({}, None)
+    each = page_shape(spec_of(model.config), settings, [parse_policy(name) for name in POLICIES], torch.float32).nbytes
+    pages = Pages(2 * each, 5)
+    section = {**SETTINGS, "policy": POLICIES[0], "policies": POLICIES[1:]}
+    with tiny.started(
+        tmp_path / "model", section, kv_cache_memory_bytes=pages.bytes, max_num_seqs=12, max_num_batched_tokens=512
+    ) as llm:
+        config = tiny.scheduler(llm).kv_cache_config
+        assert config.num_blocks == 6 and sum(tensor.size for tensor in config.kv_cache_tensors) == pages.bytes
+        assert str(pages) == f"5 requests fit, each of any length in {2 * each / 2**20:.1f} MiB: {12 * each} bytes"
+        assert Pages.within(2 * each, pages.bytes + each) == pages
+
+        engine = llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+        for number, ids in enumerate(tiny.prompts([700] * 12)):
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        for _ in range(120):
+            engine.step()
+        running = tiny.scheduler(llm).running
+        assert (len(running), len(tiny.scheduler(llm).waiting), tiny.free_pages(llm)) == (5, 7, 0)
+        assert all(request.num_preemptions == 0 for request in running)
+        engine.abort_request([str(number) for number in range(10)])
+        for _ in range(5):  # the two that waited take theirs
+            engine.step()
+        assert tiny.free_pages(llm) == 3
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert tiny.free_pages(llm) == 5
+
+
+def test_a_request_that_is_preempted_goes_on_as_if_it_had_not_been(tmp_path):
+    model = tiny.make(tmp_path / "model", "llama")
+    with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "h2o"}) as llm:
+        ids = tiny.prompts([640, 300])
+        wanted = [tiny.kit(model, one, 60, policy="h2o", **SETTINGS) for one in ids]
+        engine, found = llm.llm_engine, {}
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+        for number, one in enumerate(ids):
+            engine.add_request(str(number), {"prompt_token_ids": one}, params)
+        scheduler, step, preempted = tiny.scheduler(llm), 0, 0
+        while engine.has_unfinished_requests():
+            for answer in engine.step():
+                found[answer.request_id] = list(answer.outputs[0].token_ids)
+            step += 1
+            if step in (9, 45):  # within the prompt, and while decoding
+                request = next(request for request in scheduler.running if request.request_id.startswith("0"))
+                scheduler.running.remove(request)
+                scheduler._preempt_request(request, 0.0)
+                preempted += 1
+        assert preempted == 2 and list(found.values()) == wanted
+
+
+@pytest.mark.slow
+def test_how_a_prompt_was_cut_does_not_matter(tmp_path):
+    """Six requests at once, whose pieces depend on the tokens of a step."""
+    model = tiny.make(tmp_path / "model", "llama")
+    ids = tiny.prompts([250, 300, 420, 513, 600, 640])
+    wanted = [tiny.kit(model, one, 24, policy="lagkv", **SETTINGS) for one in ids]
+    for tokens in (64, 512, 2048):
+        with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "lagkv"}, max_num_batched_tokens=tokens) as llm:
+            assert tiny.generate(llm, ids, 24) == wanted
+
+
+@pytest.mark.slow
+def test_with_room_for_all_tokens_are_vllms_own(tmp_path):
+    tiny.make(tmp_path / "model", "wide")
+    ids, tokens = tiny.prompts([20, 65, 150]), 40
+    with tiny.started(tmp_path / "model", None) as llm:
+        stock = tiny.generate(llm, ids, tokens)
+    for positions in ("compact", "original"):
+        section = {"budget": 256, "chunk": 64, "policy": "streaming", "positions": positions}
+        with tiny.started(tmp_path / "model", section) as llm:
+            assert tiny.generate(llm, ids, tokens) == stock

@@ -1,0 +1,58 @@
+"""A model whose attention heads are split over two processes: the tokens are those of one."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from locret_kit.backbones.spec import spec_of
+from locret_kit.heads import RetainingHeads
+from locret_kit.vllm.ranks import Ranks, heads_of_rank
+
+SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
+
+
+def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
+    """Each rank's sums are added by hand."""
+    model = tiny.make(tmp_path / "model", "llama")
+    whole = RetainingHeads.from_pretrained(tiny.make_heads(tmp_path / "heads", model, tmp_path / "model"))
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, heads, 5, 16, generator=draw) for heads in (4, 2, 2))
+    sums: list[torch.Tensor] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        sums.append(x.clone())
+        return x
+
+    mine = [(q[:, 2 * rank : 2 * rank + 2], k[:, rank : rank + 1], v[:, rank : rank + 1]) for rank in (0, 1)]
+    for rank in (0, 1):
+        heads_of_rank(whole, Ranks(rank, 2, noted))[1](*mine[rank])
+    total = sums[0] + sums[1]
+    scores = [heads_of_rank(whole, Ranks(rank, 2, lambda x: total))[1](*mine[rank]) for rank in (0, 1)]
+    torch.testing.assert_close(torch.cat(scores, 1), whole[1](q, k, v))
+    split = heads_of_rank(whole, Ranks(1, 2, noted))
+    assert split.config.n_kv_heads == 1 and spec_of(model.config).n_kv_heads == 2
+
+
+@pytest.mark.parametrize("form", ["linear", "sink"])
+def test_heads_of_other_forms_are_refused(tmp_path, form):
+    model = tiny.make(tmp_path / "model", "llama")
+    heads = RetainingHeads.from_pretrained(tiny.make_heads(tmp_path / "heads", model, tmp_path / "model", form))
+    with pytest.raises(ValueError, match=f"heads of form='{form}' are not split"):
+        heads_of_rank(heads, Ranks(0, 2))
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 must divide the 2 key/value heads"):
+        Ranks(0, 3).check(2)
+
+
+@pytest.mark.slow
+def test_tokens_of_two_processes_are_those_of_one(tmp_path):
+    model = tiny.make(tmp_path / "model", "wide")
+    heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")
+    section = {**SETTINGS, "heads": heads, "policy": "locret", "policies": ["h2o"]}
+    ids = tiny.prompts([20, 150, 300])
+    with tiny.started(tmp_path / "model", section, tensor_parallel_size=2) as llm:
+        for policy in ("locret", "h2o"):
+            own = {"heads": heads} if policy == "locret" else {}
+            wanted = [tiny.kit(model, one, 24, policy=policy, **SETTINGS, **own) for one in ids]
+            assert tiny.generate(llm, ids, 24, policy=policy) == wanted

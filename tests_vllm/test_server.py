@@ -1,0 +1,209 @@
+"""``locret-vllm`` over HTTP, by the official clients, over the demo backbone."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anthropic
+import httpx
+import jsonschema
+import openai
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from locret_kit.cli import plan
+from locret_kit.cli.vllm import main
+from locret_kit.documents.document import Document
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", ROOT / "checkpoints" / "smollm2-135m-locret"
+PORT = 8765
+SETTINGS = dict(budget=512, chunk=512, stabilizers=64, local_len=64, positions="compact")
+POLICY = "lookahead-locret"
+LONG = " ".join(f"In {1000 + i} the town had {i * i % 977} houses." for i in range(260))
+pytestmark = pytest.mark.backbone
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    """A library with one document, read by the kit."""
+    folder = tmp_path_factory.mktemp("library")
+    model = AutoModelForCausalLM.from_pretrained(BACKBONE, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(BACKBONE)
+    document = Document.read(model, tokenizer, LONG, policy=POLICY, heads=str(HEADS), **SETTINGS)
+    document.save(folder / "town.locret")
+    return folder, document
+
+
+@pytest.fixture(scope="module")
+def said(document, tmp_path_factory):
+    """A server, and what it said when it was ready."""
+    words = [
+        "--ckpt", str(HEADS), "--model", str(BACKBONE), "--sessions", "4", "--documents", str(document[0]), "--port", str(PORT),
+        *(f"{name}={value}" for name, value in SETTINGS.items()), "--dtype", "float32", "--max-num-batched-tokens", "512",
+        "--max-model-len", "16384", "--served-model-name", "demo", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    ]  # fmt: skip
+    log = tmp_path_factory.mktemp("log") / "server.txt"
+    with open(log, "w") as out:
+        server = subprocess.Popen([sys.executable, "-m", "locret_kit.cli.vllm", *words], stdout=out, stderr=out)
+    try:
+        until = time.monotonic() + 300
+        while not (ready := re.search(r"^ready: (.*)$", log.read_text(), re.M)):
+            assert server.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+            time.sleep(1)
+        yield ready[1]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+
+
+@pytest.fixture
+def client(said):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", timeout=120)
+
+
+def ask(client, question: str = "What is the capital of France?", **rest):
+    rest = {"temperature": 0, "max_tokens": 16, **rest}
+    return client.chat.completions.create(model="demo", messages=[{"role": "user", "content": question}], **rest)
+
+
+def running() -> float:
+    """Requests that have a page, by vLLM's own count."""
+    text = httpx.get(f"http://127.0.0.1:{PORT}/metrics").text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
+
+
+def test_the_plan_said_the_same(said, capsys):
+    words = [
+        "--model",
+        str(BACKBONE),
+        "--gpu-memory",
+        "4GiB",
+        "--engine",
+        "vllm",
+        "--sessions",
+        "4",
+        "--dtype",
+        "float32",
+    ]
+    assert plan.main([*words, f"policy={POLICY}", *(f"{k}={v}" for k, v in SETTINGS.items() if k != "positions")]) == 0
+    (planned,) = re.findall(r"^vLLM: (.*)$", capsys.readouterr().out, re.M)
+    assert said == f"http://127.0.0.1:{PORT}, {planned}" and planned.startswith("4 requests fit")
+
+
+def test_tokens_are_the_kits(client, document):
+    """A prompt of some 3,000 tokens over a budget of 512."""
+    ids = document[1].tokenizer(LONG[::-1]).input_ids[:1500]
+    answer = client.completions.create(
+        model="demo",
+        prompt=ids,
+        max_tokens=24,
+        temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    wanted = tiny.kit(document[1].model, ids, 24, policy=POLICY, heads=str(HEADS), **SETTINGS)
+    assert answer.choices[0].token_ids == wanted
+
+
+def test_a_document_goes_through_the_connector(client, document):
+    question = "How many houses had the town in 1100?"
+    wanted = document[1].ask(question, max_new_tokens=16)
+    answer = ask(client, LONG + "\n\n" + question)
+    text = "".join(wanted)
+    assert answer.choices[0].message.content == text
+    assert answer.usage.prompt_tokens_details.cached_tokens == document[1].cache.get_seq_length()
+
+
+def test_streams_and_their_abort(client):
+    whole = ask(client, max_tokens=40).choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in ask(client, max_tokens=40, stream=True) if chunk.choices]
+    assert "".join(parts) == whole
+    for _ in range(6):  # more than there are pages
+        stream = ask(client, LONG, max_tokens=2000, stream=True)
+        next(iter(stream))
+        stream.close()
+    until = time.monotonic() + 30
+    while running() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert running() == 0 and ask(client, max_tokens=40).choices[0].message.content == whole
+
+
+def test_json_of_a_schema_is_valid(client):
+    schema = {
+        "type": "object", "required": ["city", "inhabitants"], "additionalProperties": False,
+        "properties": {"city": {"type": "string", "maxLength": 12}, "inhabitants": {"type": "integer", "maximum": 9999}},
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "town", "schema": schema}}
+    text = ask(client, "Describe a town as JSON.", max_tokens=120, response_format=form).choices[0].message.content
+    jsonschema.validate(json.loads(text), schema)
+
+
+def test_tools(client):
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    answer = ask(client, "What is the weather in Paris?", tools=[tool], tool_choice="required", max_tokens=100)
+    assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+
+
+def test_several_answers_and_logprobs(client):
+    answer = ask(client, n=2, temperature=0.8, logprobs=True, top_logprobs=2)
+    assert len(answer.choices) == 2
+    assert all(len(choice.logprobs.content[0].top_logprobs) == 2 for choice in answer.choices)
+
+
+def test_anthropics_protocol(said, client):
+    other = anthropic.Anthropic(base_url=f"http://127.0.0.1:{PORT}", api_key="none", timeout=120)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = other.messages.create(model="demo", max_tokens=16, messages=question, extra_body={"temperature": 0})
+    assert answer.content[0].text == ask(client).choices[0].message.content
+
+
+def test_a_budget_of_ones_own_and_what_is_refused(client, document):
+    ids = document[1].tokenizer(LONG[::-1]).input_ids[:1500]
+    own = {"return_token_ids": True, "ignore_eos": True, "vllm_xargs": {"budget": 128}}
+    answer = client.completions.create(model="demo", prompt=ids, max_tokens=16, temperature=0, extra_body=own)
+    settings = {**SETTINGS, "budget": 128}
+    assert answer.choices[0].token_ids == tiny.kit(
+        document[1].model, ids, 16, policy=POLICY, heads=str(HEADS), **settings
+    )
+    for rest, words in (
+        ({"extra_body": {"vllm_xargs": {"budget": 513}}}, "budget=513 must be an integer from 1 to 512, the server's"),
+        ({"extra_body": {"vllm_xargs": {"policy": "knorm"}}}, "policy='knorm' must be one of: lookahead-locret"),
+        ({"seed": 1}, "fails at seeds"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask(client, **rest)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--enable-prefix-caching"], "enable_prefix_caching: a page holds"),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+            "speculative_config: rejected drafts",
+        ),
+        (["--decode-context-parallel-size", "2"], "decode_context_parallel_size=2 must be 1"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype=fp8 must be auto"),
+        (["--policy", "ada-locret"], "its heads differ"),
+        (["--data-parallel-size", "2"], "locret-vllm starts one server"),
+        (["--budget", "0.5"], "budget=0.5: a page's rows must be known"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(words, line, capsys):
+    assert main(["--ckpt", str(HEADS), "--model", str(BACKBONE), "--dtype", "float32", *words]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("locret-vllm: ") and line in said
