@@ -52,8 +52,8 @@ def rules(s: Sizes) -> list[tuple[str, object]]:
         (r"(\w+_)?head_dim|attention_head_size|dim_head|kv_channels", key),
         (r"rotary_dim", rope),
         # layers
-        (r"encoder_layers|num_encoder_layers|num_global_layers|depth|num_blocks|conf_num_hidden_layers", 2),
-        (r"num_(hidden_|decoder_)?layers|n_layers?|decoder_layers", s.layers),
+        (r"num_global_layers|depth|num_blocks|conf_num_hidden_layers", 2),
+        (r"num_(hidden_|decoder_|encoder_)?layers|n_layers?|(en|de)coder_layers", s.layers),
         (r"num_nextn_predict_layers|(num_)?mtp(_num_hidden)?_layers|num_mtp_layers", 0),
         (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
         (r"moe_layer_end_index", -1),

@@ -109,7 +109,13 @@ _NOW: list[Run] = []
 
 
 def _attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **given: Any
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     run = _NOW[-1]
     given.pop("dropout", None)
@@ -192,7 +198,10 @@ def _played(run: Run, call: Call, logits: Tensor, own: Tensor, sink: Tensor | No
 
 def _stay(run: Run, held: Tensor, worth: Tensor, keep: int, last: bool) -> Tensor:
     """The tokens of one head that stay."""
-    policy, newest = run.plan.policy, {"h2o": keep // 2, "snapkv": WINDOW, "scores": 0 if last else run.plan.stabilizers}
+    policy, newest = (
+        run.plan.policy,
+        {"h2o": keep // 2, "snapkv": WINDOW, "scores": 0 if last else run.plan.stabilizers},
+    )
     safe = torch.zeros(len(held), dtype=torch.bool)
     if policy == "streaming":
         safe = held < SINKS
