@@ -104,7 +104,7 @@ def is_refusal(error: Exception) -> bool:
 
 def place(error: BaseException) -> str:
     """The last line of an error's traceback in the kit or in transformers."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "late"]
     known = [f for f in frames if "locret_k" in f.filename or "/transformers/" in f.filename] or frames
     return f"{'/'.join(Path(known[-1].filename).parts[-2:])}:{known[-1].lineno}"
 
