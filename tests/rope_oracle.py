@@ -47,7 +47,10 @@ def frequencies(rope: Rope, channels: int, context: int, span: int) -> tuple[np.
             """The pair of channels that turns so often within the original length."""
             return R * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = max(math.floor(pair(rope.get("beta_fast", 32))), 0), min(math.ceil(pair(rope.get("beta_slow", 1))), R - 1)
+        low, high = (
+            max(math.floor(pair(rope.get("beta_fast", 32))), 0),
+            min(math.ceil(pair(rope.get("beta_slow", 1))), R - 1),
+        )
         slow = np.clip((i - low) / max(high - low, 1e-3), 0, 1)  # 0: kept, 1: interpolated
         return plain * (1 - slow) + plain / s * slow, rope.get("attention_factor") or 0.1 * math.log(s) + 1
     if kind == "llama3":
@@ -95,7 +98,9 @@ class Oracle:
                 rows = [[own[i] for i in stay] for own in rows]
         return np.concatenate(out)
 
-    def _layer(self, layer: int, x: np.ndarray, rows: list, places: np.ndarray, rates: np.ndarray, factor: float) -> np.ndarray:
+    def _layer(
+        self, layer: int, x: np.ndarray, rows: list, places: np.ndarray, rates: np.ndarray, factor: float
+    ) -> np.ndarray:
         """Hidden states ``[T, E]`` after a layer, whose ``rows`` gain the new tokens' key and value before RoPE."""
         T, at = len(x), f"model.layers.{layer}"
         q, k, v = self._attention_inputs(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn")

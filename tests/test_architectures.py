@@ -13,7 +13,19 @@ import pytest
 import torch
 from scripts_loaded import load_script
 from tiny_decoders import checks
-from tiny_decoders.checks import BUDGET, CHUNK, NEW, PROMPT, STABILIZERS, TAIL, NotChecked, Subject, Wrong, same, verdict
+from tiny_decoders.checks import (
+    BUDGET,
+    CHUNK,
+    NEW,
+    PROMPT,
+    STABILIZERS,
+    TAIL,
+    NotChecked,
+    Subject,
+    Wrong,
+    same,
+    verdict,
+)
 from tiny_decoders.needed import Sizes
 from tiny_decoders.rows import rows
 from tiny_decoders.shrink import tiny_config
@@ -75,7 +87,9 @@ def test_refused(name):
     lines = {check: verdict(call) for check, call in subject.checks().items()}
     assert lines.pop("plain") == "exact", "attaching changes nothing"
     for check, line in lines.items():
-        assert line.startswith(("refused: ", "not checked: ")) and (line[0] == "n" or re.search(REFUSED[name], line)), f"{check}: {line}"
+        assert line.startswith(("refused: ", "not checked: ")) and (line[0] == "n" or re.search(REFUSED[name], line)), (
+            f"{check}: {line}"
+        )
     assert lines["long"].startswith("refused: ")
 
 
@@ -108,7 +122,9 @@ def test_another_policy_shows(llama, policy, monkeypatch):
 )  # fmt: skip
 def test_other_numbers_show(llama, change, monkeypatch):
     def otherwise(*given):
-        return Plan(**(dict(zip(("policy", "budget", "chunk", "tail", "prompt", "stabilizers"), given, strict=True)) | change))
+        return Plan(
+            **(dict(zip(("policy", "budget", "chunk", "tail", "prompt", "stabilizers"), given, strict=True)) | change)
+        )
 
     monkeypatch.setattr(checks, "Plan", otherwise)
     policy = "locret" if "stabilizers" in change else "h2o"
@@ -164,10 +180,17 @@ def test_verdicts(monkeypatch):
 OTHER = Sizes(hidden=96, layers=6, heads=6, kv_heads=3, head_dim=24, vocab=300, window=16, chunk=48, experts=3)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "mixtral", "deepseek_v3", "qwen3_next", "llama4_text", "mistral3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma3_text", "mixtral", "deepseek_v3", "qwen3_next", "llama4_text", "mistral3"]
+)
 def test_other_sizes_are_met(name):
     config = tiny_config(name, OTHER).get_text_config(decoder=True)
-    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.vocab_size) == (96, 6, 6, 300)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.vocab_size) == (
+        96,
+        6,
+        6,
+        300,
+    )
     assert config.num_key_value_heads == (6 if name == "deepseek_v3" else 3)
 
 
@@ -223,7 +246,10 @@ def test_processes(script, monkeypatch):
 def test_the_page(script):
     """Yes, no with its sentence, and what is neither."""
     right = {check: "exact" for checks in script.GROUPS.values() for check in checks}
-    heads = {check: "refused: model_type='b' rotates | otherwise" for check in ("heads compact", "heads original", "heads kept")}
+    heads = {
+        check: "refused: model_type='b' rotates | otherwise"
+        for check in ("heads compact", "heads original", "heads kept")
+    }
 
     def record(name, lines):
         return {"name": name, "model_type": name, "class": name.upper(), "decoder": True, "verdicts": lines}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
-from locret_kit.backbones.families import decoder_of, spec_of, text_config
+from locret_kit.backbones.families import BackboneSpec, decoder_of, spec_of, text_config
 from locret_kit.planning.plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.batch import Batch, Request
@@ -128,7 +128,11 @@ class Subject:
         if len(order) < PROMPT + NEW:
             raise ValueError(f"vocab={sizes.vocab} must be at least {PROMPT + NEW + 2}: tokens of the text differ")
         self.ids, self.more = order[:PROMPT].tolist(), order[PROMPT : PROMPT + NEW].tolist()
-        self.spec = spec_of(text_config(self.model))
+
+    @cached_property
+    def spec(self) -> BackboneSpec:
+        """What the kit knows of the model."""
+        return spec_of(text_config(self.model))
 
     @cached_property
     def wide(self) -> Any:
@@ -162,7 +166,9 @@ class Subject:
             self._compare(tokens, logits, *self.answer)
         except Wrong as error:
             with torch.no_grad():
-                whole = self.model(input_ids=torch.tensor([self.ids + tokens[:-1]]), use_cache=False).logits[0, PROMPT - 1 :]
+                whole = self.model(input_ids=torch.tensor([self.ids + tokens[:-1]]), use_cache=False).logits[
+                    0, PROMPT - 1 :
+                ]
             for other in ((whole.argmax(-1).tolist(), whole), self._generated(prefill_chunk_size=CHUNK)):
                 with suppress(Wrong):
                     return self._compare(tokens, logits, *other)
@@ -182,12 +188,19 @@ class Subject:
         return RetainingHeads(HeadsConfig.for_backbone(self.spec, "tiny", 16)).requires_grad_(False)
 
     def cache(
-        self, policy: str, positions: str, budget: int = BUDGET, prompt: int = PROMPT, **given: Any
+        self,
+        policy: str,
+        positions: str,
+        budget: int = BUDGET,
+        prompt: int = PROMPT,
+        heads: RetainingHeads | None = None,
+        **given: Any,
     ) -> BoundedCache:
-        heads = deepcopy(self.heads) if parse_policy(policy).needs_heads else None
-        return BoundedCache(
-            budget, policy, heads, positions=positions, chunk=CHUNK, local_len=TAIL, stabilizers=STABILIZERS, prompt_length=prompt, **given
-        )  # fmt: skip
+        """An empty cache; ``heads`` are these, or where the policy needs some a copy of the random ones."""
+        if heads is None and parse_policy(policy).needs_heads:
+            heads = deepcopy(self.heads)
+        numbers = {"chunk": CHUNK, "local_len": TAIL, "stabilizers": STABILIZERS, "prompt_length": prompt}
+        return BoundedCache(budget, policy, heads, positions=positions, **numbers, **given)
 
     def read(self, model: Any, cache: BoundedCache, more: list[int]) -> Tensor:
         """Logits ``[len(more) + 1, V]`` of the kit's own reading and decoding."""
@@ -224,12 +237,12 @@ class Subject:
 
     def simulated(self, policy: str) -> None:
         """Kept slots and logits with a short budget are those of the simulation; ``locret`` with scores of the heads."""
-        model, heads = self.wide, self.heads if policy == "locret" else None
+        model, heads = self.wide, deepcopy(self.heads) if policy == "locret" else None
         ids = torch.tensor([self.ids + self.more])
         plan = Plan("scores" if heads else policy, BUDGET, CHUNK, TAIL, PROMPT, STABILIZERS)
-        scores = None if heads is None else self._scores(model, ids, deepcopy(heads).to(model.dtype))
+        scores = None if heads is None else self._scores(model, ids, heads.to(model.dtype))
         want, run = simulate(model, ids, plan, scores)
-        cache = self.cache(policy, "original", backend="reference")
+        cache = self.cache(policy, "original", heads=heads, backend="reference")
         got = self.read(model, cache, self.more)
         for i, call in enumerate(run.rows):
             if call.kept is None:
@@ -247,9 +260,15 @@ class Subject:
 
     @staticmethod
     def _scores(model: Any, ids: Tensor, heads: RetainingHeads) -> Callable[[Run], Tensor]:
+        """Scores of heads that are made even: they weigh all channels of a query or key alike, so that in which order the kit hands
+        channels over does not matter."""
+
         def scores(run: Run) -> Tensor:
-            call = before_rotation(model, ids, run)
-            return heads[len(run.rows) - 1](call.q, call.k, call.v)[0]
+            call, head = before_rotation(model, ids, run), heads[len(run.rows) - 1]
+            (Q, D), H, weights = call.q.shape[1::2], call.k.shape[1], head.fc1.weight
+            even = weights[:, : (Q + H) * D].unflatten(1, (Q + H, D)).mean(2, keepdim=True) * D**0.5
+            weights[:, : (Q + H) * D] = even.expand(-1, -1, D).flatten(1)
+            return head(call.q, call.k, call.v)[0]
 
         return scores
 
