@@ -4,8 +4,8 @@
     python scripts/decoders.py 'qwen3*' 'gemma*' --rows -       some rows, printed
     python scripts/decoders.py 'qwen3*' --size heads=6 kv_heads=3 head_dim=24 layers=6 --rows -
 
-A row runs in a process of its own: what crashes, never ends or answers wrongly is said so, and the others go on. The checks are those of
-``tests/tiny_decoders/checks.py``; the exit code is 1 where a verdict is neither right nor a refusal.
+A row runs in a process of its own: what crashes, never ends or answers wrongly is said so, and the others go on. The checks are
+those of ``tests/tiny_decoders/checks.py``; the exit code is 1 where a verdict is neither right nor a refusal.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+if __name__ == "__main__":  # the libraries read these as they are imported
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-import torch
-import transformers
-from tiny_decoders.checks import Subject, verdict
-from tiny_decoders.needed import Sizes
-from tiny_decoders.rows import NO_DECODERS, Row, rows
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from tiny_decoders.checks import Subject, verdict  # noqa: E402
+from tiny_decoders.needed import Sizes  # noqa: E402
+from tiny_decoders.rows import DECODERS, Row, rows  # noqa: E402
 
 ROWS, PAGE = (ROOT / "docs" / "reference" / name for name in ("models.jsonl", "models.md"))
 LIMIT = 240
@@ -48,6 +49,17 @@ GROUPS = {
     "plan": ("plan",),
 }
 """Columns of the page, and the checks that each stands for."""
+INTRODUCTION = """Every causal language model of transformers {version}, built tiny with random weights and read with a bounded
+cache: what is right, and for what is refused the sentence that you get. Nothing here is about speed, half precision or quality.
+
+- **policies**: with a long budget `generate` and the kit's own reading give the model's own tokens and logits; with a short one
+  `streaming`, `h2o` and `snapkv` keep the slots, and give the logits, of a simulation that shares no code with the kit.
+- **heads**: random retaining heads, at both position schemes: exact with a long budget, within it with a short one; at original
+  positions the slots are those of the simulation.
+- **training**: a step gives gradients to every head, and the model's hidden states stay.
+- **saved, copied**: a cache that is saved and loaded, or copied, in the middle of a text goes on bit for bit.
+- **batch**: two texts together get the tokens of each alone.
+- **plan**: `locret-plan` counts the bytes that the cache holds."""
 BAD = ("wrong", "crash", "no end")
 Record = dict[str, Any]
 
@@ -86,7 +98,7 @@ def verdicts(chosen: dict[str, Row], sizes: Sizes, seed: int, jobs: int, limit: 
             process = context.Process(target=run, args=(name, row, sizes, seed, say), daemon=True)
             process.start()
             say.close()
-            record: Record = {"name": name, "model_type": row[0], "decoder": name not in NO_DECODERS, "verdicts": {}}
+            record: Record = {"name": name, "model_type": row[0], "decoder": name in DECODERS, "verdicts": {}}
             running[listen] = process, record, time.monotonic()
         for listen in wait(list(running), timeout=1):
             assert isinstance(listen, Connection)
@@ -137,21 +149,12 @@ def state(record: Record, checks: Sequence[str]) -> tuple[str, str]:
 def page(records: Sequence[Record], version: str) -> str:
     """The page of all rows."""
     built = sorted((r for r in records if "not built" not in r), key=lambda r: r["name"].lower())
-    of_text = [r for r in built if r["decoder"] and r["name"] == r["model_type"]]
+    of_text = [r for r in built if r["decoder"]]
     counts = {name: sum(state(r, checks)[0] == "exact" for r in of_text) for name, checks in GROUPS.items()}
     text = [
         "# Models",
-        "<!-- Made by scripts/decoders.py from docs/reference/models.jsonl. Run it again instead of editing. -->",
-        f"Every causal language model of transformers {version}, built tiny with random weights and read with a bounded cache. The table says "
-        "what is right, and for what is refused the sentence that you get. Nothing here is about speed, half precision or quality.",
-        "- **policies**: with a long budget `generate` and the kit's own reading give the model's own tokens and logits; with a short one "
-        "`streaming`, `h2o` and `snapkv` keep the slots, and give the logits, of a simulation that shares no code with the kit.\n"
-        "- **heads**: random retaining heads, at both position schemes: exact with a long budget, within it with a short one; at original "
-        "positions the slots are those of the simulation.\n"
-        "- **training**: a step gives gradients to every head, and the model's hidden states stay.\n"
-        "- **saved, copied**; **batch**: a cache that is saved and loaded, or copied, in the middle of a text goes on bit for bit; two texts "
-        "together get the tokens of each alone.\n"
-        "- **plan**: `locret-plan` counts the bytes that the cache holds.",
+        "<!-- Made by scripts/decoders.py, from models.jsonl. Run it again instead of changing this. -->",
+        INTRODUCTION.format(version=version),
         f"Of {len(of_text)} decoders of text: " + ", ".join(f"{name} {n}" for name, n in counts.items()) + ".",
         "## What works",
         *_table([r for r in built if any(state(r, checks)[0] == "exact" for checks in GROUPS.values())]),

@@ -1,7 +1,7 @@
-"""Llama and Phi-3 in float64 with rotary frequencies from the papers' formulas, and StreamingLLM's slots at both position schemes.
+"""Llama and Phi-3 in float64, with rotary frequencies from the papers and StreamingLLM's slots at both position schemes.
 
-Imports nothing of the kit. Sources: RoFormer, arXiv 2104.09864; linear interpolation, arXiv 2306.15595; YaRN, arXiv 2309.00071 (and dynamic
-NTK, its section 3); LongRoPE, arXiv 2402.13753; Llama 3's scaling as its reference implementation has it.
+Imports nothing of the kit. Sources: RoFormer, arXiv 2104.09864; linear interpolation, arXiv 2306.15595; YaRN, arXiv 2309.00071
+(and dynamic NTK, its section 3); LongRoPE, arXiv 2402.13753; Llama 3's scaling as its reference implementation has it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def frequencies(rope: Rope, channels: int, context: int, span: int) -> tuple[np.
     """Radians per position of each pair of channels, and the factor on cos and sin.
 
     Args:
-        rope: as transformers' ``rope_parameters``. context: longest text that the model says it takes. span: tokens of the text that is
-            rotated, by which LongRoPE and dynamic NTK choose.
+        rope: as transformers' ``rope_parameters``. context: longest text that the model says it takes. span: tokens of the
+            text that is rotated, by which LongRoPE and dynamic NTK choose.
     """
     kind, base = rope["rope_type"], float(rope["rope_theta"])
     R = int(channels * rope.get("partial_rotary_factor", 1.0))

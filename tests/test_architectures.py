@@ -1,4 +1,4 @@
-"""A sample of architectures, one of each kind, through every check of ``tiny_decoders``; ``scripts/decoders.py`` runs them all."""
+"""A sample of architectures, one of each kind, through every check; ``scripts/decoders.py`` runs all of them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ SCALINGS = {
     "longrope": ("llama", LONGROPE),
     "longrope of a fused projection": ("phi3", LONGROPE),
     "part of a head": ("phi3", {"rope_type": "default", "partial_rotary_factor": 0.5}),
-    "longrope of part of a head": ("phi3", {**LONGROPE, "short_factor": SHORT[:2], "long_factor": LONG[:2], "partial_rotary_factor": 0.5}),
+    "longrope of part of a head": (
+        "phi3", {**LONGROPE, "short_factor": SHORT[:2], "long_factor": LONG[:2], "partial_rotary_factor": 0.5},
+    ),
 }  # fmt: skip
 NEW = 3
 

@@ -57,6 +57,8 @@ class Command(Generic[T]):
     """The options that bare words are, in order; the last takes the rest of them."""
     short: Mapping[str, str] = field(default_factory=dict)
     """Options by short flag, such as ``{"-o": "--out"}``."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Options by another name that stands for them."""
     gone: Mapping[str, str] = field(default_factory=dict)
     """Options that there were, and the command that does their work."""
     complete: Callable[[Values], Values] = dict
@@ -165,6 +167,7 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
             continue
         name, equals, text = word[2 * dashes :].partition("=")
         name = name.replace("-", "_")
+        name = command.aliases.get(name, name)
         if not equals and _is_switch(known, name):
             text = rest.popleft() if rest and rest[0] in ("true", "false") else "true"
         elif not equals and name.startswith("no_") and _is_switch(known, name[3:]):

@@ -1,7 +1,7 @@
 """Checks of one architecture: is what the kit answers right, or refused in one sentence?
 
-A verdict is a line: "exact", "refused: " and the sentence, "wrong: " and by how much, "crash: " and the error with its place, "no end: "
-and the place, or "not checked: " and why. Differences of logits are relative to their standard deviation.
+A verdict is a line: "exact", "refused: " and the sentence, "wrong: " and by how much, "crash: " and the error with its place,
+"no end: " and the place, or "not checked: " and why. Differences of logits are relative to their standard deviation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,8 @@ class Subject:
         if len(order) < PROMPT + NEW:
             raise ValueError(f"vocab={sizes.vocab} must be at least {PROMPT + NEW + 2}: tokens of the text differ")
         self.ids, self.more = order[:PROMPT].tolist(), order[PROMPT : PROMPT + NEW].tolist()
+        with torch.no_grad():  # what does not run by itself is not the kit's to answer for
+            self.model(input_ids=torch.tensor([self.ids]), use_cache=False)
 
     @cached_property
     def spec(self) -> BackboneSpec:
@@ -155,13 +157,14 @@ class Subject:
 
     def _generated(self, **given: Any) -> tuple[list[int], Tensor]:
         out = self.model.generate(
-            torch.tensor([self.ids]), max_new_tokens=NEW, min_new_tokens=NEW, return_dict_in_generate=True, output_logits=True, **given
+            torch.tensor([self.ids]), max_new_tokens=NEW, min_new_tokens=NEW, return_dict_in_generate=True, output_logits=True,
+            **given,
         )  # fmt: skip
         return out.sequences[0, PROMPT:].tolist(), torch.cat(out.logits)
 
     def _same_answer(self, tokens: list[int], logits: Tensor) -> None:
-        """Raise ``Wrong`` where an answer is not the model's own. Where transformers differs from itself, its answer in chunks will do, or
-        that of one forward without a cache."""
+        """Raise ``Wrong`` where an answer is not the model's own. Where transformers differs from itself, its answer in chunks
+        will do, or that of one forward without a cache."""
         try:
             self._compare(tokens, logits, *self.answer)
         except Wrong as error:
@@ -260,8 +263,8 @@ class Subject:
 
     @staticmethod
     def _scores(model: Any, ids: Tensor, heads: RetainingHeads) -> Callable[[Run], Tensor]:
-        """Scores of heads that are made even: they weigh all channels of a query or key alike, so that in which order the kit hands
-        channels over does not matter."""
+        """Scores of heads that are made even: they weigh all channels of a query or key alike, so that the order in which the kit
+        hands channels over does not matter."""
 
         def scores(run: Run) -> Tensor:
             call, head = before_rotation(model, ids, run), heads[len(run.rows) - 1]
@@ -381,8 +384,8 @@ class Subject:
         """Every check by name."""
         return {
             "plain": self.plain, "generate": self.generate, "long": self.long,
-            **{policy: lambda policy=policy: self.simulated(policy) for policy in ("streaming", "h2o", "snapkv")},
-            **{f"heads {positions}": lambda positions=positions: self.bounded(positions) for positions in ("compact", "original")},
-            "heads kept": lambda: self.simulated("locret"),
+            **{policy: partial(self.simulated, policy) for policy in ("streaming", "h2o", "snapkv")},
+            **{f"heads {positions}": partial(self.bounded, positions) for positions in ("compact", "original")},
+            "heads kept": partial(self.simulated, "locret"),
             "training": self.training, "save": self.save, "fork": self.fork, "batch": self.batch, "plan": self.plan,
         }  # fmt: skip

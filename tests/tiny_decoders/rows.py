@@ -12,7 +12,7 @@ Row = tuple[str, dict[str, Any]]
 """A model type, and values of its configuration."""
 WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2", "ministral3")
 MULTIMODAL = ("mistral3", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava", "smolvlm", "paligemma", "cohere2_vision")
-NO_DECODERS = {
+OTHERS = {
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "blt",
     "camembert", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "gemma4_assistant", "gemma4_unified_assistant",
     "git", "got_ocr2", "marian", "mbart", "megatron-bert", "mllama", "modernbert-decoder", "moshi",
@@ -21,6 +21,7 @@ NO_DECODERS = {
     "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip
 """Beside decoders of text in transformers' list: encoders, halves of translators, sound, drafts; and the oldest decoders."""
+DECODERS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - OTHERS
 
 
 def variants(s: Sizes) -> dict[str, Row]:

@@ -1,9 +1,10 @@
 """Bounded attention written again from its definition, in float64 where the model is. Imports nothing of the kit.
 
-The whole text goes through the model once, without a cache, behind transformers' attention interface. Each call of attention plays
-chunks and evictions by itself, from full matrices: a key/value head holds a set of tokens, new tokens join it, attend to what it
-holds and to each other, and at a boundary it is cut to the budget. A layer whose own mask hides more than causality (a window, a
-chunk) keeps that mask and evicts nothing. A layer that is handed the keys and values of an earlier one reads what that one holds.
+The whole text goes through the model once, without a cache, behind transformers' attention interface. Each call of attention
+plays chunks and evictions by itself, from full matrices: a key/value head holds a set of tokens, new tokens join it, attend to
+what it holds and to each other, and at a boundary it is cut to the budget. A layer whose own mask hides more than causality (a
+window, a chunk) keeps that mask and evicts nothing. A layer that is handed the keys and values of an earlier one reads what that
+one holds.
 
 Sources: Locret, algorithm 1 (boundaries, tail); StreamingLLM; H2O; SnapKV.
 """
@@ -123,7 +124,7 @@ def _attention(
     if strange := sorted(name for name, value in given.items() if isinstance(value, Tensor) and "position" not in name):
         raise Unknown(f"attention takes {', '.join(strange)}")
     B, Q, T, D = q.shape
-    if B != 1 or T != k.shape[2]:
+    if B != 1 or k.shape[2] != T:
         raise Unknown(f"{B} texts, {T} queries and {k.shape[2]} keys")
     call = Call(q, k, v)
     run.calls.append(call)
