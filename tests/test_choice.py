@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,24 @@ def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):
     )
     assert choose_for_device(values | {"data.max_tokens": 512}, ["data.batch"]) == {"data.batch": 2}
     assert "chose data.batch=2;" in capsys.readouterr().err
+
+
+def test_on_a_card(monkeypatch, capsys, tmp_path):
+    config, _ = resolve("llama3.1-8b")
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4090")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * GIB))
+    values = {"recipe": "auto", "backbone.model": str(tmp_path), "optim.accumulate": 2}
+    assert choose_for_device(values, ["heads.d_hidden", "data.max_tokens"]) == {
+        "heads.d_hidden": 1024,
+        "data.max_tokens": 10240,
+    }
+    assert "8.03e9 parameters, bfloat16) on RTX 4090 (24.00 GiB): chose heads.d_hidden=1024 " in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=12 * GIB))
+    with pytest.raises(DoesNotFit, match=r"above the 11.00 GiB of the device: choose backbone.weight_bits=4"):
+        choose_for_device(values, ["data.max_tokens"])
+    assert choose_for_device(values | {"backbone.weight_bits": 4}, ["data.max_tokens"])["data.max_tokens"] >= 1024
 
 
 def test_ten_models_leave_it_to_the_device():

@@ -244,7 +244,11 @@ class Subject:
         ids = torch.tensor([self.ids + self.more])
         plan = Plan("scores" if heads else policy, BUDGET, CHUNK, TAIL, PROMPT, STABILIZERS)
         scores = None if heads is None else self._scores(model, ids, heads.to(model.dtype))
-        want, run = simulate(model, ids, plan, scores)
+        try:
+            want, run = simulate(model, ids, plan, scores)
+        except Unknown:
+            self.read(model, self.cache(policy, "original", backend="reference"), [])  # its refusal says more
+            raise
         cache = self.cache(policy, "original", heads=heads, backend="reference")
         got = self.read(model, cache, self.more)
         for i, call in enumerate(run.rows):
