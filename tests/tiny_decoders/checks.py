@@ -40,7 +40,7 @@ PROMPT, NEW = 160, 8
 BUDGET, CHUNK, TAIL, STABILIZERS = 48, 32, 12, 8
 MIDDLE = 96
 """Tokens after which a cache is saved or copied."""
-LIMIT = 10
+LIMIT = 20
 """Seconds of one check."""
 ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-3}
 """Largest difference of logits: transformers' own kernels compute parts of a float64 model in float32."""
@@ -271,6 +271,8 @@ class Subject:
         hands channels over does not matter."""
 
         def scores(run: Run) -> Tensor:
+            if len(run.rows) > len(heads.layers):
+                raise Unknown("attention is called more often than there are heads")
             call, head = before_rotation(model, ids, run), heads[len(run.rows) - 1]
             (Q, D), H, weights = call.q.shape[1::2], call.k.shape[1], head.fc1.weight
             even = weights[:, : (Q + H) * D].unflatten(1, (Q + H, D)).mean(2, keepdim=True) * D**0.5

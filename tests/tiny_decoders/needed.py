@@ -63,6 +63,8 @@ def needed(s: Sizes) -> dict[str, dict[str, Any]]:
             "num_hidden_layers": 6, "num_kv_shared_layers": 2, "altup_num_inputs": 2,
             "layer_types": kinds("sliding_attention", "full_attention", layers=6),
         },
+        "gemma4_text": {"global_head_dim": 2 * s.head_dim},
+        "gemma4_unified_text": {"global_head_dim": 2 * s.head_dim},
         "gpt_neo": {"attention_types": [[["global", "local"], s.layers // 2]]},
         "granitemoehybrid": {"layer_types": kinds("linear_attention", "full_attention"), "position_embedding_type": "rope"},
         "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

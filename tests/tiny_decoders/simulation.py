@@ -4,7 +4,7 @@ The whole text goes through the model once, without a cache, behind transformers
 plays chunks and evictions by itself, from full matrices: a key/value head holds a set of tokens, new tokens join it, attend to
 what it holds and to each other, and at a boundary it is cut to the budget. A layer whose own mask hides more than causality (a
 window, a chunk) keeps that mask and evicts nothing. A layer that is handed the keys and values of an earlier one reads what that
-one holds.
+one holds; its queries count for nothing, since a model may leave out those that no logits are asked of.
 
 Sources: Locret, algorithm 1 (boundaries, tail); StreamingLLM; H2O; SnapKV.
 """
@@ -199,10 +199,8 @@ def _played(run: Run, call: Call, logits: Tensor, own: Tensor, sink: Tensor | No
 
 def _stay(run: Run, held: Tensor, worth: Tensor, keep: int, last: bool) -> Tensor:
     """The tokens of one head that stay."""
-    policy, newest = (
-        run.plan.policy,
-        {"h2o": keep // 2, "snapkv": WINDOW, "scores": 0 if last else run.plan.stabilizers},
-    )
+    policy = run.plan.policy
+    newest = {"h2o": keep // 2, "snapkv": WINDOW, "scores": 0 if last else run.plan.stabilizers}
     safe = torch.zeros(len(held), dtype=torch.bool)
     if policy == "streaming":
         safe = held < SINKS
