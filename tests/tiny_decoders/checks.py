@@ -22,7 +22,8 @@ from torch import Tensor
 
 import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
-from locret_kit.backbones.families import BackboneSpec, decoder_of, spec_of, text_config
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import BackboneSpec, decoder_of, spec_of, text_config
 from locret_kit.planning.plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.batch import Batch, Request
@@ -133,8 +134,8 @@ class Subject:
 
     @cached_property
     def spec(self) -> BackboneSpec:
-        """What the kit knows of the model."""
-        return spec_of(text_config(self.model))
+        """What the kit has measured on the model."""
+        return describe(self.model).spec
 
     @cached_property
     def wide(self) -> Any:
@@ -381,7 +382,8 @@ class Subject:
         self.read(self.model, cache, [])
         run = RunSettings(budget=BUDGET, chunk=CHUNK, local_len=TAIL, stabilizers=STABILIZERS, positions=positions)
         planned = cache_bytes(
-            self.spec, Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy))
+            spec_of(text_config(self.model)),  # of the configuration alone, as a plan has it
+            Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy)),
         )
         if planned != cache.nbytes:
             raise Wrong(f"{planned} bytes planned, {cache.nbytes} held")
