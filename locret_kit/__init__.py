@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 _EXPORTS = {
     "BoundedCache": ".cache.bounded",
-    "Chat": ".documents.chat",
+    "Chat": ".documents.conversation",
     "Document": ".documents.document",
     "HeadsConfig": ".heads",
     "RetainingHeads": ".heads",
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .cache.saved import load_cache as load_cache
     from .cache.saved import save_cache as save_cache
     from .card import publish as publish
-    from .documents.chat import Chat as Chat
+    from .documents.conversation import Chat as Chat
     from .documents.document import Document as Document
     from .heads import HeadsConfig as HeadsConfig
     from .heads import RetainingHeads as RetainingHeads

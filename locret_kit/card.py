@@ -17,7 +17,7 @@ from typing import Any
 from .backbones.load import resolve_model
 from .checkpoint import FORMAT
 from .evals.cells import Cell, summarize
-from .evals.engine.rows import KEY, Row, check_cells
+from .evals.engine.result_rows import KEY, Row, check_cells
 from .evals.tables import Figure, Table
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import HeadsConfig, RetainingHeads
@@ -89,9 +89,9 @@ def write_release(
     training = None
     for file in sorted({file for pattern in EXTRAS for file in beside.glob(pattern)}) if beside else ():
         if file.suffix == ".jsonl":
-            content, found = public_rows(file, heads.config.backbone, config.backbone)
+            content, released_rows = public_rows(file, heads.config.backbone, config.backbone)
             (target / file.name).write_bytes(content)
-            rows += found
+            rows += released_rows
         elif file.name == TRAINING:
             training = public(read_json(file))
             write_json(target / TRAINING, training)
@@ -118,7 +118,7 @@ def make_card(
     prose: str,
     rows: Sequence[Row],
     given: Mapping[str, object] | None = None,
-    training: Any = None,
+    training: Mapping[str, Any] | None = None,
 ) -> str:
     """The whole card; metadata that its author wrote by hand (``given``) comes first, results come from ``rows``."""
     from huggingface_hub import EvalResult, ModelCardData
@@ -179,7 +179,7 @@ print(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
 """
 
 
-def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
+def describe(config: HeadsConfig, parameters: int, training: Mapping[str, Any] | None) -> str:
     """A card's prose for heads that come with none: their shape, and how they were trained where that is known."""
     width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     unit = {"logit": "attention logit", "log_prob": "log-probability"}[config.target]
@@ -190,7 +190,7 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
     }[config.form]
     plain = not training or training["loss"].get("kind", "smooth_l1") == "smooth_l1"
     plain = plain and (not training or training["target"]["kind"] != "log_mass")
-    whole = bool(training) and training.get("trains") == "end_to_end"
+    whole = bool(training and training.get("trains") == "end_to_end")
     plain = plain and not whole
     predicts = (
         f"the largest {unit} that later answer queries will give its slot" if plain else "what its slot will be worth"
@@ -219,14 +219,14 @@ def describe(config: HeadsConfig, parameters: int, training: Any) -> str:
             f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, {learned}. "
             f"The whole configuration is in `{TRAINING}`.",
         ]
-        if held := training.get("set_aside"):  # a run that does not say so may have trained on them
+        if set_aside := training.get("set_aside"):  # a run that does not say so may have trained on them
             made = "synthetic" in data["sources"]
             apart = ["no record with a document of theirs"] if not made or len(data["sources"]) > 1 else []
             apart += (
                 ["no 13 words in a row of the texts that they hide facts in and none of their facts"] if made else []
             )
             paragraphs.append(
-                f"Validation samples ({held}) were set aside before training: {', and '.join(apart)} was trained on."
+                f"Validation samples ({set_aside}) were set aside before training: {', and '.join(apart)} was trained on."
             )
     return "\n\n".join(paragraphs)
 
@@ -283,7 +283,7 @@ def results_table(cells: Sequence[Cell]) -> str:
     return Table(head, lines).markdown().rstrip("\n")
 
 
-def read_card(file: Path) -> tuple[dict[str, Any], str]:
+def read_card(file: Path) -> tuple[dict[str, object], str]:
     """``(metadata, prose)`` of a card; nothing where there is no file.
 
     Raises:
@@ -306,7 +306,7 @@ def _beside(source: Path | None) -> Path | None:
     return folder.resolve() if folder.is_dir() else None
 
 
-def public(value: Any) -> Any:
+def public(value: object) -> Any:
     """A configuration's value with every local path in its texts cut to its last part, and so where ``out`` lies."""
     if isinstance(value, dict):
         return {k: Path(v).name if k == "out" and isinstance(v, str) else public(v) for k, v in value.items()}
@@ -315,10 +315,10 @@ def public(value: Any) -> Any:
     return re.sub(r"[^\s()=,:'\"\[\]]+", _public_word, value) if isinstance(value, str) else value
 
 
-def _public_word(found: re.Match[str]) -> str:
-    word = found[0].replace("\\", "/")
+def _public_word(match: re.Match[str]) -> str:
+    word = match[0].replace("\\", "/")
     on_hub = REPO.match(word) and not _FILE.search(word) and not word.startswith(("checkpoints/", "data/", "runs/"))
-    return found[0] if "/" not in word or (on_hub and not Path(resolve_model(word)).exists()) else Path(word).name
+    return match[0] if "/" not in word or (on_hub and not Path(resolve_model(word)).exists()) else Path(word).name
 
 
 def _hub_name(field: str, given: object, recorded: str) -> str:

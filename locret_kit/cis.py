@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ def cis_target(
     window: int = 0,
     norms_BQS: Tensor | None = None,
     backend: str | None = None,
+    cap: float | None = None,
+    sinks_Q: Tensor | None = None,
 ) -> Tensor:
     """Target importance ``[B, H, S]`` (float32): the maximum over answer queries and group of each slot's scaled logit.
 
@@ -40,11 +43,14 @@ def cis_target(
     logarithm of `attention_mass` instead, the maximum over the group, and clips too. ``norms_BQS``: of the values as each query
     head's part of the output projection has them; their logarithm is added before the maximum over the group (CriticalKV,
     arXiv 2502.03805; KVzip+ of KVzap). ``backend``: of ``locret_kernels``, by default triton on CUDA in half precision and the
-    reference otherwise.
+    reference otherwise, as where there are ``cap`` and ``sinks_Q`` (see ``backbones.handler.Softmax``).
 
     Raises:
         ValueError: an unknown kind, or no query.
     """
+    more: dict[str, Any] = {name: value for name, value in (("cap", cap), ("sinks_Q", sinks_Q)) if value is not None}
+    if more:
+        backend = "reference"
     if kind not in TARGETS:
         raise ValueError(f"target={kind!r} is unknown; known: {', '.join(TARGETS)}")
     H, G = k_BHSD.shape[1], q_BQTD.shape[1] // k_BHSD.shape[1]
@@ -52,17 +58,28 @@ def cis_target(
         k_BHSD = k_BHSD.repeat_interleave(G, 1)
     if kind == "log_mass":
         best_BHS = (
-            attention_mass(q_BQTD, k_BHSD, q_pos_T, scaling, window).unflatten(1, (k_BHSD.shape[1], -1)).amax(2).log()
+            attention_mass(q_BQTD, k_BHSD, q_pos_T, scaling, window, **more)
+            .unflatten(1, (k_BHSD.shape[1], -1))
+            .amax(2)
+            .log()
         )
     else:
         column_max = function("column_max", choose(backend, q_BQTD.device, q_BQTD.shape[-1], q_BQTD.dtype))
-        best_BHS = column_max(q_BQTD, k_BHSD, q_pos_T, scaling, log_prob=kind == "log_prob")
+        best_BHS = column_max(q_BQTD, k_BHSD, q_pos_T, scaling, log_prob=kind == "log_prob", **more)
     if norms_BQS is not None:
         best_BHS = (best_BHS + norms_BQS.log()).unflatten(1, (H, G)).amax(2)
     return best_BHS if kind == "logit" else best_BHS.clamp_min(floor)
 
 
-def attention_mass(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, window: int) -> Tensor:
+def attention_mass(
+    q_BQTD: Tensor,
+    k_BHSD: Tensor,
+    q_pos_T: Tensor,
+    scaling: float,
+    window: int,
+    cap: float | None = None,
+    sinks_Q: Tensor | None = None,
+) -> Tensor:
     """Mean attention ``[B, Q, S]`` (float32) that each slot gets from the queries more than ``window`` tokens after it; 0 where
     there is none. Source: KVpop, arXiv 2607.05061 (its retention target, before the logarithm).
 
@@ -80,8 +97,14 @@ def attention_mass(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: flo
         part = slice(start, start + TILE)
         q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling  # [B, H, G * t, D]
         logits = (q @ k_BHDS).view(B, H, Q // H, -1, S)  # [B, H, G, t, S]
+        if cap is not None:
+            logits = (logits / cap).tanh_() * cap
         logits.masked_fill_(slots_S > q_pos_T[part, None], float("-inf"))
-        weights = logits.softmax(-1)
+        if sinks_Q is None:
+            weights = logits.softmax(-1)
+        else:
+            sink = sinks_Q.float().view(H, Q // H, 1, 1).expand(*logits.shape[:-1], 1)
+            weights = torch.cat((logits, sink), -1).softmax(-1)[..., :-1]
         total_BHGS += weights.masked_fill_(q_pos_T[part, None] - slots_S <= window, 0.0).sum(3)
     count_S = (q_pos_T[:, None] - slots_S > window).sum(0)
     return (total_BHGS / count_S.clamp_min(1)).flatten(1, 2)

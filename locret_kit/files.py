@@ -110,10 +110,10 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
     try:
         if not strict:
             return json.loads(text)
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
         # Written again: a number may have overflowed, a text may be no Unicode.
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-        return found
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        return value
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} has a text that is no Unicode: {error.reason}") from error
     except UnicodeDecodeError as error:
@@ -126,12 +126,12 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object whose names differ."""
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise ValueError(f"{name[:60]!r} occurs twice in an object")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _no_number(word: str) -> NoReturn:
@@ -151,12 +151,12 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
     decoder, offset, begun = codecs.getincrementaldecoder("utf-8")(), 0, False
     while data := first or stream.read(block):
         first = b""
-        held = len(decoder.getstate()[0])
+        unread = len(decoder.getstate()[0])
         try:
             text = decoder.decode(data)
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"the text is not UTF-8: byte {offset - held + error.start} is {error.object[error.start]:#04x}"
+                f"the text is not UTF-8: byte {offset - unread + error.start} is {error.object[error.start]:#04x}"
             ) from None
         offset += len(data)
         yield text if begun else text.removeprefix("\ufeff")

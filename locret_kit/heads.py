@@ -19,17 +19,17 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from typing_extensions import Unpack
 
-from .backbones.families import BackboneSpec, spec_of
 from .backbones.handler import Linear
+from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
 from .files import CONFIG, HASH, read_json
 from .hub import Access
 from .naming import blaming
 from .settings import RunSettings
-from .validation import Says, annotations_of, check, checked, made
+from .validation import Description, annotations_of, check, checked, made
 
 DIMENSIONS = ("model_type", "n_layers", "n_heads", "n_kv_heads", "head_dim")
-"""Dimensions that retaining heads and their backbone share."""
+"""Dimensions that retaining heads and their backbone share, beside the sizes of layers that differ."""
 LARGEST = 1e12
 """Largest weight: the product of two such, of a head's width and of large inputs stays finite in float32."""
 Size = Annotated[int, Ge(1)]
@@ -57,13 +57,19 @@ class HeadsConfig:
     """The unit of the scores: 'logit' (of no scale that heads share) or 'log_prob'."""
     form: Literal["mlp", "linear", "sink"] = "mlp"
     """The network: one of ``FORMS``."""
+    sizes: list[list[Size]] | None = None
+    """Query heads, key/value heads, channels of a key and of a value of every layer, where they are not those above."""
     adapter: str | None = None
     """PEFT adapter on the backbone while the heads were trained."""
-    inference: Annotated[dict[str, object], Says("settings by name")] = field(default_factory=dict)
+    inference: Annotated[dict[str, object], Description("settings by name")] = field(default_factory=dict)
     """Settings used when the caller gives none: fields of ``RunSettings``, and ``policy``."""
 
     def __post_init__(self) -> None:
         check(self)
+        if self.sizes is not None and (len(self.sizes) != self.n_layers or any(len(one) != 4 for one in self.sizes)):
+            raise ValueError(
+                f"sizes: {len(self.sizes)} must be {self.n_layers} lists of four numbers, one for each layer"
+            )
         known = {**annotations_of(RunSettings), "policy": str | None}
         for name, value in self.inference.items():
             if name not in known:
@@ -75,7 +81,15 @@ class HeadsConfig:
     def for_backbone(cls, spec: BackboneSpec, backbone: str, d_hidden: int, **rest: object) -> HeadsConfig:
         """The configuration of heads of width ``d_hidden`` for a backbone."""
         dimensions = {name: getattr(spec, name) for name in (*DIMENSIONS, "activation")}
-        return made(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, **rest})
+        sizes = sizes_of(spec)
+        return made(cls, {"backbone": backbone, "d_hidden": d_hidden, **dimensions, "sizes": sizes, **rest})
+
+    @property
+    def layers(self) -> list[AttentionLayer]:
+        """Sizes of every layer."""
+        if self.sizes is None:
+            return [AttentionLayer(self.n_heads, self.n_kv_heads, self.head_dim, self.head_dim)] * self.n_layers
+        return [AttentionLayer(Q, H, key, value) for Q, H, key, value in self.sizes]
 
     @property
     def width(self) -> int:
@@ -95,10 +109,10 @@ class HeadsConfig:
 class RetainingHead(nn.Module):
     """``fc2(act(fc1([q; k; v])))`` without biases; ``[B, heads, T, D]`` inputs to predicted CIS ``[B, H, T]``."""
 
-    def __init__(self, config: HeadsConfig) -> None:
+    def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
         super().__init__()
-        self.fc1 = nn.Linear((config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.d_hidden, bias=False)
-        self.fc2 = nn.Linear(config.d_hidden, config.n_kv_heads, bias=False)
+        self.fc1 = nn.Linear(layer.qkv_dim, config.d_hidden, bias=False)
+        self.fc2 = nn.Linear(config.d_hidden, layer.n_kv_heads, bias=False)
         self.act = ACT2FN[config.activation]
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
@@ -110,9 +124,9 @@ class RetainingHead(nn.Module):
 class LinearHead(nn.Module):
     """``fc1([q; k; v])``, with a bias. Source: KVzap, arXiv 2601.07891 (its linear form)."""
 
-    def __init__(self, config: HeadsConfig) -> None:
+    def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
         super().__init__()
-        self.fc1 = nn.Linear((config.n_heads + 2 * config.n_kv_heads) * config.head_dim, config.n_kv_heads)
+        self.fc1 = nn.Linear(layer.qkv_dim, layer.n_kv_heads)
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
         x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
@@ -129,10 +143,10 @@ class SinkHead(nn.Module):
 
     SINKS = 16
 
-    def __init__(self, config: HeadsConfig) -> None:
+    def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
         super().__init__()
-        E = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        self.shape = Q, H, r = config.n_heads, config.n_kv_heads, config.d_hidden
+        E = layer.qkv_dim
+        self.shape = Q, H, r = layer.n_heads, layer.n_kv_heads, config.d_hidden
         self.query, self.key = nn.Linear(E, Q * r), nn.Linear(E, H * r, bias=False)
         self.query_norm, self.key_norm = nn.RMSNorm(r, eps=1e-6), nn.RMSNorm(r, eps=1e-6)
         self.sinks = nn.Parameter(torch.zeros(H, self.SINKS, r))
@@ -158,6 +172,8 @@ def _side_by_side(*parts_BXTD: Tensor) -> Tensor:
     is copied."""
     first, at = parts_BXTD[0], parts_BXTD[0].storage_offset()
     B, _, T, D = first.shape
+    if any(x.shape[-1] != D for x in parts_BXTD):
+        return torch.cat([x.transpose(1, 2).flatten(2) for x in parts_BXTD], dim=-1)
     width = D * sum(x.shape[1] for x in parts_BXTD)
     for x in parts_BXTD:
         follows = x.untyped_storage()._cdata == first.untyped_storage()._cdata and x.storage_offset() == at
@@ -177,7 +193,7 @@ class RetainingHeads(nn.Module):
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(FORMS[config.form](config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(FORMS[config.form](config, layer) for layer in config.layers)
 
     def __getitem__(self, layer: int) -> nn.Module:
         return self.layers[layer]
@@ -185,6 +201,8 @@ class RetainingHeads(nn.Module):
     def check_backbone(self, spec: BackboneSpec) -> None:
         """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""
         pairs = [(n, getattr(self.config, n), getattr(spec, n)) for n in DIMENSIONS]
+        if self.config.sizes != sizes_of(spec):
+            pairs.append(("sizes", self.config.sizes, sizes_of(spec)))
         if wrong := [f"{n}: heads have {mine}, the backbone has {its}" for n, mine, its in pairs if mine != its]:
             raise ValueError(f"these heads are for {self.config.backbone}: " + "; ".join(wrong))
 
@@ -222,6 +240,13 @@ class RetainingHeads(nn.Module):
         exact = all(torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight) for weight in self.parameters())
         dtype = dtype or (torch.bfloat16 if exact else torch.float32)
         write_checkpoint(Path(target), self.config.to_dict(), state_of(self, dtype))
+
+
+def sizes_of(spec: BackboneSpec) -> list[list[int]] | None:
+    """``HeadsConfig.sizes`` of a backbone; None where its layers are alike."""
+    if spec.is_uniform:
+        return None
+    return [[one.n_heads, one.n_kv_heads, one.key_size, one.value_size] for one in spec.layers]
 
 
 def loaded(heads: RetainingHeads | str | Path | None) -> RetainingHeads | None:

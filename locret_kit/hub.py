@@ -26,7 +26,7 @@ ATTEMPTS = 3
 
 
 class OneRetryLine(logging.Filter):
-    """Of the client's warnings of calls that it sends again, the first alone, with what a user can do."""
+    """The first of the client's warnings of calls that it sends again, with what a user can do."""
 
     LOGGER = "huggingface_hub.utils._http"
     """Logger that it is for."""
@@ -48,7 +48,7 @@ class OneRetryLine(logging.Filter):
 
 
 class Access(TypedDict, total=False):
-    """How a repository is read, as ``huggingface_hub`` takes it."""
+    """Arguments of reading a repository, as ``huggingface_hub`` takes them."""
 
     revision: str | None
     token: str | bool | None
@@ -169,8 +169,8 @@ def _check_ours(repo: str, names: list[str], name: str, wanted: str, token: str 
     names = [n for n in names if n not in (".gitattributes", "README.md")]
     if not names:
         return
-    found = read_json(Path(hf_hub_download(repo, name, token=token))) if name in names else None
-    if not isinstance(found, dict) or found.get("format") != wanted:
+    config = read_json(Path(hf_hub_download(repo, name, token=token))) if name in names else None
+    if not isinstance(config, dict) or config.get("format") != wanted:
         raise ValueError(f"it exists and holds something else ({', '.join(names[:3])}); give another name")
 
 

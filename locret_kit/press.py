@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .backbones.families import require_adapter, spec_of, text_config
+from .backbones.probe import describe
+from .backbones.spec import text_config
 from .cis import mean_of_next
 from .heads import RetainingHeads
 
@@ -28,7 +29,7 @@ except ModuleNotFoundError:
 
     @dataclass
     class ScorerPress:  # type: ignore[no-redef]
-        """What stands in for kvpress's class where kvpress is not installed: scores alone."""
+        """A stand-in for kvpress's class where kvpress is not installed: scores alone."""
 
         compression_ratio: float = 0.0
 
@@ -62,11 +63,14 @@ class LocretPress(ScorerPress):
 
     def post_init_from_model(self, model: PreTrainedModel) -> None:
         """Load the heads, and put them where the model is."""
-        config = text_config(model)
-        require_adapter(config)
+        config, description = text_config(model), describe(model)
+        if (unlike := description.unlike_llama) is not None:
+            raise ValueError(
+                f"model_type={config.model_type!r}: kvpress's hooks see no queries before RoPE there: {unlike}"
+            )
         if not isinstance(self.heads, RetainingHeads):
             self.heads = RetainingHeads.from_pretrained(str(self.heads), backbone=config.name_or_path or None)
-        self.heads.check_backbone(spec_of(config))
+        self.heads.check_backbone(description.spec)
         self.heads.to(device=model.device).requires_grad_(False)
 
     def score(
@@ -76,7 +80,7 @@ class LocretPress(ScorerPress):
         keys: Tensor,
         values: Tensor,
         attentions: Tensor | None,
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
     ) -> Tensor:
         """Scores ``[B, H, T]`` of hidden states ``[B, T, E]`` and values ``[B, H, T, D]``; keys are those after RoPE and are left
         aside."""

@@ -15,14 +15,14 @@ from annotated_types import Interval, Predicate
 
 from .naming import nearest
 from .sizes import parse_bytes
-from .validation import NAME, Says, check, made
+from .validation import NAME, Description, check, made
 
 BUDGET, CHUNK = 1024, 512
 """Slots and tokens where neither the user nor the heads say."""
 INT32_MAX = 2**31 - 1
 SCHEMES = ("compact", "clipped", "original")
 PROTECTED = ("first", "system", "markers")
-"""What ``protect`` may name."""
+"""Names that ``protect`` may have."""
 FIRST = 4
 """The first tokens of a text, on which much attention rests whatever they say. Source: StreamingLLM, arXiv 2309.17453."""
 PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
@@ -33,7 +33,7 @@ Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 Share = Annotated[float, Interval(gt=0, le=1)]
 Budget = Annotated[
     Slots | Share,
-    Says("at least 1 slot (at most 2147483647), or with a point a share of the prompt, above 0 and at most 1.0"),
+    Description("at least 1 slot (at most 2147483647), or with a point a share of the prompt, above 0 and at most 1.0"),
 ]
 
 
@@ -105,7 +105,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(StoreSettings):
-    """How the cache works. None leaves a setting to what the heads were published with, then to the default.
+    """Settings of the cache. None leaves a setting to what the heads were published with, then to the default.
 
     Raises:
         ValueError: a wrong type or a value out of bounds; names the setting, its value and the bound.

@@ -39,7 +39,7 @@ S = TypeVar("S", bound=Schema)
 
 
 @dataclass(frozen=True)
-class Says:
+class Description:
     """Metadata of an annotation: the words for what it allows, in place of those made from its type and bounds."""
 
     words: str
@@ -141,7 +141,7 @@ def allowed(annotation: object, *, bounds_alone: bool = False) -> str:
     """Words for the values that an annotation allows: ``an integer, at least 1``; or without the type: ``at least 1``."""
     metadata, bounds = list(metadata_of(annotation)), []
     for item in metadata:
-        if isinstance(item, Says):
+        if isinstance(item, Description):
             return item.words
         if isinstance(item, MinLen):
             bounds.append("not empty")

@@ -28,8 +28,9 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
 from locret_kit.cache.attention import operator
 from locret_kit.naming import first_line
+from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
 from locret_kit.planning.cards import card_of
-from locret_kit.planning.plan import Backbone, Setting, head_parameters, plan_inference
+from locret_kit.planning.inference_plan import Setting, plan_inference
 from locret_kit.runtime import speed
 from locret_kit.runtime.session import Sampling, decode, prefill
 
@@ -83,7 +84,7 @@ class Run:
 
     def build(self) -> None:
         """Random weights, made on the device in the setting's dtype."""
-        dtype, spec = getattr(torch, self.setting.dtype), Backbone.of(self.config).spec
+        dtype, spec = getattr(torch, self.setting.dtype), BackboneSizes.of(self.config).spec
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -153,7 +154,7 @@ class Run:
 
 def operations(config: Any, setting: Setting) -> float:
     """Floating-point operations of a prefill: projections and MLP, attention of each chunk over budget and itself, heads."""
-    backbone, tokens = Backbone.of(config), setting.context
+    backbone, tokens = BackboneSizes.of(config), setting.context
     spec, tables = backbone.spec, config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     pairs = 0.0
     for start in range(0, tokens, setting.chunk):
@@ -165,7 +166,7 @@ def operations(config: Any, setting: Setting) -> float:
 
 def bytes_read(config: Any, dtype: str, rows: int) -> int:
     """Bytes that a decoded token must read."""
-    return speed.bytes_read(Backbone.of(config), config.tie_word_embeddings, dtype, rows)
+    return speed.bytes_read(BackboneSizes.of(config), config.tie_word_embeddings, dtype, rows)
 
 
 def predicted(run: Run) -> speed.Speed | None:
@@ -176,7 +177,7 @@ def predicted(run: Run) -> speed.Speed | None:
 
 def attention(run: Run) -> str:
     """What a chunk's attention over cached rows and one token's run through."""
-    head_size, dtype = Backbone.of(run.config).spec.head_dim, getattr(torch, run.setting.dtype)
+    head_size, dtype = BackboneSizes.of(run.config).spec.head_dim, getattr(torch, run.setting.dtype)
     backend = choose(None, run.device, head_size, dtype)
     token = "sdpa" if backend == "reference" else "ragged_decode"
     return f"{operator(run.device, dtype, head_size, backend)}; one token: {token}"
@@ -253,7 +254,7 @@ def check(run: Run) -> Iterator[Figure]:
     Raises:
         RuntimeError: the logits do not agree. An operation that does not is in ``run.wrong``, and in a row of its own.
     """
-    spec = Backbone.of(run.config).spec
+    spec = BackboneSizes.of(run.config).spec
     at = Shape(spec.n_heads, spec.n_kv_heads, spec.head_dim, 1024, 256, prompt=2048, answer=64)
     for case in cases(run.name, at if run.device.type == "cuda" else bench.TINY, run.device):
         try:
@@ -321,7 +322,7 @@ def shares(run: Run) -> Iterator[Figure]:
     run.compile()
     total, took, first, tokens = min((chunks_of(run) for _ in range(PASSES)), key=lambda chunks: chunks.seconds)
     said = f"{tokens} tokens after {first}, on the device, the fastest of {PASSES} passes"
-    s, heads = run.setting, head_parameters(Backbone.of(run.config).spec, run.setting.width)
+    s, heads = run.setting, head_parameters(BackboneSizes.of(run.config).spec, run.setting.width)
     least = 200 * s.context * heads / operations(run.config, s)
     for name, part in zip(names, took, strict=True):
         aside = f"{said}; the heads' products are {least:.2g}% of all operations" if name == "scoring" else said
@@ -337,7 +338,7 @@ def prefilling(run: Run) -> Iterator[Figure]:
     """Speed against the floor, memory against the plan."""
     seconds, tokens = run.whole(), run.setting.context
     most = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None
-    planned = plan_inference(Backbone.of(run.config), run.setting).peak
+    planned = plan_inference(BackboneSizes.of(run.config), run.setting).peak
     work = f"{run.floor(tokens) * run.flops / tokens / 1e9:.4g} GFLOP per token"
     yield Figure("prefill", tokens / seconds, "tokens/s")
     yield Figure("prefill, of the floating-point floor", 100 * run.share, "%", work)

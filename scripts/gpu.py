@@ -32,8 +32,8 @@ from locret_kernels.provenance import origin
 from locret_kit.backbones.load import pick_device
 from locret_kit.cli.plan import resolve
 from locret_kit.naming import first_line
+from locret_kit.planning.inference_plan import Setting
 from locret_kit.planning.memory import cap_gpu_memory
-from locret_kit.planning.plan import Setting
 from locret_kit.settings import RunSettings
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"

@@ -10,8 +10,8 @@ import sys
 
 from locret_kit.backbones.load import load_tokenizer
 from locret_kit.naming import first_line
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import make_needle
-from locret_kit.samples.text import load_text
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,17 +13,18 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from locret_kit.config import recipes as recipe_files
-from locret_kit.config.benchmark import BENCHMARK
-from locret_kit.config.chat import CHAT
-from locret_kit.config.documents import ASK, INFO, KEPT, READ
-from locret_kit.config.evaluate import EVAL, PAIRED, folder_command
-from locret_kit.config.evaluate import KEPT as EVAL_KEPT
-from locret_kit.config.figures import FIGURE, SWEEP, TABLE
-from locret_kit.config.infer import INFER, Prompt
-from locret_kit.config.plan import PLAN
-from locret_kit.config.publish import PUBLISH
-from locret_kit.config.reader import OURS, REQUIRED, Command, Each, docstrings, groups_of
-from locret_kit.config.serve import SERVE
+from locret_kit.config.benchmark_runs import BENCHMARK
+from locret_kit.config.chat_options import CHAT
+from locret_kit.config.command_help import COMMON_OPTIONS, groups_of
+from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.eval_options import EVAL, PAIRED, folder_command
+from locret_kit.config.eval_options import KEPT as EVAL_KEPT
+from locret_kit.config.figure_options import FIGURE, SWEEP, TABLE
+from locret_kit.config.infer_options import INFER, BatchPrompt
+from locret_kit.config.plan_options import PLAN
+from locret_kit.config.publish_options import PUBLISH
+from locret_kit.config.schema import REQUIRED, Command, Repeatable, docstrings
+from locret_kit.config.serve_options import SERVE
 from locret_kit.settings import PUBLISHED, RunSettings
 from locret_kit.validation import allowed, annotations_of, choices, metadata_of
 
@@ -135,7 +136,7 @@ def type_of(annotation: object) -> str:
     metadata = list(metadata_of(annotation))
     if any(getattr(getattr(item, "func", None), "__name__", "") == "is_size" for item in metadata):
         return "a size, such as 24GiB"
-    if any(isinstance(item, Each) for item in metadata):
+    if any(isinstance(item, Repeatable) for item in metadata):
         return "a text; may be given several times"
     return re.sub(r" (and at most 2147483647|and below 2147483648|\(at most 2147483647\))", "", allowed(annotation))
 
@@ -199,7 +200,8 @@ def commands() -> str:
         "A switch is `--key` or `--no-key`. An empty default means that the option is off, or what its meaning says.",
         "Every command also takes:",
         table(
-            ("option", "meaning"), ((f"`--{name}`", meaning.removeprefix("FILE  ")) for name, meaning in OURS.items())
+            ("option", "meaning"),
+            ((f"`--{name}`", meaning.removeprefix("FILE  ")) for name, meaning in COMMON_OPTIONS.items()),
         ),
     ]
     for command in COMMANDS:
@@ -247,7 +249,7 @@ def policies() -> str:
         policy = parse_policy(name)
         needs = {
             "retaining heads": policy.needs_heads,
-            "a backbone family with an adapter": policy.needs_adapter,
+            "a backbone whose rotation is known": policy.needs_unrotated,
             "the backbone's probability of each token": policy.needs_logits,
             f"statistics of attention ({', '.join(sorted(policy.statistics))})": bool(policy.statistics),
             "queries of the newest tokens": policy.recent(512) > 0,
@@ -311,7 +313,7 @@ def recipes() -> str:
 def tasks() -> str:
     """Every task."""
     from locret_kit.evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
-    from locret_kit.evals.tasks.documents import BENCHMARKS, entries
+    from locret_kit.evals.tasks.document_tasks import BENCHMARKS, entries
 
     blocks = [
         f"`locret-eval tasks=[NAME,...]`. Groups: {', '.join(f'`{name}`' for name in GROUPS)}. `fidelity:NAME` scores a task by "
@@ -388,8 +390,8 @@ def files() -> str:
     from locret_kit.cache import file as cache_file
     from locret_kit.cache.saved import Saved
     from locret_kit.checkpoint import FORMAT
-    from locret_kit.documents.document import TextRecord
-    from locret_kit.evals.engine import rows
+    from locret_kit.documents.text_record import TextRecord
+    from locret_kit.evals.engine import result_rows
     from locret_kit.heads import HeadsConfig
     from locret_kit.policies.methods import lococo
     from locret_kit.runtime.report import Report
@@ -413,14 +415,14 @@ def files() -> str:
         "Its field `document`, where a text was read:",
         fields_table(TextRecord),
         "## Prompts of a batch",
-        prose(Prompt.__doc__ or "").split("\n")[0] + " `prompt`, or `text` and `question`, or `messages`.",
-        fields_table(Prompt),
+        prose(BatchPrompt.__doc__ or "").split("\n")[0] + " `prompt`, or `text` and `question`, or `messages`.",
+        fields_table(BatchPrompt),
         "## Report of `--report`",
         prose(Report.__doc__ or ""),
         fields_table(Report),
         "## Evaluation rows",
-        prose(rows.__doc__ or ""),
-        fields_table(rows.Row),
+        prose(result_rows.__doc__ or ""),
+        fields_table(result_rows.Row),
         "## Training records",
         "JSON, JSONL or Parquet; the schema is recognised by the keys. [One record of "
         "each](../tutorials/train.md#your-own-records).",

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from locret_kit.evals.cells import wilson
-from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.figures.style import COLORS, RC, token_axis
 from locret_kit.files import write_beside
 

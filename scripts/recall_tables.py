@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 from locret_kit.evals.cells import size
-from locret_kit.evals.engine.rows import Row, label_of
-from locret_kit.evals.engine.settings import RANDOM_HEADS, is_oracle
+from locret_kit.evals.engine.result_rows import Row, label_of
+from locret_kit.evals.engine.run_spec import RANDOM_HEADS, is_oracle
 from locret_kit.evals.tables import Table
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locret_kit.evals.cells import Cell, size, summarize
-from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.report.summary import score_table, score_tables, to_markdown, usual_dtype
 from locret_kit.evals.tables import MARKS, line
 from locret_kit.files import write_beside

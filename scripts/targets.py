@@ -38,7 +38,7 @@ def predicted() -> Mapping[tuple[str, str], str]:
     """What the cost model says of the cards of `locret_kit/planning/cards.py`, in their order, by model and figure."""
     from locret_kit.cli.plan import resolve
     from locret_kit.planning.cards import CARDS
-    from locret_kit.planning.plan import Setting
+    from locret_kit.planning.inference_plan import Setting
     from locret_kit.runtime.speed import predict, record
     from locret_kit.settings import RunSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from locret_kit.planning.plan import Setting
+from locret_kit.planning.inference_plan import Setting
 from locret_kit.settings import RunSettings
 
 RUN = {item.name for item in fields(RunSettings)}

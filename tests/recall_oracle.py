@@ -52,10 +52,10 @@ def recorded(policy: str, length: int, steps: int = 6, **rest) -> list[Call]:
     bounded, model, calls = make(policy, length=length, **rest), softer(), []
     plain = BoundedCache.attend_scored
 
-    def attend(self, layer, q, k, v, scaling, score):
+    def attend(self, layer, q, k, v, softmax, score):
         held = [x.tolist() for x in self.kept_positions(layer)[0]]
         start, H = self.bounded[layer].seen, k.shape[1]
-        out = plain(self, layer, q, k, v, scaling, score)
+        out = plain(self, layer, q, k, v, softmax, score)
         calls.append(
             Call(layer, start, held, q[0].unflatten(0, (H, -1)), k[0], v[0], out[0].unflatten(0, (H, -1)).clone())
         )

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_reading import IDS, bounded, mask_by_definition
 from tiny_models import tiny_model
 
-from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy, parts_of
-from locret_kit.policies.reread import Passages
+from locret_kit.policies.passages import Passages
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -16,7 +16,7 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
-from locret_kit.samples.chat import render_prompt
+from locret_kit.text.template import render_prompt
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 

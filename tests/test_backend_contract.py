@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.sparse_attend import Blocks
+from locret_kit.backbones.handler import Softmax
 from locret_kit.backbones.rope import Rope
 from locret_kit.cache.backend import BACKENDS, backend_for
 
@@ -54,7 +55,7 @@ def close(mine: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("window", [None, 7])
 def test_attention(backend, shape, window):
     q, k, v = drawn(*shape)
-    out, statistics = backend.attend(q, k, v, SCALING, window=window)
+    out, statistics = backend.attend(q, k, v, Softmax(SCALING), window=window)
     close(out, output(weights(q, k, window), v))
     assert statistics == []
 
@@ -63,7 +64,9 @@ def test_attention(backend, shape, window):
 @pytest.mark.parametrize("by_head", [False, True])
 def test_statistics(backend, shape, by_head):
     q, k, v = drawn(*shape)
-    out, counted = backend.attend(q, k, v, SCALING, want=frozenset({"sum", "square", "above"}), by_head=by_head)
+    out, counted = backend.attend(
+        q, k, v, Softmax(SCALING), want=frozenset({"sum", "square", "above"}), by_head=by_head
+    )
     p_QTS, (Q, H, T, S, _) = weights(q, k), shape
     close(out, output(p_QTS, v))
     groups = p_QTS.unflatten(0, (H, Q // H))
@@ -83,7 +86,7 @@ def test_rotation_on_the_way(backend, shape):
     cos, sin = Rope(0.1 ** torch.arange(D // 2)).tables(torch.arange(S), torch.float32)
     turned = [x.double() * c + torch.cat((-x.double()[..., D // 2 :], x.double()[..., : D // 2]), -1) * s
               for x, c, s in ((q, cos[-T:], sin[-T:]), (k, cos, sin))]  # fmt: skip
-    out, _ = backend.attend(q, k, v, SCALING, rotation=ChunkRotation(cos, sin, cos[-T:], sin[-T:]))
+    out, _ = backend.attend(q, k, v, Softmax(SCALING), rotation=ChunkRotation(cos, sin, cos[-T:], sin[-T:]))
     close(out, output(weights(*turned), v))
 
 

@@ -12,17 +12,17 @@ from tiny_text import tiny_tokenizer
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.eval import main
-from locret_kit.config import benchmark as config
+from locret_kit.config import benchmark_runs as config
 from locret_kit.evals.cells import wilson
-from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.report.benchmark import BEGIN, END, Part, by_document, compared, grids, scores
-from locret_kit.evals.tasks import Request, find_tasks
+from locret_kit.evals.engine.result_rows import Row, read_rows
+from locret_kit.evals.report.benchmark_tables import BEGIN, END, BlockRows, by_document, compared, grids, scores
+from locret_kit.evals.tasks import ExampleRequest, find_tasks
 from locret_kit.samples import overlap
 from locret_kit.samples.facts import FACTS, HELD_FACTS
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import WORDINGS
-from locret_kit.samples.text import load_text
 from locret_kit.samples.wording import HELD_PROMPTS, PROMPTS
 
 # ---- prompts -----------------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ from locret_kit.samples.wording import HELD_PROMPTS, PROMPTS
 def test_questions_about_a_document_begin_alike(tmp_path):
     (tmp_path / "text.txt").write_text(load_text("pydoc")[:60_000])
     (task,) = find_tasks(["questions"], haystacks=[str(tmp_path)])
-    made = [task.make(Request(tiny_tokenizer(), 1500, i)) for i in range(5)]
+    made = [task.make(ExampleRequest(tiny_tokenizer(), 1500, i)) for i in range(5)]
     first, other = made[:4], made[4]
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(one.prompt for one in first), strict=False))
     document = "".join(letters[0] for letters in same)
@@ -57,12 +57,12 @@ def test_wordings_are_not_those_of_training():
 def test_wording_ending_and_offset_leave_text_and_digits_alone():
     tokenizer = tiny_tokenizer()
     (task,) = find_tasks(["passkey"], haystacks=["pydoc"])
-    plain = task.make(Request(tokenizer, 1200, 3))
+    plain = task.make(ExampleRequest(tokenizer, 1200, 3))
     for wording in range(1, 10):
-        made = task.make(Request(tokenizer, 1200, 3, wording=wording))
+        made = task.make(ExampleRequest(tokenizer, 1200, 3, wording=wording))
         assert made.answer == plain.answer and WORDINGS[wording].question in made.prompt
         assert made.extra["wording"] == wording
-    moved = task.make(Request(tokenizer, 1200, 3, offset=128))
+    moved = task.make(ExampleRequest(tokenizer, 1200, 3, offset=128))
     start = WORDINGS[0].instruction[:40]
     shift = len(tokenizer(moved.prompt[: moved.prompt.index(start)]).input_ids)
     assert abs(shift - 128) <= 2 and moved.answer == plain.answer
@@ -115,14 +115,14 @@ def test_scores_and_differences():
 
 def test_the_grid_names_its_worst_cell():
     parts = [
-        Part("grid", "as it is", rows_of([1.0, 1.0])), Part("grid", "ending=line", rows_of([0.0, 1.0])),
-        Part("grid", "chunk=256", rows_of([1.0, 1.0])),
+        BlockRows("grid", "as it is", rows_of([1.0, 1.0])), BlockRows("grid", "ending=line", rows_of([0.0, 1.0])),
+        BlockRows("grid", "chunk=256", rows_of([1.0, 1.0])),
     ]  # fmt: skip
     (table,) = grids(parts)
     assert table.title == "Grid, dev, 4K"
     assert [line[0] for line in table.lines] == ["as it is", "ending=line", "chunk=256", "mean", "worst cell"]
     assert table.lines[-2][1] == "0.83" and table.lines[-1][1] == "0.50: ending=line"
-    (table,) = grids([*parts, Part("grid", "offset=128", rows_of([1.0, 0.0]))])
+    (table,) = grids([*parts, BlockRows("grid", "offset=128", rows_of([1.0, 0.0]))])
     assert table.lines[-1][1] == "0.50: ending=line and 1 more"
 
 

@@ -17,7 +17,7 @@ from policy_runs import distinct_tokens
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.policies.base import Score, Slots, TopK
 from locret_kit.policies.grammar import parse_policy

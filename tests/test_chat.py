@@ -11,8 +11,8 @@ from test_documents import SETTINGS, kept, parts, read, text_of
 
 from locret_kit import Chat, attach
 from locret_kit.runtime.session import Sampling
-from locret_kit.samples.chat import render_turn
 from locret_kit.settings import RunSettings
+from locret_kit.text.template import render_turn
 
 
 def replayed(chat: Chat) -> torch.Tensor:

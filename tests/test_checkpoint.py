@@ -17,10 +17,10 @@ from tiny_tokenizer import save_tiny_backbone
 from transformers import AutoConfig
 
 from locret_kit import HeadsConfig, RetainingHeads, checkpoint, files
-from locret_kit.backbones.families import BackboneSpec, spec_of
+from locret_kit.backbones.spec import BackboneSpec, spec_of
 from locret_kit.heads import state_of
 
-SPEC = BackboneSpec("llama", 2, 4, 2, 8, "silu", (None, None))
+SPEC = BackboneSpec.uniform("llama", 2, 4, 2, 8)
 CONFIG = HeadsConfig.for_backbone(SPEC, "some/backbone", 16, target="log_prob", inference={"budget": 64})
 
 
@@ -174,7 +174,7 @@ def test_nothing_there(tmp_path):
 
 
 def test_a_wrong_backbone_is_named_field_by_field():
-    wrong = replace(SPEC, model_type="qwen3", n_layers=3, n_kv_heads=4, head_dim=16)
+    wrong = BackboneSpec.uniform("qwen3", 3, 4, 4, 16)
     with pytest.raises(ValueError) as caught:
         make().check_backbone(wrong)
     assert str(caught.value) == (

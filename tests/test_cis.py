@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import ropes_of, spec_of
 from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.rope import rotate
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cis import cis_loss, cis_target, top_recall
 from locret_kit.training.observer import Observer
 
@@ -116,7 +117,8 @@ class Recorder(Handler):
     def __init__(self, ropes):
         self.ropes, self.seen = ropes, []
 
-    def attend(self, layer, q, k, v, scaling):
+    def attend(self, layer, q, k, v, softmax):
+        scaling = softmax.scaling
         self.seen.append((q, k, v, scaling))
         cos, sin = self.ropes[layer].tables(torch.arange(q.shape[2]), q.dtype)
         return torch.nn.functional.scaled_dot_product_attention(
@@ -131,7 +133,7 @@ def test_observer_equals_one_joint_pass(kind, answers):
     torch.manual_seed(2)
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 16))
     ids = torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(0))
-    ropes, loss = ropes_of(model, 40), dict(smoothing=0.0025, top_fraction=0.1, top_weight=5.0, beta=1.0)
+    ropes, loss = describe(model).ropes(model, 40), dict(smoothing=0.0025, top_fraction=0.1, top_weight=5.0, beta=1.0)
 
     alive = []  # leaves that a layer's graph reaches
 
@@ -140,7 +142,15 @@ def test_observer_equals_one_joint_pass(kind, answers):
         alive.append([i for i in range(3) if heads[i].fc1.weight.grad is not None])
 
     observer = Observer(
-        heads, ropes, (None,) * 3, answers, kind=kind, floor=-12.0, lead=1, loss=loss, backward=backward
+        heads,
+        ropes,
+        spec_of(model.config).layers,
+        answers,
+        kind=kind,
+        floor=-12.0,
+        lead=1,
+        loss=loss,
+        backward=backward,
     )
     recorder = Recorder(ropes)
     with torch.no_grad(), attach(model) as attachment:
@@ -172,15 +182,19 @@ def test_observer_equals_one_joint_pass(kind, answers):
 def test_observer_without_backward_builds_no_graph():
     model = tiny_model("gemma3")
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 16))
-    windows = spec_of(model.config).windows
-    observer = Observer(heads, ropes_of(model, 30), windows, ((20, 30),), kind="logit", floor=-12.0, lead=1, loss={})
+    layers = spec_of(model.config).layers
+    observer = Observer(
+        heads, describe(model).ropes(model, 30), layers, ((20, 30),), kind="logit", floor=-12.0, lead=1, loss={}
+    )
     ids = torch.randint(2, 97, (1, 30))
     with torch.no_grad(), attach(model) as attachment:
         want = model(input_ids=ids).logits
         with attachment.handled_by(observer):
             got = model(input_ids=ids, use_cache=False).logits
     assert (got - want).abs().max() < 1e-4
-    assert len(observer.figures.recall) == windows.count(None)  # layers with a window need no head
+    assert len(observer.figures.recall) == sum(
+        layer.window is None for layer in layers
+    )  # layers with a window need no head
     assert all(p.grad is None for p in heads.parameters())
 
 
@@ -192,7 +206,8 @@ def test_targets_are_the_backbones_own_attention(family):
     spec, length, start = spec_of(model.config), 100, 90  # past the 64 tokens of LongRoPE's short factors
     heads, targets = RetainingHeads(HeadsConfig.for_backbone(spec, "tiny", 16)), []
     observer = Observer(
-        heads, ropes_of(model, length), spec.windows, ((start, length),), kind="log_prob", floor=-100.0, lead=1, loss={},
+        heads, describe(model).ropes(model, length), spec.layers, ((start, length),), kind="log_prob", floor=-100.0, lead=1,
+        loss={},
         watch=lambda predicted, target: targets.append(target),
     )  # fmt: skip
     ids = torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(1))

@@ -202,7 +202,7 @@ def test_what_it_does_not_take():
         model = tiny_model("llama")
         change(model)
         assert why in cpu_decoder(model)
-    assert "norms" in cpu_decoder(tiny_model("gemma3")) or "SiLU" in cpu_decoder(tiny_model("gemma3"))
+    assert "its words are a" in cpu_decoder(tiny_model("gemma3"))
 
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
 from locret_kit.training import callbacks
-from locret_kit.training.curves import read_curves
+from locret_kit.training.scalars import read_curves
 from locret_kit.training.zero import import_deepspeed
 
 import_deepspeed(torch.device("cpu"))  # here, since the forked processes would each take seconds for it

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from locret_kit.evals.metrics.benchmarks import first_number
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import make_needle
-from locret_kit.samples.text import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", ROOT / "checkpoints" / "smollm2-135m-locret"

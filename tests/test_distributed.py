@@ -15,10 +15,10 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
-from locret_kit.samples.chat import Sample
+from locret_kit.samples.sample import Sample
 from locret_kit.training import callbacks
-from locret_kit.training.curves import read_curves
 from locret_kit.training.data import Share
+from locret_kit.training.scalars import read_curves
 from locret_kit.training.strategy import make_strategy
 
 SETTINGS = [

@@ -19,7 +19,7 @@ from test_documents_reader import pdf
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoConfig
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.evals.tasks import DESCRIPTIONS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies import registry

@@ -20,11 +20,11 @@ from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from locret_kit import Document
-from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import ask, infer, info, kept, read
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.runtime.kept import token_texts
+from locret_kit.runtime.kept_text import token_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}

@@ -12,12 +12,12 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
 from locret_kit.runtime.session import generate
-from locret_kit.samples.chat import protected_spans, render_prompt
 from locret_kit.settings import RunSettings
+from locret_kit.text.template import protected_spans, render_prompt
 
 WORDS = "The harbour was quiet when the boats came in with nets and ropes of every colour and nobody spoke".split()  # noqa: SIM905
 QUESTIONS = ("What is it?", "Who came in, and when did the boats with nets come? " * 3)

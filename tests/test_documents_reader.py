@@ -23,7 +23,7 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli import command, infer
 from locret_kit.cli.terminal import text_of
-from locret_kit.samples.reader import read_document, read_stream
+from locret_kit.text.reader import read_document, read_stream
 
 LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"
 WORDS = LINE.split()

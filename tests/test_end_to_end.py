@@ -15,14 +15,15 @@ from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import ropes_of, spec_of
+from locret_kit.backbones import probe
+from locret_kit.backbones.spec import spec_of
 from locret_kit.card import describe
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
-from locret_kit.samples.chat import Sample
-from locret_kit.training.curves import read_curves
+from locret_kit.samples.sample import Sample
 from locret_kit.training.end_to_end import EndToEndTraining, divergence
 from locret_kit.training.gates import Eviction, Gated, attend_gated, drawn_eviction, threshold
+from locret_kit.training.scalars import read_curves
 
 
 def heads_of(model, seed: int = 1, **changes) -> RetainingHeads:
@@ -70,7 +71,7 @@ def test_hard_gates_are_the_caches_evictions(family, newest, hard, temperature):
         prompt_length=61,
     )  # fmt: skip
     with attach(model) as attachment, torch.no_grad():
-        gated = Gated(heads, ropes_of(model, 61), spec_of(model.config).windows, eviction, hard=hard)
+        gated = Gated(heads, probe.describe(model).ropes(model, 61), spec_of(model.config).layers, eviction, hard=hard)
         with attachment.handled_by(gated):
             mine = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         pieces = [ids[i : i + chunk] for i in range(0, 61, chunk)]

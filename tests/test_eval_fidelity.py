@@ -16,8 +16,8 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.engine.fidelity import nll_of, nll_reading, teacher_force
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
-from locret_kit.evals.engine.settings import Engine, Variant
-from locret_kit.runtime.kept import kept_heads
+from locret_kit.evals.engine.run_spec import Setup, Variant
+from locret_kit.runtime.kept_text import kept_heads
 from locret_kit.runtime.session import Sampling
 from locret_kit.settings import RunSettings
 
@@ -141,7 +141,7 @@ def lm():
         return RunSettings(budget=variant.budget or 64, chunk=32).resolved({}, tokens)
 
     def build(policy: str, budget: int) -> LocretLM:
-        return LocretLM(Engine(model, tiny_tokenizer(), "tiny", settings_for), Variant(policy, "-", budget))
+        return LocretLM(Setup(model, tiny_tokenizer(), "tiny", settings_for), Variant(policy, "-", budget))
 
     return build
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.eval import main
-from locret_kit.config.figures import Look
-from locret_kit.evals.engine.rows import Row, read_rows
-from locret_kit.evals.engine.settings import Engine
+from locret_kit.config.figure_options import Look
+from locret_kit.evals.engine.result_rows import Row, read_rows
+from locret_kit.evals.engine.run_spec import Setup
 from locret_kit.evals.figures import FIGURES, PAPERS, curves, draw, find_figure, results, style, sweep
-from locret_kit.evals.tasks.base import Example, Task
+from locret_kit.evals.tasks.task import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
@@ -65,9 +65,9 @@ def look() -> study.Study:
         given = RunSettings(budget=variant.budget or 64, chunk=16, stabilizers=4, local_len=4, positions="compact")
         return given.resolved({}, tokens)
 
-    engine = Engine(model, None, "tiny", settings_for, {"h": RetainingHeads(config).requires_grad_(False)})
+    setup = Setup(model, None, "tiny", settings_for, {"h": RetainingHeads(config).requires_grad_(False)})
     task = Task("words", lambda request: Example("", ""), "match", 2)
-    return study.Study(engine, [task], ["locret"], [24], [150], 1, Path("unused"))
+    return study.Study(setup, [task], ["locret"], [24], [150], 1, Path("unused"))
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_the_script_of_the_examples_runs(tmp_path):
 
 def test_the_default_sweep_of_stabilizers_stays_below_the_budget(tmp_path, monkeypatch):
     """`stabilizers budgets=[128]` once failed on its own default."""
-    for name in ("load_parts", "load_engine", "find_tasks", "write_run_config"):
+    for name in ("load_parts", "load_setup", "find_tasks", "write_run_config"):
         monkeypatch.setattr(papers, name, lambda *args, **more: [])
     made = []
     monkeypatch.setattr(papers, "draw", lambda function, source, folder, name: made.append(source) or [])
@@ -294,7 +294,7 @@ def dense_attention(look, prompt) -> dict[int, torch.Tensor]:
         p = logit.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1)
         out[layer] = p.view(len(k_HTD), G, T, T).mean(1)
 
-    study.watch(look.engine.model, prompt.ids, see)
+    study.watch(look.setup.model, prompt.ids, see)
     return out
 
 
@@ -403,7 +403,7 @@ def test_a_sweep_is_answered_once(name, look, ids, tmp_path, monkeypatch):
     figure = papers.FIGURES[name].function(one)
     assert asked and figure.get_suptitle() and len(figure.axes[0].containers) == (2 if name == "scope-size" else 1)
     if name == "stabilizers":
-        assert [plan.engine.settings_for(plan.variants[0], 9).stabilizers for plan in asked] == [0, 8]
+        assert [plan.setup.settings_for(plan.variants[0], 9).stabilizers for plan in asked] == [0, 8]
     with pytest.raises(ValueError, match=r"sweep"):
         papers.FIGURES[name].function(replace(one, sweep=[99.5]))
 

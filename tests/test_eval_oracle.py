@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.rows import read_kept, read_rows
+from locret_kit.evals.engine.result_rows import read_kept, read_rows
 from locret_kit.evals.tasks import texts
 
 BUDGET, TAIL = 48, 8
@@ -22,7 +22,7 @@ def backbone(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.page.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
 
 
 def words(backbone: Path, out: Path, **more: object) -> list[str]:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.rows import Row
-from locret_kit.evals.report import page
-from locret_kit.runtime import kept
+from locret_kit.evals.engine.result_rows import Row
+from locret_kit.evals.report import html_report
+from locret_kit.runtime import kept_text
 
 TEXT = "The harbour was quiet, naïve \U0001f600 boats came in. The pass key is 12345. "
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -103,8 +103,8 @@ def test_tables_sort_by_numbers_and_the_settings_are_there(report):
 
 
 def test_the_settings_of_the_rows_are_those_that_a_cell_shares(run):
-    rows = [replace(row, kv_bits=4) for row in page.read_rows(run)]
-    assert ("kv_bits", "4") in page.settings(run, rows)[0].lines
+    rows = [replace(row, kv_bits=4) for row in html_report.read_rows(run)]
+    assert ("kv_bits", "4") in html_report.settings(run, rows)[0].lines
 
 
 def test_what_lies_beside_the_figures_is_an_image_and_runs_nothing(run, tmp_path):
@@ -113,7 +113,7 @@ def test_what_lies_beside_the_figures_is_an_image_and_runs_nothing(run, tmp_path
     folder.mkdir()
     (folder / "a.svg").write_text("<svg><script>alert(2)</script></svg>")
     (folder / r"\g<2>.svg").write_text("no drawing at all")
-    html = page.page(tmp_path, page.read_rows(run))
+    html = html_report.page(tmp_path, html_report.read_rows(run))
     assert "alert(2)" not in html and html.count("<script") == 2
     parsed = Parsed(html)
     assert parsed.tags.count("img") == 2 and {"a", r"\g<2>"} <= set(parsed.ids)
@@ -127,8 +127,12 @@ def test_a_damaged_configuration_is_one_line(run, tmp_path, capsys):
 
 
 def test_marks_of_a_table_are_explained_in_its_caption(run):
-    rows = [replace(page.read_rows(run)[1], policy=p, sample=i, error=None, score=1.0) for p in "ab" for i in range(3)]
-    html = page.page(run, [*rows, replace(rows[0], policy="<c>")])
+    rows = [
+        replace(html_report.read_rows(run)[1], policy=p, sample=i, error=None, score=1.0)
+        for p in "ab"
+        for i in range(3)
+    ]
+    html = html_report.page(run, [*rows, replace(rows[0], policy="<c>")])
     assert (
         "; † on other texts than most of its column)</caption>" in html and '<td class="policy">&lt;c&gt;</td>' in html
     )
@@ -171,24 +175,24 @@ def test_in_a_browser(report, tmp_path):
 
 
 def test_the_page_opens_with_all_tasks_and_its_first_link_is_to_what_was_kept(run):
-    base = page.read_rows(run)[0]
+    base = html_report.read_rows(run)[0]
     rows = [replace(base, task=task, policy=policy, budget=512 * (policy != "full"), heads="-", kept=None, score=score)
             for task in ("one", "two") for policy, score in (("full", 1.0), ("a", 0.5), ("b", 0.25))]  # fmt: skip
-    html = page.page(run, [*rows, replace(rows[0], sample=1, kept="a")])
+    html = html_report.page(run, [*rows, replace(rows[0], sample=1, kept="a")])
     assert re.search(r"<caption>(.*?) \(", html)[1] == "All tasks" and re.search(r"<nav><a [^>]*id=\"heat\"", html)
     assert (
         html.count("<b>0.50") == 4 and "<b>1.00" not in html and "<b>0.25" not in html
     )  # two tasks, in two tables each
     assert html.count('class="reference"') == 3
-    assert 'id="heat"' not in page.page(run, rows)
+    assert 'id="heat"' not in html_report.page(run, rows)
 
 
 def test_a_missing_tokenizer_costs_the_text_alone(run, monkeypatch):
     def gone(model):
         raise OSError(f"{model} is gone")
 
-    monkeypatch.setattr(page, "tokenizer_of", gone)
-    found = json.loads(page.data(run, page.read_rows(run)))
+    monkeypatch.setattr(html_report, "tokenizer_of", gone)
+    found = json.loads(html_report.data(run, html_report.read_rows(run)))
     assert [("kept" in e, "gone" in e.get("kept_error", "")) for e in found["examples"]].count((False, True)) == 2
 
 
@@ -196,7 +200,7 @@ def test_a_missing_tokenizer_costs_the_text_alone(run, monkeypatch):
 @given(st.text(max_size=30))
 def test_token_texts_are_the_text(text):
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
-    texts = kept.token_texts(TOKENIZER, ids)
+    texts = kept_text.token_texts(TOKENIZER, ids)
     assert len(texts) == len(ids) and "".join(texts) == TOKENIZER.decode(ids)
 
 
@@ -205,11 +209,11 @@ def test_the_terminal_shows_kept_bright_and_evicted_dim(run, capsys):
     assert main([*words, "color=always"]) == 0
     said = capsys.readouterr().out
     body = said.split("\n\n")[1]
-    assert body.startswith(kept.BRIGHT) and kept.DIM in body
+    assert body.startswith(kept_text.BRIGHT) and kept_text.DIM in body
     assert re.sub(r"\x1b\[\d+m", "", body).strip() == TEXT.strip()
     ids = TOKENIZER(TEXT).input_ids
     bright = "".join(re.findall(r"\x1b\[1m(.*?)\x1b\[0m", body))
-    texts = kept.token_texts(TOKENIZER, ids)
+    texts = kept_text.token_texts(TOKENIZER, ids)
     assert bright == texts[0] + "".join(texts[-3:])
     assert main([*words, "color=never", "layer=1"]) == 0
     assert capsys.readouterr().out.split("\n\n")[1] == " ... " + "".join(texts[-3:])

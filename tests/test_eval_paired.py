@@ -9,8 +9,8 @@ from statistics import mean, stdev
 import pytest
 
 from locret_kit.cli.eval import chosen_rows, main
-from locret_kit.config.evaluate import RowsConfig
-from locret_kit.evals.engine.rows import Row, Shard
+from locret_kit.config.eval_options import RowsConfig
+from locret_kit.evals.engine.result_rows import Row, Shard
 from locret_kit.evals.report.paired import differences, to_markdown
 
 ONE = Row(

@@ -23,22 +23,21 @@ from hypothesis import strategies as st
 from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.fork import CannotFork
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
-from locret_kit.config.evaluate import load_eval_config
+from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.cells import summarize
-from locret_kit.evals.engine import document as document_module
-from locret_kit.evals.engine import runner
-from locret_kit.evals.engine.document import Document, shared_lengths
-from locret_kit.evals.engine.rows import KEY, read_kept, read_rows
-from locret_kit.evals.engine.settings import Prompt
+from locret_kit.evals.engine import runner, shared_beginning
+from locret_kit.evals.engine.result_rows import KEY, read_kept, read_rows
+from locret_kit.evals.engine.run_spec import EvalPrompt
+from locret_kit.evals.engine.shared_beginning import SharedBeginning, shared_lengths
 from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import decoders
-from locret_kit.samples.chat import protected_spans
+from locret_kit.text.template import protected_spans
 
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "cache_bytes", "date", "rank"}
 CHUNK = 32
@@ -70,10 +69,10 @@ def read_all(prompts: Sequence[array], shared: Sequence[int]) -> int:
     """Tokens that are read of beginnings; every prompt goes on from its own."""
     Tokens.total = 0
     with (
-        mock.patch.object(document_module, "attach", lambda model: nullcontext()),
-        mock.patch.object(document_module, "prefill", lambda model, ids, cache: cache.read(ids)),
+        mock.patch.object(shared_beginning, "attach", lambda model: nullcontext()),
+        mock.patch.object(shared_beginning, "prefill", lambda model, ids, cache: cache.read(ids)),
     ):
-        document = Document(None, lambda tokens: Tokens(), max(map(len, prompts)))
+        document = SharedBeginning(None, lambda tokens: Tokens(), max(map(len, prompts)))
         for ids, length in zip(prompts, shared, strict=True):
             fork = document.fork(ids, length)
             assert fork.cache.ids == ids[:length].tolist() and fork.shared == length
@@ -111,9 +110,9 @@ def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
     assert read_all(prompts, shared) == shared[-1]
 
 
-def in_order(*examples: tuple[array, float | None, int | None]) -> list[Prompt]:
+def in_order(*examples: tuple[array, float | None, int | None]) -> list[EvalPrompt]:
     """Prompts as a process answers them, of ids, depth and document each."""
-    prompts = [Prompt(None, 0, 0, Example("", depth=d, document=n), ids) for ids, d, n in examples]
+    prompts = [EvalPrompt(None, 0, 0, Example("", depth=d, document=n), ids) for ids, d, n in examples]
     return sorted(prompts, key=runner.place)
 
 
@@ -171,7 +170,7 @@ def test_a_shared_beginning_ends_before_the_tail():
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.page.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +214,7 @@ def scores(out: Path) -> str:
 def alone(heads, tmp_path_factory) -> Path:
     """A run that shares nothing."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    with mock.patch("locret_kit.evals.report.page.write_page"):
+    with mock.patch("locret_kit.evals.report.html_report.write_page"):
         assert main(words(heads, out, share_prefix="false")) == 0
     rows = read_rows(out)
     assert {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)
@@ -333,7 +332,7 @@ def test_a_fork_that_is_refused_is_a_fresh_run(heads, tmp_path, monkeypatch):
         refused.append(prompt_length)
         raise CannotFork("a fresh run would have evicted otherwise")
 
-    monkeypatch.setattr(document_module.BoundedCache, "fork", fork)
+    monkeypatch.setattr(shared_beginning.BoundedCache, "fork", fork)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 0
     rows = read_rows(out)
@@ -344,14 +343,14 @@ def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, m
     def fork(cache, prompt_length=None):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(document_module.BoundedCache, "fork", fork)
+    monkeypatch.setattr(shared_beginning.BoundedCache, "fork", fork)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 1
     assert {row.error for row in read_rows(out)} >= {"ValueError: a bug"}
 
 
 def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):
-    fork, dropped = Document.fork, []
+    fork, dropped = SharedBeginning.fork, []
 
     def no_room(self, ids, shared, pins):
         if shared:
@@ -359,7 +358,7 @@ def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, head
             raise torch.OutOfMemoryError("no room")
         return fork(self, ids, shared, pins)
 
-    monkeypatch.setattr(Document, "fork", no_room)
+    monkeypatch.setattr(SharedBeginning, "fork", no_room)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret,random]", tasks="[passkey]")) == 0
     wanted = figures(alone)
@@ -373,8 +372,8 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
     """While a prompt goes on from a shared beginning, or from then on, the model finds no room to decode."""
     forward, fork, fresh = (
         LlamaForCausalLM.forward,
-        document_module.BoundedCache.fork,
-        document_module.BoundedCache.__init__,
+        shared_beginning.BoundedCache.fork,
+        shared_beginning.BoundedCache.__init__,
     )
     forks, freed, left = [], [], []
 
@@ -395,8 +394,8 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
 
     monkeypatch.setattr(decoders, "cpu_decoder", lambda model: "the model decodes")
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
-    monkeypatch.setattr(document_module.BoundedCache, "fork", forks_are_known)
-    monkeypatch.setattr(document_module.BoundedCache, "__init__", made_anew)
+    monkeypatch.setattr(shared_beginning.BoundedCache, "fork", forks_are_known)
+    monkeypatch.setattr(shared_beginning.BoundedCache, "__init__", made_anew)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(forks)))
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]")) == always

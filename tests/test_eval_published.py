@@ -17,7 +17,7 @@ from __future__ import annotations
 import pytest
 
 from locret_kit.evals.metrics.benchmarks import get_metric
-from locret_kit.evals.tasks.documents import entries
+from locret_kit.evals.tasks.document_tasks import entries
 
 CLASSES = {
     "longbench.trec": ["Food", "Food and drink", "Group", "Group of people", "Other"],

@@ -20,21 +20,21 @@ import pytest
 import torch
 from tiny_tokenizer import save_tiny_backbone
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
-from locret_kit.cli.eval_engine import load_parts
-from locret_kit.config.evaluate import load_eval_config
-from locret_kit.config.reader import split_list
+from locret_kit.cli.eval_setup import load_parts
+from locret_kit.config.eval_options import load_eval_config
+from locret_kit.config.schema import split_list
 from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import measure
-from locret_kit.evals.engine.rows import KEY, Row, Shard, read_kept, read_rows
-from locret_kit.evals.report import page
+from locret_kit.evals.engine.result_rows import KEY, Row, Shard, read_kept, read_rows
+from locret_kit.evals.report import html_report
 from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.provenance import weights_hash
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}
@@ -44,7 +44,7 @@ COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.page.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, m
     assert [one.split(",")[0] for one in said] == ["ValueError: no JSON: score=inf", "ValueError: no JSON: score=nan"]
     assert all(row.output.endswith("\ud83d") and row.prompt_hash for row in rows)
     assert "(n=2, 2 failed)" in (out / "summary.md").read_text()
-    assert r"\ud83d" in page.data(out, rows).encode("utf-8", "backslashreplace").decode()
+    assert r"\ud83d" in html_report.data(out, rows).encode("utf-8", "backslashreplace").decode()
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(heads, tmp_path, monkeypatch, capsys):
@@ -380,7 +380,7 @@ def test_figures_need_matplotlib_and_rows_do_not(heads, tmp_path, monkeypatch, c
     def without(out):
         raise ImportError("No module named 'matplotlib': pip install 'locret-kit[eval]'")
 
-    monkeypatch.setattr("locret_kit.evals.report.page.write_page", without)
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", without)
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[passkey]", policies="[locret]", samples=1)) == 0
     assert "no figures and no page: No module named 'matplotlib'" in capsys.readouterr().err

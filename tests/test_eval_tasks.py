@@ -22,17 +22,17 @@ from locret_kit.evals.tasks import (
     HAYSTACK_TASKS,
     REAL_TEXT_TASKS,
     STANDALONE_TASKS,
-    Request,
+    ExampleRequest,
     find_tasks,
     known_tasks,
     ruler,
 )
-from locret_kit.evals.tasks.base import count_ids, spread_depth
 from locret_kit.evals.tasks.retrieval import find
 from locret_kit.evals.tasks.ruler import insert
+from locret_kit.evals.tasks.task import count_ids, spread_depth
 from locret_kit.evals.tasks.words import ADJECTIVES, NOUNS, distinct, singles
-from locret_kit.samples.chat import render_prompt
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
+from locret_kit.text.template import render_prompt
 
 SYNTHETIC = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
 LONG = {"ruler.cwe": 6144, "ruler.vt": 2048, "ruler.niah_multikey_uuid": 4096}
@@ -43,7 +43,7 @@ def example(
     name: str, sample: int = 0, haystack: str = "pydoc", length: int | None = None, chat: str = "auto", seed: int = 0
 ):
     (task,) = find_tasks([name], haystacks=[haystack])
-    return task, task.make(Request(tiny_tokenizer(), length or LONG.get(name, 1024), sample, seed, chat))
+    return task, task.make(ExampleRequest(tiny_tokenizer(), length or LONG.get(name, 1024), sample, seed, chat))
 
 
 @pytest.mark.parametrize("name", [*SYNTHETIC, *REAL_TEXT_TASKS])
@@ -62,7 +62,8 @@ def test_an_open_question_has_no_first_words_of_its_answer(name):
     (task,) = find_tasks([name], haystacks=["pydoc"])
     for chat, said in (("never", "open"), ("always", "open chat")):
         made, plain = (
-            task.make(Request(tiny_tokenizer(), 1024, 1, chat=chat, ending=ending)) for ending in ("open", "line")
+            task.make(ExampleRequest(tiny_tokenizer(), 1024, 1, chat=chat, ending=ending))
+            for ending in ("open", "line")
         )
         size = count_ids(tiny_tokenizer(), made.prompt, made.special)
         assert made.extra["ending"] == said and 0.9 * 1024 <= size <= 1024 and made.answer == plain.answer
@@ -85,7 +86,7 @@ def test_any_length_and_sample_of_a_needle(length, sample, haystack):
 def test_special_tokens_count():
     (task,) = find_tasks(["passkey"], haystacks=["pydoc"])
     bos = tiny_tokenizer(bos=True)
-    made = task.make(Request(bos, 600, 0))
+    made = task.make(ExampleRequest(bos, 600, 0))
     assert made.special and 594 <= len(bos(made.prompt).input_ids) <= 600
 
 
@@ -271,9 +272,9 @@ def test_the_same_bytes_in_another_process(tmp_path):
     names = ["passkey", "kv", "ruler.niah_multiquery", "ruler.fwe", "ruler.vt"]
     code = (
         "import sys, hashlib; sys.path[:0] = sys.argv[1].split('|')\n"
-        "from tiny_text import tiny_tokenizer\nfrom locret_kit.evals.tasks import Request, find_tasks\n"
+        "from tiny_text import tiny_tokenizer\nfrom locret_kit.evals.tasks import ExampleRequest, find_tasks\n"
         f"for task in find_tasks({names!r}, haystacks=['pydoc']):\n"
-        "    print(hashlib.sha256(task.make(Request(tiny_tokenizer(), 2048, 3)).prompt.encode()).hexdigest())"
+        "    print(hashlib.sha256(task.make(ExampleRequest(tiny_tokenizer(), 2048, 3)).prompt.encode()).hexdigest())"
     )
     root = Path(__file__).resolve().parents[1]
     paths = "|".join(str(path) for path in (root, root / "kernels", root / "tests"))

@@ -17,8 +17,8 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from locret_kit import BoundedCache, Document
-from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import is_attached
+from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies import registry
 

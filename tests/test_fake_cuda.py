@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill

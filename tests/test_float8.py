@@ -11,12 +11,12 @@ from tiny_models import tiny_model
 
 from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.planning import plan as p
+from locret_kit.planning import inference_plan as p
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill

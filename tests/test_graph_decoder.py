@@ -13,7 +13,7 @@ from tape import TapedDecoder
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.view import slots_of
 from locret_kit.runtime import decoders, graph_decoder, session
 from locret_kit.runtime.graph_decoder import GraphDecoder, SyncDetector
@@ -177,8 +177,8 @@ def test_what_is_not_captured_says_why():
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
     assert GraphDecoder(model, cache).takes(cache) is None
-    cache._context = replace(cache.context, ropes=None)
-    assert "no adapter" in (GraphDecoder(model, cache).takes(cache) or "")
+    cache._context = replace(cache.context, description=replace(cache.context.description, rotations="other turns"))
+    assert "other turns" in (GraphDecoder(model, cache).takes(cache) or "")
 
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "no mode"])

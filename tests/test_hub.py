@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.backbones.families import BackboneSpec
+from locret_kit.backbones.spec import BackboneSpec
 from locret_kit.card import make_card, own_cells, public_rows, read_card, write_release
-from locret_kit.evals.engine.rows import Row
+from locret_kit.evals.engine.result_rows import Row
 from locret_kit.heads import state_of
 
-SPEC = BackboneSpec("llama", 3, 4, 2, 8, "silu", (None,) * 3)
+SPEC = BackboneSpec.uniform("llama", 3, 4, 2, 8)
 INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
 CONFIG = HeadsConfig.for_backbone(SPEC, "lab/tiny", 16, target="log_prob", inference=INFERENCE)
 ROWS = [

@@ -16,7 +16,7 @@ import torch
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.infer import main
 from locret_kit.heads import HeadsConfig, RetainingHeads
 

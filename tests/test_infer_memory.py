@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones import load
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import plan as plan_cli
 from locret_kit.cli.infer import main
-from locret_kit.planning import fit, memory
+from locret_kit.planning import fitting_settings, memory
+from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.planning.inference_plan import plan_inference
 from locret_kit.planning.memory import OutOfMemory, allocator_figures, cap_gpu_memory, explain_oom, fit_plan
-from locret_kit.planning.plan import Backbone, plan_inference
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import generate
 
@@ -104,23 +105,23 @@ def test_the_chunk_is_the_largest_that_fits_up_to_the_one_asked_for(cap):
     chosen, plan = fit_plan(config, setting, room, chunk_is_fixed=False)
     assert plan.peak <= room and chosen.chunk <= 4096 and chosen.budget == 2048
     if chosen.chunk < 4096:
-        larger = setting_of(131072, 2048, chosen.chunk + fit.STEP, policy=setting.policy)
-        assert plan_inference(Backbone.of(config), larger).peak > room
-        with pytest.raises(fit.DoesNotFit, match="These fit: "):
+        larger = setting_of(131072, 2048, chosen.chunk + fitting_settings.STEP, policy=setting.policy)
+        assert plan_inference(BackboneSizes.of(config), larger).peak > room
+        with pytest.raises(fitting_settings.DoesNotFit, match="These fit: "):
             fit_plan(config, setting, room, chunk_is_fixed=True)
 
 
 def test_three_kinds_of_setting_are_offered():
     """Smaller chunk, smaller budget, fewer bits: one of each where each helps."""
-    one = Backbone.of(plan_cli.resolve("phi3-mini")[0])
+    one = BackboneSizes.of(plan_cli.resolve("phi3-mini")[0])
     setting = setting_of(131072, 6000, 3072)
-    near = fit.nearest_fitting(one, setting, int(10.5 * GIB))
+    near = fitting_settings.nearest_fitting(one, setting, int(10.5 * GIB))
     changed = [(s.chunk != 3072, s.budget != 6000, s.run.kv_bits is not None) for s in near]
     assert changed == [(True, False, False), (False, True, False), (False, False, True)]
-    assert [s.dtype for s in fit.nearest_fitting(one, setting_of(131072, 6000, 3072, "float32"), 12 * GIB)] == [
-        "bfloat16"
-    ]
-    whole = fit.nearest_fitting(one, setting_of(8192, 6000, 3072, one_shot=True), int(11.3 * GIB))
+    assert [
+        s.dtype for s in fitting_settings.nearest_fitting(one, setting_of(131072, 6000, 3072, "float32"), 12 * GIB)
+    ] == ["bfloat16"]
+    whole = fitting_settings.nearest_fitting(one, setting_of(8192, 6000, 3072, one_shot=True), int(11.3 * GIB))
     assert whole and all(plan_inference(one, s).peak <= 11.3 * GIB for s in whole)
 
 
@@ -202,7 +203,9 @@ def test_a_plan_that_was_too_low_is_lowered_by_what_was_asked():
     """Memory ran out although the plan fits what there was: what is offered needs less than planned by what was asked."""
     model = tiny_model("llama")
     cache = BoundedCache(600, "h2o", chunk=300, prompt_length=2000)
-    peak = plan_inference(Backbone.of(model.config), setting_of(2000, 600, 300, "float32", policy=cache.policy)).peak
+    peak = plan_inference(
+        BackboneSizes.of(model.config), setting_of(2000, 600, 300, "float32", policy=cache.policy)
+    ).peak
     with pytest.raises(OutOfMemory) as caught, explain_oom(model, cache, 2000):
         raise torch.OutOfMemoryError(small(f"{peak / 2**20 + 1:.2f} MiB"))
     assert "These fit: " in str(caught.value)

@@ -19,10 +19,10 @@ from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones import intercept
-from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.fused import ROTATION
 from locret_kit.backbones.intercept import active_handler, attached, is_attached
 from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.spec import spec_of
 from locret_kit.runtime import session
 from locret_kit.runtime.session import prefill
 
@@ -139,7 +139,7 @@ def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(fa
         assert not is_attached(model) and not intercept._SHARED, n
         assert state() == own and getattr(module, ROTATION) is rotate, n
         n += 1
-    assert n > 200, "calls within attaching and detaching"
+    assert n > 100, "calls within attaching and detaching"
     assert torch.equal(model(ids).logits, logits)
     with attach(model):
         model(input_ids=ids, **{CACHE: BoundedCache(8, "streaming", chunk=4)})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import COMMON, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.handler import Handler, Softmax
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
@@ -68,7 +68,7 @@ class Layer:
             seen=self.seen, positions=padded(self.held.to(torch.int32)), valid=padded(torch.ones_like(self.held)).bool(),
             entry_scores=padded(self.entered) if pad else self.entered, stats={}, keys=lambda: padded(self.rows(keys)),
             values=lambda: padded(self.rows(self.v)), raw_keys=lambda: padded(self.rows(self.k)),
-            scaling=self.k.shape[-1] ** -0.5,
+            softmax=Softmax(self.k.shape[-1] ** -0.5),
             rope=self.rope, next_position=torch.full((self.B, self.H), self.seen), state=self.state,
         )  # fmt: skip
         return Slots(**{**settings, **over})
@@ -522,7 +522,7 @@ class Recorder(Handler):
 
     wants_unrotated = True
 
-    def attend(self, layer, q, k, v, scaling):
+    def attend(self, layer, q, k, v, softmax):
         if layer == 0:
             self.q, self.k, self.v = q, k, v
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import runpy
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -51,3 +52,36 @@ def test_kernels_imports_nothing_of_the_kit():
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         assert not [name for name in names if name.split(".")[0] == "locret_kit"], file
+
+
+TWICE = {
+    "__init__.py": "every package has one",
+    "attention.py": "a block's in `cache/`, a score's in `policies/`, where plugins import it",
+}
+"""File names of the kit that stand more than once, and why."""
+CLASSES_TWICE = {"_Block": "private: a `with` block of `attached`, and the tokens of a part that look up together"}
+
+
+def test_file_names_stand_once():
+    names = Counter(file.name for file in (ROOT / "locret_kit").rglob("*.py"))
+    assert {name for name, count in names.items() if count > 1} <= set(TWICE)
+
+
+def test_class_names_stand_once():
+    names = Counter(
+        node.name
+        for file in (ROOT / "locret_kit").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} <= set(CLASSES_TWICE)
+
+
+LINES = 350
+LONGER = {"bounded.py", "cpu_decoder.py", "layouts.py", "quantised.py", "rows.py", "saved.py"}
+"""Files of the kit with more lines: of the cache, and of the compiled decoder."""
+
+
+def test_files_are_short():
+    lengths = {file.name: file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "locret_kit").rglob("*.py")}
+    assert {name for name, length in lengths.items() if length > LINES} <= LONGER

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from locret_kit import attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.files import HASH, read_json, write_folder
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy, spell

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from policy_runs import LENGTH, backbone, held, make, run, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
+from test_attach import stranger
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.families import UnsupportedArchitecture
+from locret_kit.backbones.handler import Softmax
+from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.cache.storage.quantised import check_storage
 from locret_kit.cli.infer import main
-from locret_kit.evals.engine.settings import check_policies
+from locret_kit.evals.engine.run_spec import check_policies
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.merging import Nearest, fold_nearest, nearest_kept
@@ -288,7 +289,7 @@ def test_bfloat16_rounds_once():
     rows = cache.bounded[0]
     k, v = (x.bfloat16().expand(1, 2, -1, -1) for x in (keys, values))
     rows.update(k, v)
-    cache.attend(0, torch.zeros(1, 6, 400, 8, dtype=torch.bfloat16), k, v, 1.0)
+    cache.attend(0, torch.zeros(1, 6, 400, 8, dtype=torch.bfloat16), k, v, Softmax(1.0))
     assert rows.rows == 1 and rows.codec.keys.dtype == torch.bfloat16
     want = values.bfloat16().double().mean(0)
     assert float((rows.head("values", 0)[0].double() - want).abs().max()) <= 2**-9
@@ -366,9 +367,6 @@ def test_few_bits_are_refused_before_anything_is_loaded(policy, capsys):
 
 
 def test_keys_that_come_rotated_are_refused():
-    config = AutoConfig.for_model(
-        "olmo2", vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    with attach(model), pytest.raises(UnsupportedArchitecture, match="'olmo2' has no adapter"):
+    model = stranger("hunyuan_v1_dense")
+    with attach(model), pytest.raises(UnsupportedArchitecture, match="rotates queries and keys in a way"):
         model(input_ids=torch.tensor([[1, 2]]), past_key_values=BoundedCache(4, "merge", chunk=4))

@@ -14,8 +14,11 @@ from tiny_models import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import decoder_of, ropes_of, spec_of
-from locret_kit.planning import plan as p
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import decoder_of, spec_of
+from locret_kit.planning import inference_plan as p
+from locret_kit.planning.backbone_sizes import BackboneSizes, parameters_of
+from locret_kit.planning.training_plan import TrainSetting, plan_training
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.training.observer import Observer
@@ -50,8 +53,8 @@ def nbytes(module: torch.nn.Module) -> int:
 
 
 @cache
-def backbone(name: str) -> p.Backbone:
-    return p.Backbone.of(configuration(name))
+def backbone(name: str) -> BackboneSizes:
+    return BackboneSizes.of(configuration(name))
 
 
 # ---- weights, heads, cache: exact ---------------------------------------------------------------------------------
@@ -67,13 +70,13 @@ def backbone(name: str) -> p.Backbone:
 def test_parameters_are_those_of_the_published_weights(name, parameters):
     config = configuration(name)
     before = config.to_dict()
-    assert p.parameters_of(config) == parameters and config.to_dict() == before
+    assert parameters_of(config) == parameters and config.to_dict() == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_of_tiny_models(family):
     model = tiny_model(family)
-    assert p.parameters_of(model.config) == sum(parameter.numel() for parameter in model.parameters())
+    assert parameters_of(model.config) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_cache_and_heads_of_a_whole_prompt_at_once(policy):
     with attach(model):
         prefill(model, [1 + i % 90 for i in range(150)], kept)
     setting = setting_of(150, 64, 9, "float32", 24, parse_policy(policy), one_shot=True)
-    plan = p.plan_inference(p.Backbone.of(model.config), setting)
+    plan = p.plan_inference(BackboneSizes.of(model.config), setting)
     assert plan.cache == kept.nbytes
     assert plan.weights == nbytes(model) and plan.heads == (0 if policy == "snapkv" else nbytes(heads))
 
@@ -194,7 +197,7 @@ def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
         kept = BoundedCache(budget, "locret", heads, chunk=chunk, prompt_length=context, kv_bits=bits)
         with attach(model):
             prefill(model, range(context), kept)
-    plan = p.plan_inference(p.Backbone.of(config), setting_of(context, budget, chunk, kv_bits=bits))
+    plan = p.plan_inference(BackboneSizes.of(config), setting_of(context, budget, chunk, kv_bits=bits))
     assert plan.weights == nbytes(model) and plan.heads == nbytes(heads) and plan.cache == kept.nbytes
     assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
 
@@ -208,7 +211,7 @@ def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
         kept = BoundedCache(6000, policy, chunk=1024, prompt_length=9000)
         with attach(model):
             prefill(model, range(9000), kept)
-    plan = p.plan_inference(p.Backbone.of(config), setting_of(9000, 6000, 1024, policy=policy))
+    plan = p.plan_inference(BackboneSizes.of(config), setting_of(9000, 6000, 1024, policy=policy))
     assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
 
 
@@ -219,12 +222,12 @@ def test_peak_of_a_training_step(name, tokens, answer):
     loss = dict(smoothing=0.0025, top_fraction=0.05, top_weight=20.0, beta=1.0)
     with FusedAttention(), LiveBytes() as live:
         observer = Observer(
-            heads, ropes_of(model, tokens), spec_of(config).windows, ((tokens - answer, tokens),),
+            heads, describe(model).ropes(model, tokens), spec_of(config).layers, ((tokens - answer, tokens),),
             kind="log_prob", floor=-12.0, lead=1, loss=loss, backward=torch.Tensor.backward,
         )  # fmt: skip
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         with attach(model) as attached, torch.no_grad(), attached.handled_by(observer):
             decoder_of(model)(input_ids=ids, use_cache=False)
-    plan = p.plan_training(p.Backbone.of(config), p.TrainSetting(tokens, answer))
+    plan = plan_training(BackboneSizes.of(config), TrainSetting(tokens, answer))
     assert plan.heads == 4 * nbytes(heads), "weights, gradients and two moments"
     assert plan.workspace + nbytes(heads) == pytest.approx(live.peak, rel=0.03)

@@ -12,8 +12,9 @@ from planned import changed, setting_of
 
 from locret_kit.cli import plan as cli
 from locret_kit.config.recipes import known_recipes
-from locret_kit.planning import fit
-from locret_kit.planning import plan as p
+from locret_kit.planning import fitting_settings
+from locret_kit.planning import inference_plan as p
+from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.sizes import parse_bytes
 
@@ -24,8 +25,8 @@ H2O = parse_policy("h2o")
 
 
 @cache
-def backbone(name: str) -> p.Backbone:
-    return p.Backbone.of(cli.resolve(name)[0])
+def backbone(name: str) -> BackboneSizes:
+    return BackboneSizes.of(cli.resolve(name)[0])
 
 
 # ---- what fits ---------------------------------------------------------------------------------------------------
@@ -53,13 +54,13 @@ def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
     def fits(**change: int) -> bool:
         return p.plan_inference(one, changed(setting, **change)).peak <= cap
 
-    most = fit.largest_budget(one, setting, cap)
-    assert most % fit.STEP == 0 and (not most or fits(budget=most))
-    assert most + fit.STEP > setting.context or not fits(budget=most + fit.STEP)
-    most = fit.largest_chunk(one, setting, cap)
-    assert most % fit.STEP == 0 and (not most or fits(chunk=most))
-    assert most + fit.STEP > setting.context or not fits(chunk=most + fit.STEP)
-    near = fit.nearest_fitting(one, setting, cap)
+    most = fitting_settings.largest_budget(one, setting, cap)
+    assert most % fitting_settings.STEP == 0 and (not most or fits(budget=most))
+    assert most + fitting_settings.STEP > setting.context or not fits(budget=most + fitting_settings.STEP)
+    most = fitting_settings.largest_chunk(one, setting, cap)
+    assert most % fitting_settings.STEP == 0 and (not most or fits(chunk=most))
+    assert most + fitting_settings.STEP > setting.context or not fits(chunk=most + fitting_settings.STEP)
+    near = fitting_settings.nearest_fitting(one, setting, cap)
     assert len(near) == len(set(near)) <= 3
     assert all(p.plan_inference(one, s).peak <= cap and s.budget <= budget and s.chunk <= chunk for s in near)
 
@@ -67,9 +68,9 @@ def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
 def test_a_refused_plan_names_three_that_fit():
     one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
     cap = 16 * GIB
-    with pytest.raises(fit.DoesNotFit) as caught:
-        fit.require_fit(one, setting, cap)
-    near = fit.nearest_fitting(one, setting, cap)
+    with pytest.raises(fitting_settings.DoesNotFit) as caught:
+        fitting_settings.require_fit(one, setting, cap)
+    near = fitting_settings.nearest_fitting(one, setting, cap)
     assert len(near) == 3
     assert "budget 16384, chunk 1024, bfloat16 at context 131072 needs 17.67 GiB, above the cap of 16.00 GiB" in str(
         caught.value
@@ -80,25 +81,25 @@ def test_a_refused_plan_names_three_that_fit():
 def test_a_cap_below_the_weights_asks_for_fewer_bits_of_them():
     one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
     for cap, bits, alone in ((15, [8, 4], True), (9, [4], True), (7, [4, 4, 4], False)):
-        near = fit.nearest_fitting(one, setting, cap * GIB)
+        near = fitting_settings.nearest_fitting(one, setting, cap * GIB)
         assert [s.weight_bits for s in near] == bits
         assert all(p.plan_inference(one, s).peak <= cap * GIB for s in near)
         assert alone == (changed(near[0], weight_bits=None) == setting)
     with pytest.raises(
-        fit.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.18 GiB"
+        fitting_settings.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.18 GiB"
     ):
-        fit.require_fit(one, setting, 15 * GIB)
+        fitting_settings.require_fit(one, setting, 15 * GIB)
     least = r"No setting fits: weights and heads alone take 15\.33 GiB, with 4-bit weights 5\.69 GiB$"
-    with pytest.raises(fit.DoesNotFit, match=least):
-        fit.require_fit(one, setting, 5 * GIB)
-    with pytest.raises(fit.DoesNotFit, match=r"No setting fits: weights and heads alone take 5\.69 GiB$"):
-        fit.require_fit(one, changed(setting, weight_bits=4), 5 * GIB)
+    with pytest.raises(fitting_settings.DoesNotFit, match=least):
+        fitting_settings.require_fit(one, setting, 5 * GIB)
+    with pytest.raises(fitting_settings.DoesNotFit, match=r"No setting fits: weights and heads alone take 5\.69 GiB$"):
+        fitting_settings.require_fit(one, changed(setting, weight_bits=4), 5 * GIB)
 
 
 def test_the_promise_of_24_gib():
     """The paper's two settings at 128K, beside one GiB for everything that is not PyTorch's."""
     for name, budget, chunk in (("phi3-mini", 6000, 3072), ("llama3.1-8b", 16384, 1024)):
-        assert fit.require_fit(backbone(name), setting_of(131072, budget, chunk), 23 * GIB).peak < 18 * GIB
+        assert fitting_settings.require_fit(backbone(name), setting_of(131072, budget, chunk), 23 * GIB).peak < 18 * GIB
 
 
 @pytest.mark.parametrize(

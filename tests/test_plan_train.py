@@ -19,9 +19,10 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.cli import train
 from locret_kit.cli.plan import main, resolve
 from locret_kit.config.recipes import load_config
-from locret_kit.planning import fit
-from locret_kit.planning import plan as p
-from locret_kit.samples.chat import Sample
+from locret_kit.planning import fitting_settings
+from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.planning.training_plan import TrainSetting, plan_training
+from locret_kit.samples.sample import Sample
 from locret_kit.training.module import HeadTraining
 
 SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)
@@ -45,7 +46,7 @@ def allocated(work: Callable[[], object]) -> tuple[int, int]:
     return most, now
 
 
-def measured(config, setting: p.TrainSetting, backbone=None) -> tuple[int, int]:
+def measured(config, setting: TrainSetting, backbone=None) -> tuple[int, int]:
     """``(all, heads)``: bytes at the peak of an optimiser step, those of a given backbone left out, and of the heads with
     gradients and moments."""
     torch.manual_seed(0)
@@ -96,18 +97,20 @@ def measured(config, setting: p.TrainSetting, backbone=None) -> tuple[int, int]:
 )
 def test_the_peak_of_a_whole_step(kind, sizes, tokens, answer, d_hidden, batch):
     config = AutoConfig.for_model(kind, vocab_size=97, max_position_embeddings=2048, pad_token_id=0, **sizes)
-    setting = p.TrainSetting(tokens, answer, batch, "float32", d_hidden)
-    plan = p.plan_training(p.Backbone.of(config), setting)
+    setting = TrainSetting(tokens, answer, batch, "float32", d_hidden)
+    plan = plan_training(BackboneSizes.of(config), setting)
     peak, heads = measured(config, setting)
     assert plan.peak == pytest.approx(peak, rel=0.02)
     assert plan.heads == pytest.approx(heads, rel=0.001)  # beside a step count a weight
 
 
 def test_a_batch_takes_more_and_leaves_room_for_shorter_samples(capsys):
-    backbone = p.Backbone.of(AutoConfig.for_model("llama", vocab_size=97, **LARGER))
-    peaks = [p.plan_training(backbone, p.TrainSetting(2048, batch=batch)).peak for batch in (1, 2, 3, 4)]
+    backbone = BackboneSizes.of(AutoConfig.for_model("llama", vocab_size=97, **LARGER))
+    peaks = [plan_training(backbone, TrainSetting(2048, batch=batch)).peak for batch in (1, 2, 3, 4)]
     assert peaks == sorted(set(peaks))
-    longest = [fit.largest_sample(backbone, p.TrainSetting(2048, batch=batch), peaks[1]) for batch in (1, 2, 4)]
+    longest = [
+        fitting_settings.largest_sample(backbone, TrainSetting(2048, batch=batch), peaks[1]) for batch in (1, 2, 4)
+    ]
     assert longest[0] > longest[1] > longest[2] > 900 and longest[1] == 2048
     assert main(["--model", "phi3-mini", "--gpu-memory", "24GiB", "--train", "10240", "--batch", "2"]) == 0
     assert "training, 2 samples of 10240 tokens, 64 of them the answer" in capsys.readouterr().out
@@ -128,7 +131,7 @@ def test_out_of_memory_names_a_length_that_fits(held, foreseen):
     assert words.startswith(f"out of memory: 2.00 GiB were asked for and 1.75 GiB were free beside the {held} of this")
     longest = int(words.split("By the plan data.max_tokens=")[1].split()[0])
     peak, next_peak, whole = (
-        p.plan_training(p.Backbone.of(resolve("phi3-mini")[0]), p.TrainSetting(tokens)).peak / 2**30
+        plan_training(BackboneSizes.of(resolve("phi3-mini")[0]), TrainSetting(tokens)).peak / 2**30
         for tokens in (longest, longest + 1, 40960)
     )
     room = 13.00 + 1.75 if foreseen else whole - 2

@@ -20,7 +20,8 @@ from policy_oracle import OracleLayer, Rule, Setting
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.handler import Softmax
+from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.allocation import Adaptive, Pyramid
 from locret_kit.policies.base import Entry, Slots, TopK, rank_of
 from locret_kit.policies.grammar import parse_policy
@@ -141,7 +142,7 @@ class Pair:
             want = mine.feed(q, k, v, entered)
             q_t, k_t, v_t = (torch.from_numpy(x)[None] for x in (q, k, v))
             self.cache.layers[layer].update(k_t, v_t)
-            got = self.cache.attend(layer, q_t, k_t, v_t, D**-0.5)[0].numpy()
+            got = self.cache.attend(layer, q_t, k_t, v_t, Softmax(D**-0.5))[0].numpy()
             np.testing.assert_allclose(got, want, atol=1e-8)
         if entropy is not None:
             self.cache.read(5 * torch.from_numpy(self.hidden[-tokens:])[None], torch.from_numpy(self.ids)[None])

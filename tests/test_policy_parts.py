@@ -214,7 +214,7 @@ def test_selections_fill_every_budget(case, selection):
     stay = selection.select(scores, protected, valid, budgets, slots_of(scores, valid))
     assert torch.equal(stay.sum(-1), budgets)
     assert not (stay & ~valid).any()
-    own = torch.tensor([[b - selection.aside(b) for b in row] for row in budgets.tolist()])
+    own = torch.tensor([[b - selection.reserved_slots(b) for b in row] for row in budgets.tolist()])
     fits = (protected.sum(-1) <= own)[..., None]
     assert not (protected & ~stay & fits).any()
 

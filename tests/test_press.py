@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.press import LocretPress
 from locret_kit.runtime.session import prefill

@@ -17,8 +17,8 @@ from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.quantised import GroupedBits, Scratch
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.config.infer import INFER
-from locret_kit.config.reader import given_by
+from locret_kit.config.command_line import given_by
+from locret_kit.config.infer_options import INFER
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.report import Report
 from locret_kit.runtime.session import prefill

@@ -402,7 +402,7 @@ def test_the_first_eviction_is_that_of_rows_in_full(policy):
         caches = [make(policy, 90, length=150, one_shot=True, kv_bits=bits) for bits in (None, 4)]
         plain, stored = (prefill(model, ids, cache) for cache in caches)
     assert torch.equal(plain, stored)
-    if not caches[0].needs_logits:
+    if not caches[0].in_blocks:
         assert held(caches[0]) == held(caches[1]) and caches[1].counters.evictions == 1
     assert [sum(map(len, layer)) for layer in held(caches[1])] == [2 * budget for budget in caches[1].context.budgets]
     assert all(

@@ -11,15 +11,17 @@ import yaml
 from annotated_types import Ge
 
 from locret_kit.cli import eval, infer, plan, publish, train
-from locret_kit.config.benchmark import BENCHMARK
-from locret_kit.config.evaluate import EVAL, KEPT, PAIRED, TASKS, folder_command
-from locret_kit.config.figures import CURVES, FIGURE, SWEEP, TABLE
-from locret_kit.config.infer import INFER
-from locret_kit.config.plan import PLAN
-from locret_kit.config.publish import PUBLISH
-from locret_kit.config.reader import Command, Each, UsageError, given_by, help_of, options_of, read
+from locret_kit.config.benchmark_runs import BENCHMARK
+from locret_kit.config.command_help import help_of
+from locret_kit.config.command_line import given_by, read
+from locret_kit.config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command
+from locret_kit.config.figure_options import CURVES, FIGURE, SWEEP, TABLE
+from locret_kit.config.infer_options import INFER
+from locret_kit.config.plan_options import PLAN
+from locret_kit.config.publish_options import PUBLISH
 from locret_kit.config.recipes import TRAIN
-from locret_kit.evals.tasks.base import CHAT
+from locret_kit.config.schema import Command, Repeatable, UsageError, options_of
+from locret_kit.evals.tasks.task import CHAT
 from locret_kit.samples.needles import ENDINGS
 from locret_kit.settings import RunSettings
 from locret_kit.validation import choices
@@ -47,7 +49,7 @@ class Options:
     section: Section
     names: list[str] = field(default_factory=lambda: ["a", "b"])
     """Names."""
-    ask: Annotated[list[str], Each()] = field(default_factory=list)
+    ask: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """Asked."""
     on: bool = False
     """Or off."""

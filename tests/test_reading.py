@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy, parts_of

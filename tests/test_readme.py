@@ -10,14 +10,14 @@ import pytest
 
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
-from locret_kit.config.chat import CHAT
-from locret_kit.config.documents import ASK, INFO, KEPT, READ
-from locret_kit.config.evaluate import load_eval_config
-from locret_kit.config.infer import INFER
-from locret_kit.config.plan import PLAN
-from locret_kit.config.publish import PUBLISH
-from locret_kit.config.reader import given_by
-from locret_kit.config.serve import SERVE
+from locret_kit.config.chat_options import CHAT
+from locret_kit.config.command_line import given_by
+from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.eval_options import load_eval_config
+from locret_kit.config.infer_options import INFER
+from locret_kit.config.plan_options import PLAN
+from locret_kit.config.publish_options import PUBLISH
+from locret_kit.config.serve_options import SERVE
 from locret_kit.policies import grammar, registry
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,9 +12,9 @@ from policy_runs import LENGTH, SMALL, backbone, held, make, tokens
 from recall_oracle import OurBlocks, PublishedInfLLM, recorded
 
 from locret_kit import attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.planning.plan import Setting, cache_bytes, store_bytes
+from locret_kit.planning.inference_plan import Setting, cache_bytes, store_bytes
 from locret_kit.policies.base import PolicyWarning
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill

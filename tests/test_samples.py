@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret_kit.samples import facts, needles, synthetic, text, wording
-from locret_kit.samples.chat import Sample, encode_chat, render_prompt
+from locret_kit.samples import facts, haystack, needles, synthetic, wording
 from locret_kit.samples.records import read_records, to_messages
+from locret_kit.samples.sample import Sample, encode_chat
+from locret_kit.text.template import render_prompt
 
 CHAT = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"
@@ -290,30 +291,30 @@ def byte_tokenizer():
 
 def test_the_jargon_file_and_needles_in_it_are_the_same_bytes_everywhere(monkeypatch):
     monkeypatch.delenv("LOCRET_JARGON", raising=False)
-    read = text.load_text("jargon")
+    read = haystack.load_text("jargon")
     assert sha256(read.encode()).hexdigest() == "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"
     needle = needles.make_needle("R.PassKey", byte_tokenizer(), n_tokens=4000, depth=0.5, seed="bytes", haystack=read)
     assert (sha256(needle.prompt.encode()).hexdigest()[:16], needle.answer) == ("b28db7a016a19cee", "30534")
 
 
 def test_load_text(tmp_path, monkeypatch):
-    assert text.load_text("pydoc").count(" the ") > 1000
+    assert haystack.load_text("pydoc").count(" the ") > 1000
     (tmp_path / "a.jsonl").write_text('{"input": "one"}\n{"input": "two"}\n')
     (tmp_path / "t.txt.gz").write_bytes(gzip.compress("zipped é".encode()))
-    assert text.load_text(tmp_path / "a.jsonl") == text.load_text(tmp_path) == "one\n\ntwo"
+    assert haystack.load_text(tmp_path / "a.jsonl") == haystack.load_text(tmp_path) == "one\n\ntwo"
     monkeypatch.setenv("LOCRET_JARGON", str(tmp_path / "t.txt.gz"))
-    assert text.load_text("jargon") == "zipped é"
+    assert haystack.load_text("jargon") == "zipped é"
     monkeypatch.setenv("LOCRET_JARGON", str(tmp_path / "none.txt"))
     with pytest.raises(FileNotFoundError, match="apt-get install jargon-text"):
-        text.load_text("jargon")
+        haystack.load_text("jargon")
     with pytest.raises(FileNotFoundError, match="must be 'pydoc', 'jargon' or an existing"):
-        text.load_text(tmp_path / "none.txt")
+        haystack.load_text(tmp_path / "none.txt")
     (tmp_path / "b.jsonl").write_text('{"output": "one"}\n')
     with pytest.raises(ValueError, match=r"b.jsonl, record 0: must have a string `input`, has \['output'\]"):
-        text.load_text(tmp_path / "b.jsonl")
+        haystack.load_text(tmp_path / "b.jsonl")
     (tmp_path / "c.txt").write_text(" ")
     with pytest.raises(ValueError, match="has no text"):
-        text.load_text(tmp_path / "c.txt")
+        haystack.load_text(tmp_path / "c.txt")
 
 
 @settings(max_examples=40)
@@ -323,9 +324,9 @@ def test_load_text(tmp_path, monkeypatch):
     st.integers(0, 99),
 )
 def test_cut_length_and_start(source, n_tokens, seed):
-    piece = text.cut(source, TOK, n_tokens, random.Random(seed))
-    assert abs(text.count(TOK, piece) - n_tokens) <= max(2, 0.01 * n_tokens)  # 2: a character may take three tokens
-    beginnings = [source[at:] for at in text.starts(source)]
+    piece = haystack.cut(source, TOK, n_tokens, random.Random(seed))
+    assert abs(haystack.count(TOK, piece) - n_tokens) <= max(2, 0.01 * n_tokens)  # 2: a character may take three tokens
+    beginnings = [source[at:] for at in haystack.starts(source)]
     head = piece[:10]
     assert any(line.startswith(head[: len(line)]) for line in beginnings)
 

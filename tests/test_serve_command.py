@@ -18,13 +18,13 @@ import torch
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit import BoundedCache
-from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.serve import main
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.session import generate
-from locret_kit.samples.chat import render_messages
 from locret_kit.settings import RunSettings
+from locret_kit.text.template import render_messages
 
 SETTINGS = RunSettings(budget=48, chunk=16, local_len=5, stabilizers=4)
 OPTIONS = ["--dtype", "float32", "--budget", "48", "--chunk", "16", "--local-len", "5", "--stabilizers", "4"]

@@ -18,11 +18,11 @@ from test_documents import parts, text_of
 from locret_kit import BoundedCache, Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import generate
-from locret_kit.samples.chat import render_messages
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.state import Server
 from locret_kit.settings import RunSettings
+from locret_kit.text.template import render_messages
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from test_documents import parts, text_of
 from test_serving import bearer, expected, user
 
 from locret_kit import BoundedCache, Document
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.serve import main
-from locret_kit.planning.plan import Setting
+from locret_kit.planning.inference_plan import Setting
 from locret_kit.planning.serving import Caches
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.scheduler import PATIENCE

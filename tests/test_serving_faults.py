@@ -389,7 +389,7 @@ def pdf(size: int) -> bytes:
 def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name, make, mib, memory, words):
     data = make(mib << 20)
     assert len(data) < 2 << 20
-    monkeypatch.setattr("locret_kit.serving.documents.convert", partial(convert, seconds=20, memory=memory << 20))
+    monkeypatch.setattr("locret_kit.serving.document_routes.convert", partial(convert, seconds=20, memory=memory << 20))
     monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
     held = uploaded(url, name, data)
     assert held["status"] == "failed" and words in held["error"], held
@@ -403,7 +403,7 @@ def test_a_full_disk_while_a_saved_cache_is_uploaded(url, engine, server, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("locret_kit.serving.documents.shutil.copyfileobj", full)
+    monkeypatch.setattr("locret_kit.serving.document_routes.shutil.copyfileobj", full)
     answer = httpx.post(f"{url}/v1/documents", files={"file": ("a.locret", b"x" * 5000)}, headers=bearer(), timeout=60)
     assert answer.status_code == 507 and "No space left on device" in answer.json()["error"]["message"]
     assert not [*tmp_path.iterdir()] and not server.documents

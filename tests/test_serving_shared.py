@@ -17,7 +17,7 @@ from test_serving_sessions import bearer, talk_over_http
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.affinity import affinity_key
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.memory import _trim
+from locret_kit.serving.freed_memory import _trim
 from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store
 

@@ -21,16 +21,16 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
-from locret_kit.config.train import DataConfig
-from locret_kit.samples.chat import Sample, encode_chat
+from locret_kit.config.train_config import DataConfig
 from locret_kit.samples.facts import FACTS, HELD_FACTS, make_fact
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import to_messages
-from locret_kit.samples.text import load_text
+from locret_kit.samples.sample import Sample, encode_chat
 from locret_kit.samples.wording import HELD_PROMPTS, HELD_QUOTES, HELD_SENTENCES, PROMPTS, QUOTES, SENTENCES
 from locret_kit.training import callbacks
-from locret_kit.training.curves import read_curves
 from locret_kit.training.data import SampleModule, Samples, Share, divided
 from locret_kit.training.module import HeadTraining
+from locret_kit.training.scalars import read_curves
 from locret_kit.training.sources import split_text
 
 TOKENIZER = tiny_tokenizer()

@@ -12,14 +12,15 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.families import ropes_of, spec_of
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cis import attention_mass, boundary_loss, cis_loss, cis_target, drawn_budgets
 from locret_kit.config.recipes import load_config
 from locret_kit.heads import FORMS
 from locret_kit.policies.base import Entry
 from locret_kit.policies.methods.locret import Cis
-from locret_kit.samples.chat import Sample
 from locret_kit.samples.replay import FIRST, NEXT, QUOTED, with_replay
+from locret_kit.samples.sample import Sample
 from locret_kit.training.observer import Observer
 from locret_kit.training.trial import unit_of
 from locret_kit.training.values import ValueNorms
@@ -249,7 +250,8 @@ def test_parts_go_together_in_an_observed_forward():
     ids = torch.tensor([[token % 97 for token in sample.ids]])
     seen = []
     observer = Observer(
-        heads, ropes_of(model, len(sample.ids)), (None,) * 3, sample.answers, kind="log_mass", floor=-12.0, lead=1, window=8,
+        heads, describe(model).ropes(model, len(sample.ids)), describe(model).spec.layers, sample.answers, kind="log_mass",
+        floor=-12.0, lead=1, window=8,
         loss={"kind": "boundary"}, slots=sample.scored, norms=norms, backward=lambda loss: loss.backward(),
         watch=lambda predicted, target: seen.append((predicted, target)),
     )  # fmt: skip

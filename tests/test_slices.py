@@ -11,7 +11,8 @@ from torch import nn
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import slices
-from locret_kit.backbones.families import decoder_of
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import decoder_of
 from locret_kit.runtime.session import prefill
 
 
@@ -23,6 +24,7 @@ def short(monkeypatch) -> int:
 
 
 def last_product(model) -> nn.Module:
+    describe(model)  # reads a few tokens, once
     return decoder_of(model).layers[1].mlp.down_proj
 
 
@@ -83,9 +85,10 @@ def test_the_dtype_and_width_are_the_mlps_own():
     assert (out.shape, out.dtype) == ((2, 9, 5), torch.bfloat16) and bool((out == 1).all())
 
 
-def test_an_architecture_without_an_adapter_is_left_alone():
-    model, ids = stranger("olmo2"), tokens(30)
-    want, seen = model(input_ids=ids).logits, rows_seen(last_product(model))
+def test_an_mlp_of_another_form_is_left_alone():
+    model, ids = stranger("gpt_neox"), tokens(30)
+    describe(model)
+    want, seen = model(input_ids=ids).logits, rows_seen(model.gpt_neox.layers[-1].mlp)
     with attach(model):
         assert torch.equal(model(input_ids=ids).logits, want)
     assert seen == [30]

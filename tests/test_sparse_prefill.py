@@ -12,8 +12,8 @@ from tiny_models import tiny_model
 
 from locret_kernels.sparse_attend import Blocks
 from locret_kit import attach
-from locret_kit.backbones.families import text_config
 from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.spec import text_config
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.stages.sparse_prefill import pairs_of
 from locret_kit.policies.grammar import describe_policies, parse_policy
@@ -167,7 +167,8 @@ class Masked(Handler):
     def __init__(self, see):
         self.see, self.rows = see, {}
 
-    def attend(self, layer, q, k, v, scaling):
+    def attend(self, layer, q, k, v, softmax):
+        scaling = softmax.scaling
         before = self.rows.get(layer, (k[:, :, :0], v[:, :, :0]))
         keys, values = self.rows[layer] = tuple(torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
         out, G = torch.empty_like(q), q.shape[1] // k.shape[1]

@@ -9,22 +9,24 @@ import pytest
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 
 from locret_kit.cli import plan as cli
-from locret_kit.config.plan import Gpu
+from locret_kit.config.plan_options import Gpu
+from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.cards import CARDS, card_of
-from locret_kit.planning.plan import Backbone, Setting
-from locret_kit.runtime.speed import ATTENTION, HEADS, PARTS, PRODUCTS, Operation, Recorded, predict, record
+from locret_kit.planning.inference_plan import Setting
+from locret_kit.runtime.launches import ATTENTION, HEADS, PARTS, PRODUCTS, Operation
+from locret_kit.runtime.speed import Recorded, predict, record
 from locret_kit.settings import RunSettings
 
 NAMES = ("phi3-mini", "llama3.1-8b")
 
 
 @cache
-def recorded(name: str) -> tuple[Recorded, Setting, Backbone, object]:
+def recorded(name: str) -> tuple[Recorded, Setting, BackboneSizes, object]:
     config, recipe = cli.resolve(name)
     names = ("budget", "chunk", "stabilizers", "local_len")
     run = RunSettings.of({key: recipe[f"infer.{key}"] for key in names})
     setting = Setting(131072, run, "bfloat16", recipe["heads.d_hidden"])
-    return record(config, setting), setting, Backbone.of(config), config
+    return record(config, setting), setting, BackboneSizes.of(config), config
 
 
 def flops(operations: tuple[Operation, ...], *parts: str) -> float:

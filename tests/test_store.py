@@ -14,13 +14,13 @@ import torch
 from policy_runs import LENGTH, SMALL, backbone, make, tokens
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.families import spec_of
+from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.host import HostMemory, RowForm
 from locret_kit.cache.storage.segments import NOWHERE, Segments
-from locret_kit.config.documents import ASK
-from locret_kit.config.reader import read
-from locret_kit.planning.plan import Setting, store_bytes
+from locret_kit.config.command_line import read
+from locret_kit.config.document_options import ASK
+from locret_kit.planning.inference_plan import Setting, store_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings, StoreSettings

@@ -13,8 +13,8 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.families import spec_of
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime.batch import Request, run
 from locret_kit.runtime.session import generate

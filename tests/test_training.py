@@ -21,15 +21,15 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
-from locret_kit.config.train import DataConfig
-from locret_kit.samples.chat import encode_chat
+from locret_kit.config.train_config import DataConfig
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import to_messages
+from locret_kit.samples.sample import encode_chat
 from locret_kit.samples.synthetic import synthetic_sample
-from locret_kit.samples.text import load_text
 from locret_kit.training import fit
 from locret_kit.training.board import cis_figure, marked_text, most_kept, pixels, ranks
-from locret_kit.training.curves import read_curves
 from locret_kit.training.data import Samples
+from locret_kit.training.scalars import read_curves
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 

@@ -13,9 +13,9 @@ from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import known_recipes, load_config
 from locret_kit.config.trials import trials_of
-from locret_kit.samples.chat import Sample
-from locret_kit.training.curves import read_curves
+from locret_kit.samples.sample import Sample
 from locret_kit.training.module import HeadTraining
+from locret_kit.training.scalars import read_curves
 from locret_kit.training.trial import asking
 
 TRIALS = """

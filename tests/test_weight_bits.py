@@ -24,11 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import slices, weight_bits
-from locret_kit.backbones.families import decoder_of
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import decoder_of
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
-from locret_kit.planning import plan as p
+from locret_kit.planning import inference_plan as p
+from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.planning.training_plan import TrainSetting, plan_training
 from locret_kit.runtime.session import prefill
 
 TINY = dict(hidden_size=128, intermediate_size=320)
@@ -79,8 +81,8 @@ def test_the_bytes_of_a_backbone(family, bits, tmp_path):
     model = quantised(tmp_path, bits, torch.bfloat16)
     held = stored(tensor for weight in model.parameters() for tensor in tensors_of(weight))
     setting = setting_of(99, 16, 8, weight_bits=bits)
-    assert held == p.plan_inference(p.Backbone.of(model.config), setting).weights
-    assert held == p.plan_training(p.Backbone.of(model.config), p.TrainSetting(99, weight_bits=bits)).weights
+    assert held == p.plan_inference(BackboneSizes.of(model.config), setting).weights
+    assert held == plan_training(BackboneSizes.of(model.config), TrainSetting(99, weight_bits=bits)).weights
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,8 +122,8 @@ def test_the_peak_of_a_step_with_4_bits(kind, tmp_path):
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False  # such a CPU has a kernel of its own, and a layout for it
     held = stored(tensor for weight in model.parameters() for tensor in tensors_of(weight))
-    setting = p.TrainSetting(192, 32, 1, "float32", 32, weight_bits=4)
-    step = p.plan_training(p.Backbone.of(config), setting)
+    setting = TrainSetting(192, 32, 1, "float32", 32, weight_bits=4)
+    step = plan_training(BackboneSizes.of(config), setting)
     assert max(step.phases, key=step.phases.__getitem__) == "mlp" and step.weights == held
     assert step.peak == pytest.approx(held + measured(config, setting, model)[0], rel=0.02)
 

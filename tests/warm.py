@@ -18,9 +18,9 @@ from pathlib import Path
 
 NAMES = ("read", "info", "ask", "kept", "plan", "eval", "train", "publish")
 HEAVY = (
-    "locret_kit.backbones.load", "locret_kit.documents.kept", "locret_kit.evals.engine.runner", "locret_kit.evals.report.page",
-    "locret_kit.evals.figures.results", "locret_kit.training.fit", "locret_kit.card", "locret_kit.planning.plan",
-    "transformers.models.llama.modeling_llama",
+    "locret_kit.backbones.load", "locret_kit.documents.kept_positions", "locret_kit.evals.engine.runner",
+    "locret_kit.evals.report.html_report", "locret_kit.evals.figures.results", "locret_kit.training.fit",
+    "locret_kit.card", "locret_kit.planning.inference_plan", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 CLIENT = """#!{python} -SE
 import os, socket, sys

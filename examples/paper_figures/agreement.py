@@ -47,7 +47,7 @@ def similarity(study: Study, policy: str, prompt: Prompt, budget: int) -> float:
     Raises:
         ValueError: nothing was evicted.
     """
-    model, ids = study.engine.model, prompt.ids
+    model, ids = study.setup.model, prompt.ids
     cache, everything = study.bounded(policy, budget, len(ids)), study.unbounded(policy, budget, len(ids))
     kept: dict[int, dict[int, list[np.ndarray]]] = {}
 

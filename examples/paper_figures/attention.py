@@ -27,7 +27,7 @@ THRESHOLDS = (1e-4, 1e-3, 1e-2)
 def weights(study: Study, prompt: Prompt) -> dict[int, np.ndarray]:
     """Attention ``[H, T]`` of the newest queries by layer (mean over them and the group; a head's sum is 1)."""
     policy = f"score=window({WINDOW},1)"
-    cache = read(study.engine.model, prompt.ids, study.unbounded(policy, study.budgets[0], len(prompt.ids)))
+    cache = read(study.setup.model, prompt.ids, study.unbounded(policy, study.budgets[0], len(prompt.ids)))
     assert isinstance(cache.policy.score, WindowAttention)
     queries = min(WINDOW, len(prompt.ids))
     return {
@@ -111,7 +111,7 @@ def loss_bound(study: Study) -> Figure:
 def bounds(study: Study, policy: str, prompt: Prompt, attention: dict[int, np.ndarray]) -> dict[int, float]:
     """``sum over heads (1 - attention kept)`` by layer, if the policy cut the whole text to the budget at once."""
     budget = study.budgets[0]
-    cache = read(study.engine.model, prompt.ids, study.unbounded(policy, budget, len(prompt.ids)))
+    cache = read(study.setup.model, prompt.ids, study.unbounded(policy, budget, len(prompt.ids)))
     shares = iter(cache.policy.layer_budgets(budget, len(attention), len(prompt.ids), 0, longest=len(prompt.ids)))
     out = {}
     for layer in sorted(attention):
@@ -134,7 +134,7 @@ def persistence(study: Study) -> Figure:
             curves = [settle(deviations(received(q_QTD, k_HTD, head, scaling))) for head in heads]
             found[layer] = np.array([c[0] for c in curves]), np.array([c[1] for c in curves])
 
-    watch(study.engine.model, prompt.ids, see)
+    watch(study.setup.model, prompt.ids, see)
     figure, axes = panels(
         2 * len(layers), f"Persistence of the standard deviation of attention; {prompt.title}",
         columns=len(layers), width=2.9,
@@ -165,7 +165,7 @@ def sparsity(study: Study) -> Figure:
             seen = [received(q_QTD, k_HTD, head, scaling) for head in heads]
             found.extend([*(below(a, x) for x in THRESHOLDS), a.amax(1).cpu().numpy()] for a in seen)
 
-    watch(study.engine.model, prompt.ids, see)
+    watch(study.setup.model, prompt.ids, see)
     curves, length = np.mean(found, axis=0), np.arange(1, len(prompt.ids) + 1)
     figure, axes = panels(2, f"Attention by length of the text; {prompt.title}", width=4.5)
     for i, threshold in enumerate(THRESHOLDS):

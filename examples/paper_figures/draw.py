@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from study import Study
 
 from locret_kit.cli.eval import write_run_config
-from locret_kit.cli.eval_engine import load_engine, load_parts
-from locret_kit.config.evaluate import load_eval_config
+from locret_kit.cli.eval_setup import load_parts, load_setup
+from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.figures.style import draw
 from locret_kit.evals.tasks import find_tasks
 from locret_kit.naming import first_line
@@ -104,7 +104,7 @@ def study_of(name: str, args: argparse.Namespace, words: list[str]) -> Study:
     if FIGURES[name].function.__module__ == "sweeps":  # these keep rows
         write_run_config(replace(config, out=str(out)), parts)
     return Study(
-        engine=load_engine(config, parts),
+        setup=load_setup(config, parts),
         tasks=find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples),
         policies=config.policies, budgets=config.budgets, lengths=config.lengths, samples=config.samples, out=out,
         sweep=sweep, layers=args.layers, heads=args.heads,

@@ -49,7 +49,7 @@ def trace(
         times.append(done)
         columns.append([[share_held(held(cache, layer)[head], edges) for head in heads] for layer in layers])
 
-    read(study.engine.model, prompt.ids, cache, after)
+    read(study.setup.model, prompt.ids, cache, after)
     return np.array(times), np.moveaxis(np.array(columns), 0, -1)
 
 
@@ -63,7 +63,7 @@ def kept_positions(study: Study) -> Figure:
         len(study.policies) + 1, f"Kept positions, budget {size(budget)}; {prompt.title}", columns=2, width=4.2
     )
     for i, (policy, axis) in enumerate(zip(study.policies, axes[:-1], strict=True)):
-        cache = read(study.engine.model, prompt.ids, study.bounded(policy, budget, len(prompt.ids)))
+        cache = read(study.setup.model, prompt.ids, study.bounded(policy, budget, len(prompt.ids)))
         shown = [layer for layer, rows in enumerate(cache.bounded) if rows.window is None]
         image = axis.pcolormesh(
             edges, np.arange(len(shown) + 1) - 0.5,
@@ -91,7 +91,7 @@ def kept_positions(study: Study) -> Figure:
 
 def score_profile(study: Study, policy: str, prompt: Prompt, budget: int, edges: np.ndarray) -> np.ndarray:
     """Mean rank (0 to 1) of the scores of each bin's tokens among all of their head's, over layers and heads."""
-    cache = read(study.engine.model, prompt.ids, study.unbounded(policy, budget, len(prompt.ids)))
+    cache = read(study.setup.model, prompt.ids, study.unbounded(policy, budget, len(prompt.ids)))
     ranks = []
     for layer, rows in enumerate(cache.bounded):
         if rows.window is None:

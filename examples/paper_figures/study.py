@@ -12,18 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from locret_kit.backbones.families import decoder_of, has_adapter, ropes_of, spec_of, text_config
-from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.handler import Handler, Softmax
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.rope import rotate
+from locret_kit.backbones.spec import decoder_of, text_config
 from locret_kit.cache.attention import attend_text
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.view import slots_of
 from locret_kit.evals.engine.measure import cache_for
-from locret_kit.evals.engine.rows import Row, read_rows
+from locret_kit.evals.engine.result_rows import Row, read_rows
+from locret_kit.evals.engine.run_spec import UNTRAINED, Run, Setup, Variant, variants
 from locret_kit.evals.engine.runner import answer
-from locret_kit.evals.engine.settings import UNTRAINED, Engine, Run, Variant, variants
-from locret_kit.evals.tasks.base import Request, Task
+from locret_kit.evals.tasks.task import ExampleRequest, Task
 from locret_kit.policies.grammar import parse_policy, parts_of
 from locret_kit.policies.registry import KINDS
 from locret_kit.runtime.session import prefill
@@ -45,7 +46,7 @@ class Prompt:
 class Study:
     """A backbone, the policies to look at, and the texts."""
 
-    engine: Engine
+    setup: Setup
     tasks: list[Task]
     policies: list[str]
     budgets: list[int]
@@ -62,13 +63,13 @@ class Study:
 
     def prompts(self) -> Iterator[Prompt]:
         """Every task's texts, at every length."""
-        engine = self.engine
+        setup = self.setup
         for task in self.tasks:
             for length in self.lengths:
                 for sample in range(self.samples if task.size is None else min(self.samples, task.size)):
-                    request = Request(engine.tokenizer, length, sample, engine.seed, engine.chat, engine.ending)
+                    request = ExampleRequest(setup.tokenizer, length, sample, setup.seed, setup.chat, setup.ending)
                     example = task.make(request)
-                    ids = stream_ids(engine.tokenizer, [example.prompt], special=example.special)
+                    ids = stream_ids(setup.tokenizer, [example.prompt], special=example.special)
                     haystack = "" if task.haystack == "-" else f", {task.haystack}"
                     yield Prompt(f"{task.name}{haystack}, {len(ids)} tokens", ids)
 
@@ -80,11 +81,11 @@ class Study:
         """
         if parse_policy(policy).keeps_everything:
             raise ValueError(f"policy={policy} evicts nothing: this figure needs one that does")
-        return variants([policy], [budget], [name for name in self.engine.heads if name != UNTRAINED])[0]
+        return variants([policy], [budget], [name for name in self.setup.heads if name != UNTRAINED])[0]
 
     def bounded(self, policy: str, budget: int, tokens: int) -> BoundedCache:
         """A fresh cache."""
-        return cache_for(self.engine, self.variant(policy, budget), tokens)
+        return cache_for(self.setup, self.variant(policy, budget), tokens)
 
     def unbounded(self, policy: str, budget: int, tokens: int) -> BoundedCache:
         """The same with the same chunks, whose budget holds the whole text, so that nothing is ever evicted."""
@@ -98,7 +99,7 @@ class Study:
         Raises:
             ValueError: a layer that there is not, or one with a window.
         """
-        windows = spec_of(text_config(self.engine.model)).windows
+        windows = describe(self.setup.model).spec.windows
         full = [layer for layer, window in enumerate(windows) if window is None]
         return _some(self.layers, full, "layers", "layers with full attention")
 
@@ -108,13 +109,13 @@ class Study:
         Raises:
             ValueError: a head that there is not.
         """
-        n = spec_of(text_config(self.engine.model)).n_kv_heads
+        n = describe(self.setup.model).spec.n_kv_heads
         return _some(self.heads, list(range(n)), "heads", "key/value heads")
 
     def answer(self, members: list[Variant], folder: str = "") -> list[Row]:
         """Rows of every task, length and sample under each variant; what an earlier call has answered is not run again."""
         out = self.out / folder
-        answer(Run(self.engine, self.tasks, members, self.lengths, self.samples, out))
+        answer(Run(self.setup, self.tasks, members, self.lengths, self.samples, out))
         wanted = set(members)
         return [row for row in read_rows(out) if Variant(row.policy, row.heads, row.budget) in wanted]
 
@@ -219,19 +220,19 @@ class Watcher(Handler):
     attention sees them."""
 
     def __init__(self, model: Any, tokens: int, see: Callable[[int, Tensor, Tensor, float], None]) -> None:
-        config = text_config(model)
-        self.wants_unrotated = has_adapter(config)
-        self.windows = spec_of(config).windows
-        self.ropes = ropes_of(model, tokens) if self.wants_unrotated else None
+        description = describe(model)
+        self.wants_unrotated = not isinstance(description.rotations, str)
+        self.layers = description.spec.layers
+        self.ropes = description.ropes(model, tokens) if self.wants_unrotated else None
         self.see = see
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         if self.ropes is not None:
             cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
             q_BQTD, k_BHTD = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
-        if self.windows[layer] is None:
-            self.see(layer, q_BQTD[0], k_BHTD[0], scaling)
-        return attend_text(q_BQTD, k_BHTD, v_BHTD, scaling, self.windows[layer])
+        if self.layers[layer].window is None:
+            self.see(layer, q_BQTD[0], k_BHTD[0], softmax.scaling)
+        return attend_text(q_BQTD, k_BHTD, v_BHTD, softmax, self.layers[layer])
 
 
 @torch.inference_mode()

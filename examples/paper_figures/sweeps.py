@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from study import Prompt, Study, last_hidden, read, recorded, varied
 
 from locret_kit.evals.cells import mean_and_stderr, size
-from locret_kit.evals.engine.rows import Row
-from locret_kit.evals.engine.settings import Engine
+from locret_kit.evals.engine.result_rows import Row
+from locret_kit.evals.engine.run_spec import Setup
 from locret_kit.evals.figures.style import line, panels, score_axis, shared_legend
 
 SCOPES = {"window": "newest slots", "deviation": "highest deviation"}
@@ -98,7 +98,7 @@ def stabilizers(study: Study) -> Figure:
     for x in study.sweep:
         if x != int(x) or not 0 <= x < budget:
             raise ValueError(f"sweep: {x:g} must be a whole number of slots from 0 to below budget={budget}")
-    answered = {n: replace(study, engine=_with(study.engine, n)) for n in sizes}
+    answered = {n: replace(study, setup=_with(study.setup, n)) for n in sizes}
     rows = {n: one.answer([one.variant(policy, budget)], folder=f"stabilizers-{n}") for n, one in answered.items()}
     prompts = list(study.prompts())
     errors = {
@@ -129,11 +129,11 @@ def stabilizers(study: Study) -> Figure:
     return figure
 
 
-def _with(engine: Engine, stabilizers: int) -> Engine:
-    """The engine whose caches have so many stabilizers."""
-    settings_for = engine.settings_for
+def _with(setup: Setup, stabilizers: int) -> Setup:
+    """The setup whose caches have so many stabilizers."""
+    settings_for = setup.settings_for
     return replace(
-        engine, settings_for=lambda variant, tokens: replace(settings_for(variant, tokens), stabilizers=stabilizers)
+        setup, settings_for=lambda variant, tokens: replace(settings_for(variant, tokens), stabilizers=stabilizers)
     )
 
 
@@ -142,7 +142,7 @@ def hidden_and_score_errors(
 ) -> tuple[dict[int, float], dict[int, float]]:
     """By layer, against the same run without evictions: the largest absolute error of the last prompt token's hidden state,
     and the mean absolute error of the scores with which tokens enter ({} for scores that are made later)."""
-    model, tokens = study.engine.model, len(prompt.ids)
+    model, tokens = study.setup.model, len(prompt.ids)
     seen = []
     for cache in (study.bounded(policy, budget, tokens), study.unbounded(policy, budget, tokens)):
         score = recorded(cache)

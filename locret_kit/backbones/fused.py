@@ -1,5 +1,7 @@
 """A backbone's elementwise work in fewer launches: norms with the residual before them, gated activations, and no rotation by
 zero. Only where the handler of a forward has operations for it; elsewhere, and once it is undone, every module is as it was.
+
+``probe`` tries both on every decoder and compares: they are for those that give the same hidden states.
 """
 
 from __future__ import annotations
@@ -13,31 +15,36 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from locret_kernels.fused import rms_norm, swiglu
 
-from .families import decoder_of, has_adapter, text_config
 from .handler import Choice, LayerOperations
 from .undo import Undo, replace_forward
 
 REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)
 
 
-def fuse(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
-    """Let a model's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of the
-    known kinds are left as they are, and so are those that accelerate moves between devices."""
-    config = text_config(model)
-    if not has_adapter(config):
-        return
-    decoder = decoder_of(model)
-    for module in {sys.modules[type(layer.self_attn).__module__] for layer in decoder.layers}:
+def skip_rotations(undo: Undo, decoder: Any, choice: Choice) -> None:
+    """Let rotary modules answer None, and rotations pass queries and keys through then, where ``choice`` gives operations,
+    until ``undo``."""
+    attentions = (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+    for module in {sys.modules[type(attention).__module__] for attention in attentions}:
         _skip_identity(undo, module)
+    replace_forward(undo, decoder.rotary_emb, partial(_no_rotation, choice))
+
+
+def _no_rotation(choice: Choice, forward: Callable[..., Any], x: Tensor, *args: Any, **named: Any) -> Any:
+    return forward(x, *args, **named) if choice(x) is None else (None, None)
+
+
+def fuse_layers(undo: Undo, decoder: Any, choice: Choice) -> None:
+    """Let a decoder's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of
+    the known kinds are left as they are, and so are those that accelerate moves between devices."""
     for layer in decoder.layers:
         after = layer.post_attention_layernorm
         if is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
             replace_forward(undo, layer, partial(_layer, layer, after, choice))
-        if getattr(config, "hidden_act", None) == "silu" and _is_gated(layer.mlp):
+        if is_gated(layer.mlp) and is_silu(layer.mlp) and not hasattr(layer.mlp, "_hf_hook"):
             replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, choice))
     for norm in filter(is_rms_norm, decoder.modules()):
         replace_forward(undo, norm, partial(_norm, norm, choice))
@@ -49,10 +56,17 @@ def is_rms_norm(module: nn.Module) -> bool:
     return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
 
 
-def _is_gated(mlp: nn.Module) -> bool:
+def is_gated(mlp: nn.Module) -> bool:
     """Whether a module is an MLP as Llama's, or as Phi-3's."""
     inward = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-    return all(hasattr(mlp, name) for name in (*inward, "down_proj")) and not hasattr(mlp, "_hf_hook")
+    products = [getattr(mlp, name, None) for name in (*inward, "down_proj")]
+    return all(isinstance(product, nn.Module) for product in products)
+
+
+def is_silu(mlp: Any) -> bool:
+    """Whether the activation between an MLP's products is SiLU."""
+    named = (getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "act"))
+    return any(type(activation).__name__ in ("SiLU", "SiLUActivation") for activation in named)
 
 
 def _norm(norm: Any, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:

@@ -19,6 +19,26 @@ Linear = Callable[..., Tensor]
 """As ``torch.nn.functional.linear``."""
 
 
+class Softmax(NamedTuple):
+    """Softmax of one layer's attention."""
+
+    scaling: float
+    """Factor on the products of queries and keys."""
+    cap: float | None = None
+    """Scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2)."""
+    sinks_Q: Tensor | None = None
+    """One more logit for each query head, without a value (gpt-oss)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scaling is all there is."""
+        return self.cap is None and self.sinks_Q is None
+
+    def of(self, heads: slice) -> Softmax:
+        """For some of the query heads."""
+        return self if self.sinks_Q is None else self._replace(sinks_Q=self.sinks_Q[heads])
+
+
 class LayerOperations(NamedTuple):
     """Operations of a layer beside its attention, for a backbone whose own take more passes over memory."""
 
@@ -39,12 +59,17 @@ class Handler(ABC):
 
     wants_unrotated = False
     """Whether q and k come before RoPE: the rotary module is not asked then."""
-    needs_logits = False
+    in_blocks = False
     """Whether a forward is cut into ``blocks``, whose final hidden states are ``read`` one by one."""
 
     @abstractmethod
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
-        """Attention output ``[B, Q, T, D]`` of a layer's new tokens."""
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        """Attention output ``[B, Q, T, D]`` of a layer's new tokens. Layers are numbered as in ``BackboneSpec``."""
+
+    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        """Attention output ``[B, Q, T, D]`` of another layer that reads the keys and values of ``layer``, whose new ones are
+        given again. Queries may be those of the newest tokens alone."""
+        raise ValueError(f"{type(self).__name__} takes no layers that share keys and values")
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Operations for tensors like ``x``; None where the backbone's own are used."""
@@ -66,9 +91,9 @@ class Handler(ABC):
         return None
 
     def blocks(self, tokens: int) -> list[int]:
-        """Lengths of the blocks in which a forward of ``tokens`` runs, where it ``needs_logits``."""
+        """Lengths of the blocks in which a forward of ``tokens`` runs, where it runs ``in_blocks``."""
         return [tokens]
 
-    def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
-        """Take a block's final hidden states and its tokens, where it ``needs_logits``."""
+    def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Take a block's final hidden states and its tokens, where it runs ``in_blocks``."""
         return None

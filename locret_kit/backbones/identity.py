@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .families import text_config
+from .spec import text_config
 from .weight_bits import weight_bits_of
 
 SAMPLES = 256

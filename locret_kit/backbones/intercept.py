@@ -1,13 +1,15 @@
 """The one place where a backbone's attention is met.
 
 ``attach(model)`` routes every attention call of ``model`` to a handler (see ``handler``), while one is set, and lets everything
-else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``.
+else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``. It is
+told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order that ``rope`` rotates.
 Meanwhile MLPs work in slices (``slices``), and elementwise work is the handler's where it has operations for it (``fused``).
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,38 +21,65 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .families import decoder_of, require_adapter, text_config
-from .fused import fuse
+from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
 from .parallel import AllHeads, group_of
+from .probe import AttentionCall, DecoderAttention, describe, rotaries_of, softmax_of, unknown_argument, unturned
 from .releases import cache_among
 from .slices import slice_mlps
+from .spec import UnsupportedArchitecture, decoder_of, text_config
 from .undo import Undo, replace_forward
 from .widened import widen
 
 NAME = "locret"
 
 
+class Calls:
+    """Attention calls of one forward. Modules that several layers share are told apart by the order of their calls."""
+
+    def __init__(self, known: dict[int, list[tuple[AttentionCall, Tensor | None]]]) -> None:
+        self._known = known
+        self._count: dict[int, int] = {}
+
+    def next(self, module: Any) -> tuple[AttentionCall, Tensor | None]:
+        """The call that a module makes now, and the order of channels in which its queries and keys are rotated."""
+        known = self._known.get(id(module), [])
+        if len(known) == 1:
+            return known[0]
+        count = self._count.get(id(module), 0)
+        if count >= len(known):
+            raise UnsupportedArchitecture(
+                f"{type(module).__name__} calls attention more often than when it was attached"
+            )
+        self._count[id(module)] = count + 1
+        return known[count]
+
+
 class _Active(threading.local):
-    """A handler per thread."""
+    """A thread's handler, the calls of the forward that runs now, and the attention that the model had before."""
 
     handler: Handler | None = None
+    calls: Calls | None = None
+    own: str = "sdpa"
 
 
 _ACTIVE = _Active()
 
 
-def _handled(handler: Handler | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _handled(
+    handler: Handler | None, calls: Calls | None, own: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Run a forward whose attention calls go to ``handler``, in this thread. KeyboardInterrupt restores what was set before
     too: torch calls no forward hook after it."""
-    before = _ACTIVE.handler
+    before = _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own
     try:
-        _ACTIVE.handler = handler
+        _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = handler, calls, own
         return forward(*args, **kwargs)
     finally:
-        _ACTIVE.handler = before
+        _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = before
 
 
 def _attention(
@@ -62,19 +91,49 @@ def _attention(
     dropout: float = 0.0,  # where transformers' own have it: who wraps them all (kvpress) passes it by place
     scaling: float | None = None,
     **kw: Any,
-) -> tuple[Tensor, None]:
-    handler = _ACTIVE.handler
-    if handler is None:
-        return sdpa_attention_forward(module, q, k, v, attention_mask, dropout, scaling, **kw)
-    for name in ("softcap", "s_aux"):  # a cap on the logits; attention sinks (gpt-oss)
-        if kw.get(name) is not None:
-            raise ValueError(f"this backbone's attention has {name!r}, which the bounded cache does not support")
-    out = handler.attend(module.layer_idx, q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling)
-    return out.transpose(1, 2), None
+) -> tuple[Tensor, Any]:
+    handler, calls = _ACTIVE.handler, _ACTIVE.calls
+    if handler is None or calls is None:
+        return _own_attention(module)(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kw)
+    if (unknown := unknown_argument(kw, q.shape[2])) is not None:
+        raise ValueError(f"{type(module).__name__} is given {unknown!r}, which a bounded cache does not know")
+    if isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"{type(module).__name__} is given a mask of the model's own, which a bounded cache does not know"
+        )
+    call, order_D = calls.next(module)
+    if order_D is not None:
+        q, k = q[..., order_D], k[..., order_D]
+    if call.shared:
+        out = handler.attend_shared(call.layer, q, k, v, softmax_of(module, q, scaling, kw))
+    else:
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"{type(module).__name__} has {q.shape[2]} queries and {k.shape[2]} new keys")
+        out = handler.attend(call.layer, q, k, v, softmax_of(module, q, scaling, kw))
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return sdpa_mask(*args, **kwargs) if _ACTIVE.handler is None else None
+def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Any]]:
+    """The attention that a module's model had before it was attached."""
+    own = _ACTIVE.own
+    if own == "eager":
+        eager: Callable[..., tuple[Tensor, Any]] | None = getattr(
+            sys.modules[type(module).__module__], "eager_attention_forward", None
+        )
+        return eager or sdpa_attention_forward
+    found: Callable[..., tuple[Tensor, Any]] = ALL_ATTENTION_FUNCTIONS[own]
+    return found
+
+
+def _mask(*args: Any, **kwargs: Any) -> Any:
+    if _ACTIVE.handler is not None:
+        return None
+    own = _ACTIVE.own
+    return (
+        ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
+        if own in ALL_MASK_ATTENTION_FUNCTIONS
+        else sdpa_mask(*args, **kwargs)
+    )
 
 
 def active_handler() -> Handler | None:
@@ -96,20 +155,28 @@ def operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
     return handler.operations(x)
 
 
-def unrotated(undo: Undo, rotary: Any) -> None:
-    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE, until ``undo``. Its own forward is
-    not called then: of LongRoPE it makes the host wait for the largest position."""
+def unrotated(undo: Undo, rotary: Any, *, standard: bool) -> None:
+    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE, until ``undo``. Where it is of the
+    ``standard`` form its own forward is not called then: of LongRoPE it makes the host wait for the largest position."""
 
-    def answer(forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *kind: str, **named: str) -> Any:
-        if _ACTIVE.handler is None or not _ACTIVE.handler.wants_unrotated:
-            return forward(x, position_ids, *kind, **named)
-        if operations(x) is not None:
-            return None, None  # `fused` passes q and k through
-        inv_freq = getattr(rotary, "_".join((*kind, *named.values(), "inv_freq")))  # a layer's type, where types differ
+    def answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        handler = _ACTIVE.handler
+        if handler is None or not handler.wants_unrotated:
+            return forward(*args, **named)
+        x, position_ids, *kind = (*args, *named.values())
+        if not standard or position_ids.dim() != 2:  # places in several dimensions
+            return unturned(forward(*args, **named))
+        inv_freq = getattr(rotary, "_".join((*kind, "inv_freq")))  # a layer's type, where types differ
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
         return cos_BTR, torch.zeros_like(cos_BTR)
 
     replace_forward(undo, rotary, answer)
+
+
+def _unrotated_operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
+    """``operations`` where the forward's handler wants q and k before RoPE: rotations are left out then."""
+    handler = _ACTIVE.handler
+    return operations(x, *others) if handler is not None and handler.wants_unrotated else None
 
 
 def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -144,27 +211,40 @@ class Attachment:
         self._explicit = _Active()
         self._undo = Undo()
         self._ranks = group_of(model)
+        self._own = "sdpa"
+        self._known: dict[int, list[tuple[AttentionCall, Tensor | None]]] = {}
 
     def start(self) -> None:
         """Meet the model's attention from now on.
 
         Raises:
-            RuntimeError: the model is attached already.
+            RuntimeError: the model is attached already. UnsupportedArchitecture: its attention is of no known form.
         """
         model, undo, config = self.model, self._undo, text_config(self.model)
         _sweep(model)
-        if config._attn_implementation == NAME:
+        before = config._attn_implementation
+        if before == NAME:
             raise RuntimeError("this model is attached already: detach it first")
+        description = describe(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         try:
-            undo.add(partial(model.set_attn_implementation, config._attn_implementation))
-            model.set_attn_implementation(NAME)
+            undo.add(partial(decoder.set_attn_implementation, before))
+            decoder.set_attn_implementation(NAME)
+            if config._attn_implementation != NAME:
+                raise UnsupportedArchitecture(
+                    f"model_type={config.model_type!r}: its attention takes no other implementation"
+                )
+            self._own = before
+            self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)
-            fuse(undo, model, operations)
+            for rotary in rotaries_of(decoder).values():
+                unrotated(undo, rotary, standard=description.skips_rotation)
+            if description.skips_rotation:
+                skip_rotations(undo, decoder, _unrotated_operations)
+            if description.fuses_layers:
+                fuse_layers(undo, decoder, operations)
             widen(undo, model, operations)
             slice_mlps(undo, model)
-            if hasattr(decoder, "rotary_emb"):
-                unrotated(undo, decoder.rotary_emb)
             if words is not None:
                 _give_rows(undo, words)
         except BaseException:
@@ -176,18 +256,19 @@ class Attachment:
         cache = cache_among(args, kwargs)
         handler = self._explicit.handler or (cache if isinstance(cache, Handler) else None)
         if handler is None:
-            return _handled(None, forward, *args, **kwargs)
+            return _handled(None, None, self._own, forward, *args, **kwargs)
         if args:
             kwargs = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs}
         kwargs = handler.begin(self.model, kwargs)
-        if handler.wants_unrotated:
-            require_adapter(text_config(self.model))
         if self._ranks is not None:
             handler = AllHeads(handler, self._ranks)
         detached = "detached while this forward ran: attach a model once, and detach it when no thread uses it"
         try:
-            run = _read_blocks if handler.needs_logits else _handled
-            output = run(handler, forward, **kwargs)
+            output = (
+                _read_blocks(handler, self._run, forward, **kwargs)
+                if handler.in_blocks
+                else self._run(handler, forward, **kwargs)
+            )
         except Exception as error:
             if not self._undo:  # the rest of it was the backbone's own, to which no rotation was given
                 raise RuntimeError(detached) from error
@@ -196,6 +277,9 @@ class Attachment:
         if not self._undo:
             raise RuntimeError(detached)
         return output
+
+    def _run(self, handler: Handler, forward: Callable[..., Any], **kwargs: Any) -> Any:
+        return _handled(handler, Calls(self._known), self._own, forward, **kwargs)
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
@@ -217,24 +301,43 @@ class Attachment:
         self.detach()
 
 
-def _read_blocks(handler: Handler, forward: Callable[..., Any], **kwargs: Any) -> Any:
+def _calls_of(
+    decoder: Any, description: DecoderAttention, device: torch.device
+) -> dict[int, list[tuple[AttentionCall, Tensor | None]]]:
+    """The calls of each attention module, by its id, in the order of a forward."""
+    known: dict[int, list[tuple[AttentionCall, Tensor | None]]] = {}
+    for call in description.calls:
+        rotation = None if isinstance(description.rotations, str) else description.rotations[call.layer]
+        order_D = None if rotation is None or rotation.order is None else torch.tensor(rotation.order, device=device)
+        known.setdefault(id(decoder.get_submodule(call.module)), []).append((call, order_D))
+    return known
+
+
+def _read_blocks(handler: Handler, run: Callable[..., Any], forward: Callable[..., Any], **kwargs: Any) -> Any:
     """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
     ids = kwargs.get("input_ids")
-    if ids is None:
-        raise ValueError("this policy scores tokens by their probability: give input_ids, not inputs_embeds")
-    per_token = {name: kwargs[name] for name in ("position_ids", "cache_position") if kwargs.get(name) is not None}
-    rest = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask", *per_token)}
+    tokens = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
     start, output, hidden = 0, None, []
-    for length in handler.blocks(ids.shape[1]):
+    for length in handler.blocks(tokens):
         new = slice(start, start + length)
-        piece = {name: value[..., new] for name, value in per_token.items()}
-        output = _handled(handler, forward, input_ids=ids[:, new], **piece, **rest)
-        handler.read(output.last_hidden_state, ids[:, new])
+        piece = {name: _of_tokens(value, new, tokens) for name, value in kwargs.items() if name != "attention_mask"}
+        output = run(handler, forward, **piece)
+        handler.read(output.last_hidden_state, None if ids is None else ids[:, new])
         hidden.append(output.last_hidden_state)
         start += length
     if output is not None and len(hidden) > 1:
         output.last_hidden_state = torch.cat(hidden, dim=1)
     return output
+
+
+def _of_tokens(value: Any, new: slice, tokens: int) -> Any:
+    """What an argument of a forward says of some of its tokens."""
+    if isinstance(value, Tensor) and value.dim() > 1:
+        if value.shape[1] == tokens:
+            return value[:, new]
+        if value.shape[-1] == tokens:
+            return value[..., new]
+    return value
 
 
 def attach(model: Any) -> Attachment:
@@ -244,7 +347,7 @@ def attach(model: Any) -> Attachment:
     and detach it when they have ended: a forward during which its model is detached raises RuntimeError.
 
     Raises:
-        RuntimeError: the model is attached already.
+        RuntimeError: the model is attached already. UnsupportedArchitecture: its attention is of no form that the kit knows.
     """
     attachment = Attachment(model)
     attachment.start()

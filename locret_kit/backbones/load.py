@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..naming import first_line
-from .families import check_config
+from .spec import check_config
 from .weight_bits import quantisation
 
 M = TypeVar("M", bound=nn.Module)

@@ -7,13 +7,14 @@ rank, and every rank alike. A bounded cache is small. What is divided is the wei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .handler import Handler, LayerOperations
+from .handler import Handler, LayerOperations, Softmax
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +43,7 @@ class AllHeads(Handler):
 
     def __init__(self, handler: Handler, group: ProcessGroup) -> None:
         self.of, self._group = handler, group
-        self.wants_unrotated, self.needs_logits = handler.wants_unrotated, handler.needs_logits
+        self.wants_unrotated, self.in_blocks = handler.wants_unrotated, handler.in_blocks
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         return self.of.operations(x)
@@ -50,14 +51,28 @@ class AllHeads(Handler):
     def blocks(self, tokens: int) -> list[int]:
         return self.of.blocks(tokens)
 
-    def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
+    def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
         self.of.read(hidden_BTE, ids_BT)
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         """Attention output of this rank's query heads."""
+        return self._mine(self.of.attend, layer, q_BQTD, k_BHTD, v_BHTD, softmax)
+
+    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        """As ``attend``."""
+        return self._mine(self.of.attend_shared, layer, q_BQTD, k_BHTD, v_BHTD, softmax)
+
+    def _mine(
+        self, attend: Callable[..., Tensor], layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    ) -> Tensor:
         group = self._group
-        q_all, k_all, v_all = gathered((q_BQTD, k_BHTD, v_BHTD), group)
-        out = self.of.attend(layer, q_all, k_all, v_all, scaling)
+        if softmax.sinks_Q is not None:
+            (sinks,) = gathered((softmax.sinks_Q.view(1, -1, 1, 1),), group)
+            softmax = softmax._replace(sinks_Q=sinks.flatten())
+        q, k, v = (
+            gathered((q, k, v), group) if k.shape[-1] == v.shape[-1] else (gathered((x,), group)[0] for x in (q, k, v))
+        )
+        out: Tensor = attend(layer, q, k, v, softmax)
         return out.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
@@ -22,3 +24,51 @@ def forward(model: Any, ids_BT: Tensor, cache: Cache, **rest: Any) -> Any:
 def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
     """The cache among a forward's arguments, whatever its name; None without one."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Words of a configuration about one layer."""
+
+    config: PreTrainedConfig
+    """Of the layer, where layers differ in their sizes."""
+    name: str
+    window: int | None
+    reads_another: bool
+    """Whether it attends to another layer's keys and values."""
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether it has a state of constant size."""
+        return self.name in ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return not self.reads_another and self.name not in ("linear_attention", "conv", "mamba", "moe", "mlp", "dummy")
+
+    @property
+    def chunked(self) -> bool:
+        """Whether its window is a stretch between two multiples of it."""
+        return self.name == "chunked_attention"
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
+    """Kinds of a decoder's layers, by the rule of transformers' own caches. Releases before 5.20 know no sizes by layer."""
+    own = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    names = getattr(config, "layer_types", None)
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(own)
+    kinds = []
+    for i, (one, mode) in enumerate(zip(own, modes, strict=False)):
+        window, chunk = getattr(one, "sliding_window", None), getattr(one, "attention_chunk_size", None)
+        inferred = "full_attention" if not (window or chunk) else "sliding_attention" if window else "chunked_attention"
+        name = names[i] if names else inferred
+        within = {"sliding_attention": window, "hybrid_sliding": window, "chunked_attention": chunk}.get(name)
+        kinds.append(LayerKind(one, name, within, mode == "reuse"))
+    return kinds
+
+
+def holds_states(cache: Any) -> tuple[int, ...]:
+    """Layers of transformers' own cache that hold a state of constant size."""
+    mixin = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+    return tuple(i for i, layer in enumerate(cache.layers) if isinstance(layer, mixin))

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .families import decoder_of, has_adapter, text_config
+from .fused import is_gated
+from .spec import decoder_of
 from .undo import Undo, replace_forward
 
 SLICE = 4096
@@ -23,18 +25,16 @@ SLICE = 4096
 
 
 def slice_mlps(undo: Undo, model: PreTrainedModel) -> None:
-    """Let every MLP of ``model`` see at most ``SLICE`` rows at a time until ``undo``. A model without an adapter, whose layers
-    may be of any kind, is left as it is."""
-    if has_adapter(text_config(model)):
-        for layer in decoder_of(model).layers:
-            replace_forward(undo, layer.mlp, partial(_forward, layer.mlp))
+    """Let every gated MLP of a decoder see at most ``SLICE`` rows at a time until ``undo``."""
+    for mlp in filter(is_gated, decoder_of(model).modules()):
+        replace_forward(undo, mlp, partial(_forward, mlp))
 
 
-def _forward(mlp: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``forward(x)``, ``x [..., features]``, in slices where that pays."""
+def _forward(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **named: Any) -> Tensor:
+    """``forward(x)``, ``x [..., features]``, in slices where that pays. Further arguments may be of each row: not sliced then."""
     rows = x.numel() // x.shape[-1]
-    if rows <= SLICE or not _gains(mlp, x):
-        return forward(x)
+    if rows <= SLICE or args or named or not _gains(mlp, x):
+        return forward(x, *args, **named)
     x_NF = x.reshape(rows, -1)
     out_NF = x_NF.new_empty(0)
     for start in range(0, rows, SLICE):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .families import decoder_of, has_adapter, text_config
 from .handler import Choice
+from .spec import decoder_of
 from .undo import Undo, replace_forward
 
 FEWEST = 64
@@ -33,8 +33,8 @@ def lacks_bfloat16() -> bool:
 def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
     """Let the products of a decoder in bfloat16 be those that ``choice`` gives, until ``undo``, on a processor where its own are
     slow."""
-    if model.dtype == torch.bfloat16 and has_adapter(text_config(model)) and lacks_bfloat16():
-        for linear in decoder_of(model).layers.modules():
+    if model.dtype == torch.bfloat16 and lacks_bfloat16():
+        for linear in decoder_of(model).modules():
             plain = type(linear) is nn.Linear and type(linear.weight.data) is Tensor  # no codes of another library
             if plain and not hasattr(linear, "_hf_hook"):
                 replace_forward(undo, linear, partial(_forward, linear, choice))

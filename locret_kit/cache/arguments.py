@@ -8,13 +8,58 @@ from torch import Tensor
 from ..backbones.handler import Arguments
 
 
-def check_arguments(arguments: Arguments, seen: int) -> None:
-    """Raise ValueError unless a forward's new tokens go on where a cache ends, after ``seen`` tokens, and none is padding."""
-    _refuse_padding(arguments.get("attention_mask"))
+def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True) -> Arguments:
+    """The arguments of a forward whose new tokens go on where a cache ends, after ``seen`` tokens. Masks that a model with
+    several parts has made for its decoder are left to the cache.
+
+    Args:
+        in_pieces: whether a text may be read in several forwards of more than one token.
+
+    Raises:
+        ValueError: padding, tokens that see later ones, other places in the text, or a second piece.
+    """
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, dict):
+        for made in mask.values():
+            _refuse_other_masks(made)
+        arguments = {**arguments, "attention_mask": dict.fromkeys(mask)}
+    elif isinstance(mask, Tensor) and mask.dim() == 4:
+        _refuse_other_masks(mask)
+        arguments = {**arguments, "attention_mask": None}
+    else:
+        _refuse_padding(mask)
     ids = arguments.get("input_ids")
     new = arguments.get("inputs_embeds") if ids is None else ids
     if new is not None:
         _refuse_other_places(seen, new.shape[1], arguments.get("position_ids"))
+        if not in_pieces and seen and new.shape[1] > 1:
+            raise ValueError(
+                f"{new.shape[1]} tokens after {seen}: layers of this backbone lose their state between pieces of a text, so give "
+                "the whole prompt in one forward, without prefill_chunk_size"
+            )
+    return arguments
+
+
+def _refuse_other_masks(mask: object) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask={type(mask).__name__}: a bounded cache is causal, it takes ones [batch, tokens] or none"
+        )
+    sees_TS = (mask if mask.dtype == torch.bool else mask == 0)[0, 0]
+    T, S = sees_TS.shape
+    later = torch.ones_like(sees_TS).triu_(S - T + 1)
+    # What a query sees ends at its own token and has no gap: a text, in windows or not.
+    gaps = sees_TS.long().diff(dim=1) == -1
+    ends = torch.zeros_like(gaps)
+    if S > 1:
+        at_T = torch.arange(S - T, S, device=mask.device).clamp(max=S - 2)
+        ends[torch.arange(T, device=mask.device), at_T] = True
+    if bool((sees_TS & later).any()) or bool((gaps & ~ends).any()):
+        raise ValueError(
+            "attention_mask lets tokens see later ones, or hides some (an image, or padding): a bounded cache takes text"
+        )
 
 
 def _refuse_padding(mask: object) -> None:
@@ -30,14 +75,14 @@ def _refuse_padding(mask: object) -> None:
 
 def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
     """New tokens must continue where the cache ends. Calling `generate` twice with the same text or with ``use_cache=False``
-    violates this, and so does a packed text."""
+    violates this, and so do a packed text and an image, whose tokens have places in two dimensions."""
     if not tokens or (isinstance(position_ids, Tensor) and not position_ids.numel()):
         raise ValueError(f"no new tokens: this cache has seen {seen}, and generate takes those again before new ones")
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+    if not isinstance(position_ids, Tensor) or position_ids.dim() < 2:
         return
     places_T = torch.arange(seen, seen + tokens, device=position_ids.device)
-    if position_ids.shape[1] != tokens or not bool((position_ids == places_T).all()):
-        first, last = position_ids[0, 0].item(), position_ids[0, -1].item()
+    if position_ids.shape[-1] != tokens or not bool((position_ids == places_T).all()):
+        first, last = int(position_ids.flatten()[0]), int(position_ids.flatten()[-1])
         raise ValueError(
             f"position_ids={first} to {last} must be {seen} to {seen + tokens - 1}, where this cache goes on: it takes one text, "
             "in order and once; another one needs reset() or a new cache"

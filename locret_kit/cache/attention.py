@@ -13,8 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.backend import function
+from locret_kernels.column_stats import ColumnStats
 
+from ..backbones.handler import Softmax
+from ..backbones.spec import AttentionLayer
 from ..naming import first_line
 
 logger = logging.getLogger(__name__)
@@ -182,9 +186,8 @@ def attend_rows(
     if T == 1 and (
         window is None or window >= S
     ):  # decoding: fold the group into the query axis, no mask, no copy of k
-        return F.scaled_dot_product_attention(q_BQTD.reshape(B, H, G, D), k_BHSD, v_BHSD, scale=scaling).reshape(
-            B, Q, 1, D
-        )
+        q_BHGD = q_BQTD.reshape(B, H, G, D)
+        return F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, scale=scaling).reshape(B, Q, 1, -1)
     if window is None and T < S and backend != "reference" and has_flash(q_BQTD.device, q_BQTD.dtype, D):
         return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)[0]
     if window is not None and backend != "reference" and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
@@ -193,9 +196,36 @@ def attend_rows(
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
 
-def attend_text(q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, window: int | None = None) -> Tensor:
-    """Grouped-query attention ``[B, Q, T, D]`` of a whole text, which needs no mask where there is no window."""
-    if window is not None:
+def attend_general(
+    q_BQTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    softmax: Softmax,
+    *,
+    window: int | None = None,
+    want: frozenset[str] = frozenset(),
+    by_head: bool = False,
+) -> tuple[Tensor, list[ColumnStats]]:
+    """Attention ``[B, Q, T, D]`` in the type of the values, with a softmax of any form, and the statistics of its weights. See
+    ``locret_kernels.attend.reference.attend_and_count``."""
+    out, counted = attend_and_count(
+        q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, window=window, cap=softmax.cap,
+        sinks_Q=softmax.sinks_Q,
+    )  # fmt: skip
+    return out.to(v_BHSD.dtype), counted
+
+
+def attend_text(
+    q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, layer: AttentionLayer | None = None
+) -> Tensor:
+    """Grouped-query attention ``[B, Q, T, D]`` of a whole text in a layer; by default one that sees all."""
+    window, T, scaling = None if layer is None else layer.window, q_BQTD.shape[2], softmax.scaling
+    if layer is not None and layer.chunked:
+        pieces = zip(*(x.split(layer.window, 2) for x in (q_BQTD, k_BHTD, v_BHTD)), strict=True)
+        return torch.cat([attend_text(q, k, v, softmax) for q, k, v in pieces], 2)
+    if not softmax.is_plain:
+        return attend_general(q_BQTD, k_BHTD, v_BHTD, softmax, window=window)[0]
+    if window is not None or k_BHTD.shape[2] != T:
         return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, window)
     gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
     return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)

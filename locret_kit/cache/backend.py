@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from locret_kernels.fused import cpu as fused_on_cpu
 from locret_kernels.quantise import cpu as quantise_on_cpu
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.handler import LayerOperations, Linear
+from ..backbones.handler import LayerOperations, Linear, Softmax
 from ..backbones.rope import rotate_lean
 from ..backbones.widened import product
-from .attention import attend_rows, attend_rows_lse, varlen_operator
+from .attention import attend_general, attend_rows, attend_rows_lse, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,15 @@ class Backend:
         q_BQTD: Tensor,
         k_BHSD: Tensor,
         v_BHSD: Tensor,
-        scaling: float,
+        softmax: Softmax,
         *,
         window: int | None = None,
         want: frozenset[str] = frozenset(),
         by_head: bool = False,
         rotation: ChunkRotation | None = None,
     ) -> Counted:
-        """Attention of a chunk over rows, of which the newest ``T`` are its own, with the statistics that are wanted.
+        """Attention of a chunk over rows, of which the newest ``T`` are its own, with the statistics that are wanted. With sinks
+        or a cap on the logits it is the definition's, whatever the backend.
 
         Args:
             window: rows up to each query's own that it sees; no statistics are wanted then.
@@ -68,9 +69,11 @@ class Backend:
             rotation: of queries and keys that come before RoPE.
         """
         q_BQTD, k_BHSD = self.rotated(q_BQTD, k_BHSD, rotation)
+        if not softmax.is_plain:
+            return attend_general(q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head)
         if want:
-            return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want, by_head)
-        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, window, self.name), []
+            return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want, by_head)
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, self.name), []
 
     def attend_blocks(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
         """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
@@ -145,18 +148,22 @@ class CpuBackend(Backend):
         q_BQTD: Tensor,
         k_BHSD: Tensor,
         v_BHSD: Tensor,
-        scaling: float,
+        softmax: Softmax,
         *,
         window: int | None = None,
         want: frozenset[str] = frozenset(),
         by_head: bool = False,
         rotation: ChunkRotation | None = None,
     ) -> Counted:
-        one_table = rotation is None or rotation.cos_SR.dim() == 2
-        fits = q_BQTD.shape[2] > 1 and window is None and one_table and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD)
-        attend = attend_on_cpu.attend_and_count if fits else super().attend
-        rest: dict[str, Any] = {} if fits else {"window": window}
-        return attend(q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head, rotation=rotation, **rest)
+        plain = softmax.is_plain and window is None and (rotation is None or rotation.cos_SR.dim() == 2)
+        if plain and q_BQTD.shape[2] > 1 and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD):
+            counted: Counted = attend_on_cpu.attend_and_count(
+                q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, rotation=rotation
+            )
+            return counted
+        return super().attend(
+            q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head, rotation=rotation
+        )
 
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool

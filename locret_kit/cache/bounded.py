@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from ..backbones.families import spec_of, text_config
-from ..backbones.handler import Arguments, Handler, LayerOperations
+from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
 from ..backbones.intercept import active_handler
+from ..backbones.probe import describe
+from ..backbones.states import StatefulCache, States
 from ..heads import RetainingHeads, loaded
 from ..policies.grammar import composed_of, parse_policy
 from ..policies.methods.sirllm import token_entropy
 from ..policies.policy import Policy
 from ..settings import FIRST, INT32_MAX, RunSettings, read_protect
-from .arguments import check_arguments
+from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, Stage
 from .fork import check_lengths, check_past, check_queries
 from .geometry.schedule import Schedule
-from .layer_attention import Fixed
+from .layer_attention import Fixed, attend_again
 from .make import make_layers
 from .pins import check_room, pins_of, without
 from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class BoundedCache(Cache, Handler):
+class BoundedCache(StatefulCache, Handler):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
     Args:
@@ -136,7 +136,8 @@ class BoundedCache(Cache, Handler):
             self._context = replace(context, pins=self.pins, stages=(*stages_of(self.policy), *self._stages))
             self.settings = context.settings
             self.layers.extend(make_layers(self._context, self.scratch))
-        elif self._context.spec != spec_of(text_config(model)):
+            self.states = States.of(model, context.spec)
+        elif self._context.model is not model and self._context.spec != describe(model).spec:
             raise ValueError("this cache already holds rows of another model")
 
     @property
@@ -182,19 +183,25 @@ class BoundedCache(Cache, Handler):
 
     def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
         self.bind(model)
-        check_arguments(arguments, self.get_seq_length())
-        return arguments
+        return checked_arguments(arguments, self.get_seq_length(), in_pieces=self.context.description.in_pieces)
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         return self.context.backend.operations(x)
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
-        return self.attend_scored(layer, q_BQTD, k_BHTD, v_BHTD, scaling, None)
+        return self.attend_scored(layer, q_BQTD, k_BHTD, v_BHTD, softmax, None)
+
+    @torch.no_grad()
+    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        """Attention output ``[B, Q, T, D]`` of the newest tokens over a layer's rows, their own included."""
+        rows = self.bounded[layer]
+        rows.softmax = softmax
+        return attend_again(self.context, layer, rows, q_BQTD)
 
     @torch.no_grad()
     def attend_scored(
-        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float, score_BHT: Tensor | None
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, score_BHT: Tensor | None
     ) -> Tensor:
         """``attend``, where the new tokens' entry scores may be known already.
 
@@ -204,7 +211,7 @@ class BoundedCache(Cache, Handler):
         if len(q_BQTD) != 1:
             raise ValueError(f"batch={len(q_BQTD)} must be 1: a BoundedCache takes one text, a BatchCache several")
         rows, ctx = self.bounded[layer], self.context
-        rows.scaling = scaling
+        rows.softmax = softmax
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
         rows.update(k_BHTD, v_BHTD)
@@ -219,26 +226,40 @@ class BoundedCache(Cache, Handler):
         # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True
         out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, score_BHT)
-        self.unfinished = layer + 1 < len(self.layers) or self.policy.needs_logits
+        self.unfinished = layer + 1 < len(self.layers) or self.in_blocks
         return out
 
+    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Check that every layer has seen the forward's tokens. Raises ValueError where one has not."""
+        seen = {rows.seen for rows in self.bounded}
+        if self.unfinished or len(seen) > 1:
+            raise ValueError(
+                f"layers have seen {min(seen)} to {max(seen)} tokens of this text: some attention did not reach the cache"
+            )
+
     @property
-    def needs_logits(self) -> bool:  # type: ignore[override]
+    def in_blocks(self) -> bool:  # type: ignore[override]
         """Whether ``read`` must be called after every forward, and no forward may cross a boundary."""
-        return self.policy.needs_logits
+        return self._context is not None and self._context.evicts_after_forward
 
     def blocks(self, tokens: int) -> list[int]:
         """Lengths of the blocks in which the next ``tokens`` tokens go."""
         return list(self.schedule.blocks(self.get_seq_length(), tokens))
 
     @torch.no_grad()
-    def read(self, hidden_BTE: Tensor, ids_BT: Tensor) -> None:
-        """Score the block that was just read by the final hidden states of its tokens, then evict where it is due."""
+    def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Score the block that was just read by its tokens' final hidden states where the policy does, then evict where that is
+        due."""
         ctx, began = self.context, time.perf_counter()
-        score_BT, self.last_hidden = token_entropy(ctx.model, hidden_BTE, ids_BT, self.last_hidden)
-        for rows in self.bounded:
-            if rows.window is None:
-                rows.score_newest(score_BT)
+        if self.policy.needs_logits:
+            if ids_BT is None:
+                raise ValueError(
+                    f"policy={self.policy.name!r} scores tokens by their probability: give input_ids, not inputs_embeds"
+                )
+            score_BT, self.last_hidden = token_entropy(ctx.model, hidden_BTE, ids_BT, self.last_hidden)
+            for rows in self.bounded:
+                if rows.window is None:
+                    rows.score_newest(score_BT)
         ctx.counters.score_s += time.perf_counter() - began
         for layer, rows in enumerate(self.bounded):
             evict_if_due(ctx, layer, rows)
@@ -353,6 +374,7 @@ class BoundedCache(Cache, Handler):
         """This cache with a copy of another one's rows."""
         for mine, theirs in zip(self.bounded, other.bounded, strict=True):
             mine.copy_from(theirs)
+        self.states = None if other.states is None else other.states.copy()
         vars(self.counters).update(vars(other.counters))
         vars(self.context.recalls).update(vars(other.context.recalls))
         self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
@@ -361,7 +383,11 @@ class BoundedCache(Cache, Handler):
     def take_back(self, tokens: int) -> bool:
         """Forget the newest ``tokens`` tokens after the prompt, as though they had never been read. False, and nothing has
         changed, where that cannot be: they were scored by attention or evicted something, or heads differ in length."""
-        can = not self.needs_logits and self.get_seq_length() - tokens >= (self.schedule.prompt_length or INT32_MAX)
+        can = (
+            not self.in_blocks
+            and self.states is None
+            and self.get_seq_length() - tokens >= (self.schedule.prompt_length or INT32_MAX)
+        )
         if not can or not all(rows.can_take_back(tokens) for rows in self.bounded):
             return False
         for rows in self.bounded:
@@ -397,6 +423,8 @@ class BoundedCache(Cache, Handler):
                 vars(self).update(before)
                 raise
         super().reset()
+        if self.states is not None:
+            self.states.reset()
         self.counters.clear()
         if self._context is not None:
             self._context.recalls.clear()
@@ -447,10 +475,11 @@ class BoundedCache(Cache, Handler):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.bounded[layer_idx].get_seq_length() if self.layers else 0
+        """Tokens seen, by every layer alike; the backbone's layers are numbered otherwise than the rows."""
+        return self.bounded[0].get_seq_length() if self.layers else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.bounded[layer_idx].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
+        return self.bounded[0].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
 
     def kept_positions(self, layer: int) -> Any:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
@@ -459,7 +488,7 @@ class BoundedCache(Cache, Handler):
         Raises:
             RuntimeError: no model is bound yet.
         """
-        heads, rows = self.context.spec.n_kv_heads, self.bounded[layer]
+        heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
         kept = rows.kept() if rows.is_initialized else torch.empty(1, heads, 0, dtype=torch.int32)
         return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
 
@@ -478,7 +507,8 @@ class BoundedCache(Cache, Handler):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers on the device."""
-        return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes
+        states = 0 if self.states is None else self.states.nbytes
+        return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes + states
 
     @property
     def host_nbytes(self) -> int:

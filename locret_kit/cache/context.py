@@ -11,8 +11,9 @@ from torch import Tensor
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.families import BackboneSpec, has_adapter, require_adapter, ropes_of, spec_of, text_config
+from ..backbones.probe import FARTHEST, DecoderAttention, describe
 from ..backbones.rope import Rope
+from ..backbones.spec import BackboneSpec, text_config
 from ..policies.policy import Policy
 from ..policies.slots import Slots
 from ..settings import Resolved
@@ -109,7 +110,7 @@ class Context:
     positions: Positions
     """The position by which a cached key is rotated."""
     ropes: Sequence[Rope] | None
-    """One per layer; None where the architecture has no adapter, so that the backbone rotates."""
+    """One per layer; None where the rotation is of no known form, so that the backbone rotates."""
     budgets: Sequence[int]
     """Slots of a head, per layer; a windowed layer has 0 and holds its window."""
     statistics: tuple[str, ...]
@@ -119,7 +120,7 @@ class Context:
     backend: Backend
     """Who computes."""
     model: Any
-    spec: BackboneSpec
+    description: DecoderAttention
     tables: RotationTables
     counters: CacheCounters
     recalls: RecallCounters = field(default_factory=RecallCounters)
@@ -142,19 +143,19 @@ class Context:
         """The context of a run on ``model``, to whose device and dtype the heads move.
 
         Raises:
-            ValueError: heads or a policy of another backbone.
-            UnsupportedArchitecture: the policy or the positions need an adapter that is missing.
+            ValueError: heads or a policy of another backbone, or a policy that its attention does not take.
+            UnsupportedArchitecture: the policy or the positions need a rotation that is not known.
         """
         # Of a model with several parts, the language model alone.
-        config = text_config(model)
-        spec = spec_of(config)
-        adapted = has_adapter(config)
-        # Where the architecture is known, the kit rotates: frequencies are then chosen once for the whole prompt.
-        scheme = settings.positions or ("compact" if adapted else "original")
+        config, description = text_config(model), describe(model)
+        spec, known = description.spec, not isinstance(description.rotations, str)
+        # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
+        scheme = settings.positions or ("compact" if known else "original")
         backend = backend_for(settings.backend, model.device, spec.head_dim, model.dtype)
-        placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", 0))
-        if placed.span is not None or policy.needs_adapter:
-            require_adapter(config)
+        placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
+        if placed.span is not None or policy.needs_unrotated:
+            description.require_rotations()
+        refuse_policy(policy, description)
         if placed.span is None and policy.recall is not None and policy.recall.far:
             raise ValueError(
                 f"positions={scheme!r}: policy={policy.name!r} places slots itself, so it must be 'compact'"
@@ -175,38 +176,49 @@ class Context:
             rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + s.chunk
             # LongRoPE and dynamic NTK choose frequencies by the largest position that there will be.
             span = placed.largest(rows, s.prompt_length)
+        if known and s.prompt_length is None:
+            bound = max(span, 1) if placed.span is not None and None in spec.windows else FARTHEST
+            if description.rotates_by_length(model, bound):
+                raise ValueError(
+                    "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
+                    "NTK), so it must be known before the first token: pass prompt_length="
+                )
         return cls(
             policy=policy.at(schedule.budget),
             schedule=schedule,
             heads=heads,
             settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend.name}),
             positions=placed,
-            ropes=ropes_of(model, span) if adapted else None,
+            ropes=description.ropes(model, span) if known else None,
             budgets=budgets,
             statistics=tuple(sorted(policy.statistics - {"count"})),
             group=spec.n_heads // spec.n_kv_heads if policy.by_query_head else 0,
             backend=backend,
             model=model,
-            spec=spec,
+            description=description,
             tables=RotationTables(),
             counters=counters,
         )
 
     @property
+    def spec(self) -> BackboneSpec:
+        """Dimensions of the backbone."""
+        return self.description.spec
+
+    @property
     def evicts_after_forward(self) -> bool:
-        """Whether evictions wait for the final hidden states of a block, by which its tokens are scored."""
-        return self.policy.needs_logits
+        """Whether evictions wait for the end of a block's forward: for the final hidden states, by which its tokens are scored,
+        or for later layers that read the same rows."""
+        return self.policy.needs_logits or self.spec.shared
 
     def rope(self, layer: int) -> Rope:
-        """The rotation of a layer, for policies that need an adapter.
+        """The rotation of a layer, for policies that need it.
 
         Raises:
             ValueError: the architecture has none.
         """
         if self.ropes is None:
-            raise ValueError(
-                f"policy={self.policy.name!r} needs keys before RoPE, which this architecture does not show"
-            )
+            raise ValueError(f"policy={self.policy.name!r} needs keys before RoPE, which this backbone does not show")
         return self.ropes[layer]
 
     def read_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
@@ -217,6 +229,26 @@ class Context:
     def write_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
         """The rotation of keys that are rotated once, before they are stored; None where they are not, or by the backbone."""
         return self.ropes[layer] if self.ropes is not None and self.read_rope(layer, rows) is None else None
+
+
+def refuse_policy(policy: Policy, description: DecoderAttention) -> None:
+    """Raise ValueError where a policy computes attention of its own that knows no sinks, caps or shared rows, or compares heads
+    that the backbone's layers do not have alike."""
+    spec, parts = description.spec, {"recall": policy.recall, "sparse": policy.sparse}
+    own = next((name for name, part in parts.items() if part is not None), None)
+    if own and not all(call.plain for call in description.calls):
+        raise ValueError(
+            f"policy={policy.name!r} computes attention over chosen blocks ({own}), which knows no sinks and no cap on logits, "
+            f"as {spec.model_type} has them"
+        )
+    if own and spec.shared:
+        raise ValueError(
+            f"policy={policy.name!r} ({own}) is not for layers that read another's rows, as {spec.model_type} has them"
+        )
+    if (own or policy.merge is not None) and not spec.is_uniform:
+        raise ValueError(
+            f"policy={policy.name!r} needs keys and values of one size in all layers, and those of {spec.model_type} differ"
+        )
 
 
 def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | None]) -> list[int]:

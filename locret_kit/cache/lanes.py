@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..backbones.handler import Arguments, Handler, LayerOperations
+from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..policies.base import Entry
 from ..settings import RunSettings
@@ -66,11 +66,11 @@ class Lanes(Cache, Handler):
             positions[row, new] = torch.arange(seen, seen + new.stop - new.start, device=device)
         return positions
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         """Attention output ``[B, Q, T, D]``: each text's own; zeros at padding."""
         B, Q, T, _ = q_BQTD.shape
         if len(self.lanes) == 1 and self.spans == [(0, 0, T)]:
-            return self.lanes[0].attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)
+            return self.lanes[0].attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
         # Columns of padding stay zero: no text reads them. Heads of a token lie side by side, as the backbone reads them.
         out = q_BQTD.new_zeros(B, T, Q, v_BHTD.shape[-1]).transpose(1, 2)
         scores_BHT = self._scores(layer, q_BQTD, k_BHTD, v_BHTD)
@@ -78,7 +78,7 @@ class Lanes(Cache, Handler):
             # [B, heads, T, D] -> the text's own [1, heads, t, D]
             q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
             score = None if scores_BHT is None else scores_BHT[row : row + 1, :, new]
-            out[row : row + 1, :, new] = lane.attend_scored(layer, q, k, v, scaling, score)
+            out[row : row + 1, :, new] = lane.attend_scored(layer, q, k, v, softmax, score)
         return out
 
     def _scores(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor | None:
@@ -103,9 +103,8 @@ class Lanes(Cache, Handler):
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
         """After a forward: texts whose policy scores tokens by their probability read the final hidden states."""
         for lane, row, new in self._texts():
-            if lane.needs_logits:
-                assert ids_BT is not None
-                lane.read(hidden_BTE[row : row + 1, new], ids_BT[row : row + 1, new])
+            if lane.in_blocks:
+                lane.read(hidden_BTE[row : row + 1, new], None if ids_BT is None else ids_BT[row : row + 1, new])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -125,11 +124,20 @@ class Lanes(Cache, Handler):
         return sum(lane.nbytes for lane in self.lanes)
 
 
+def refuse_packing(cache: BoundedCache) -> None:
+    """Raise ValueError where a text of this cache cannot stand in one forward with others."""
+    if not cache.context.description.packs_texts:
+        raise ValueError(
+            f"model_type={cache.context.spec.model_type!r}: its layers hold states, or read each other's rows, so each text is a "
+            "forward of its own: use runtime.batch"
+        )
+
+
 class Packed(Lanes):
     """One forward of several texts whose new tokens stand end to end in one row.
 
     Args:
-        counts: new tokens of each text. A text whose policy ``needs_logits`` must not cross a boundary of its schedule.
+        counts: new tokens of each text. A text that is read ``in_blocks`` must not cross a boundary of its schedule.
     """
 
     def __init__(self, lanes: Sequence[BoundedCache], counts: Sequence[int]) -> None:
@@ -150,6 +158,8 @@ class Packed(Lanes):
             raise ValueError(f"input_ids={list(ids.shape)} must be [1, {self.spans[-1][2]}], every text's new tokens")
         for lane in self.lanes:
             lane.bind(model)
+            if len(self.lanes) > 1:
+                refuse_packing(lane)
         return {**kwargs, "position_ids": self._positions(ids.shape, ids.device), "attention_mask": None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -199,11 +209,12 @@ class BatchCache(Lanes):
             settings, policy, heads, more = self._arguments
             self.lanes = [BoundedCache(settings, policy, heads, prompt_length=count, **more) for count in counts]
             for lane in self.lanes:
-                if lane.needs_logits or lane.policy.reread is not None:
+                if lane.policy.needs_logits or lane.policy.reread is not None:
                     raise ValueError(
                         f"policy={lane.policy.name!r} is not for model.generate with a batch: use runtime.batch"
                     )
                 lane.bind(model)
+                refuse_packing(lane)
         elif len(self.lanes) != B:
             raise ValueError(f"batch={B} must be {len(self.lanes)}, for which this cache has its buffers")
         else:

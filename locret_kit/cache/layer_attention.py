@@ -12,6 +12,7 @@ from torch import Tensor
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.backend import function
 
+from ..backbones.handler import Softmax
 from ..policies.base import PrefillMask
 from .attention import attend_heads
 from .context import Context
@@ -46,17 +47,31 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
     return decode_rows(q, flat, rows.scaling, ctx.backend.name, statistics, turn, ctx.group)
 
 
+def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of the newest tokens in a later layer, over rows that hold them already."""
+    if (rope := ctx.write_rope(layer, rows)) is not None:
+        T = q.shape[2]
+        q = ctx.backend.rotate(q, *ctx.tables.between(rope, rows.seen - T, T, q))
+    return attend_newest(ctx, layer, rows, q)
+
+
+def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already."""
+    one = q.shape[2] == 1 and rows.reads_flat and prefill_mask(ctx, rows) is None
+    return (attend_token if one else attend_chunk)(ctx, layer, rows, q)
+
+
 def attend_chunk(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
     """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length, or one for heads of
     different lengths where PyTorch has it."""
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
-    plain = not rows.statistics and not narrows and prefill_mask(ctx, rows) is None
+    plain = not rows.statistics and not narrows and prefill_mask(ctx, rows) is None and rows.softmax.is_plain
     if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(q):
         return _attend_ragged(ctx, layer, rows, rows.layout, q)
     out, G = [], q.shape[1] // rows.layout.H
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
-        out.append(_attend_part(ctx, layer, rows, part, q[:, queries]))
+        out.append(_attend_part(ctx, layer, rows, part, q[:, queries], rows.softmax.of(queries)))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
@@ -81,7 +96,9 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
     return attend_heads(q, keys, values, starts_P, lengths_P, layout.longest, rows.scaling)
 
 
-def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor) -> Tensor:
+def _attend_part(
+    ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor, softmax: Softmax
+) -> Tensor:
     """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, unless the policy's
     prefill mask hides some of them."""
     T, seen, rotation = q.shape[2], None, None
@@ -107,7 +124,7 @@ def _attend_part(ctx: Context, layer: int, rows: BoundedLayer, part: EqualLength
                 return ctx.backend.attend_blocks(q, keys, values, rows.scaling, blocks)
     want = frozenset(ctx.statistics if len(part.stats) else ())
     out, counted = ctx.backend.attend(
-        q, keys, values, rows.scaling, window=rows.window, want=want, by_head=ctx.group > 0, rotation=rotation
+        q, keys, values, softmax, window=rows.window, want=want, by_head=ctx.group > 0, rotation=rotation
     )
     if want:  # each row's statistic [b, h, S] sums over the group and the block's queries
         for made, stats in zip(counted, part.stats.unflatten(0, (1 + ctx.group, -1)), strict=True):

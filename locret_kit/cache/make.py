@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..backbones.spec import AttentionLayer
 from ..policies.policy import Policy
 from ..sizes import parse_bytes
 from .context import Context
@@ -25,9 +26,9 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
         ctx.backend.packs(ctx.model.dtype),
     )
     memory, layers = host_memory(ctx), []
-    for window, budget in zip(ctx.spec.windows, ctx.budgets, strict=True):
-        if window is not None:
-            rows = windowed_rows(window, chunk)
+    for layer, budget in zip(ctx.spec.layers, ctx.budgets, strict=True):
+        if layer.window is not None:
+            rows = windowed_rows(layer, chunk)
         elif policy.keeps_everything:
             rows = full_rows(policy, bits, scratch, ctx.schedule.prompt_length or 0, compiled=compiled)
         else:
@@ -35,7 +36,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
             rows = full_rows(policy, bits, scratch, budget + chunk, statistics, recent, compiled=compiled)
             if policy.recall is not None:
                 room = -(-(ctx.schedule.prompt_length or 0) // policy.recall.size)
-                views = policy.recall.count(ctx.spec.n_heads // ctx.spec.n_kv_heads)
+                views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
                 size, representatives = policy.recall.size, policy.recall.representatives
                 rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
         rows.backend, rows.grows = ctx.backend.name, policy.keeps_everything
@@ -43,9 +44,11 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
     return layers
 
 
-def windowed_rows(window: int, chunk: int) -> BoundedLayer:
+def windowed_rows(layer: AttentionLayer, chunk: int) -> BoundedLayer:
     """Rows of a layer with a window: those that it can still see beside one block, and no more."""
-    return BoundedLayer(EqualRows(window - 1 + chunk), Plain(), window)
+    window = layer.window or 0
+    capacity = window if layer.chunked else window - 1 + chunk
+    return BoundedLayer(EqualRows(capacity), Plain(), window, chunked=layer.chunked)
 
 
 def full_rows(

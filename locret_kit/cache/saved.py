@@ -21,8 +21,8 @@ from torch import Tensor
 
 from locret_kernels.provenance import versions
 
-from ..backbones.families import text_config
 from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
+from ..backbones.spec import AttentionLayer, text_config
 from ..naming import blaming, first_line
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.policy import Policy
@@ -46,6 +46,8 @@ MOST_PINS = 1024
 REREAD = "reread_positions"
 """Name of the tensor of positions that are read again; absent where none are."""
 HIDDEN = "last_hidden"
+STATES = "states."
+"""Prefix of the tensors of layers that are no attention, see ``backbones.states``."""
 APART = "document."
 """Prefix of the tensors that are not the cache's."""
 FINITE = (
@@ -186,6 +188,8 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
         held |= {} if rows.store is None else rows.store.export()
         layers.append(counts)
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
+    if cache.states is not None:
+        tensors |= cache.states.tensors()
     if cache.last_hidden is not None:
         tensors[HIDDEN] = cache.last_hidden
     if cache.reread_positions:
@@ -345,15 +349,15 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], wher
         layer = re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name)
         if layer and int(layer[1]) < len(held):
             held[int(layer[1])][layer[2]] = tensor
-        elif name not in (REREAD, HIDDEN):
+        elif name not in (REREAD, HIDDEN) and not name.startswith(STATES):
             raise ValueError(f"{shown(name)}: no such tensor")
+    states = _states(ctx, tensors, dtype, seen=bool(saved.layers[0]["seen"]))
     # First pass: every layer is checked against shapes that take no memory ([B, H, 0, D] on no device).
-    meta = torch.empty(1, spec.n_kv_heads, 0, spec.head_dim, dtype=dtype, device="meta")
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         with blaming(f"layers.{number}", ValueError):
             _check_counts(rows, counts, ctx.policy.keeps_everything)
-            rows.measure(meta, meta)
-            _check_layout(rows, counts, held[number], ctx)
+            rows.measure(*spec.layers[number].empty(dtype, "meta"))
+            _check_layout(rows, counts, held[number], ctx, spec.layers[number])
             _check_values(rows, counts, held[number])
     reread = _reread(ctx.schedule, tensors.get(REREAD))
     hidden = tensors.get(HIDDEN)
@@ -362,7 +366,6 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], wher
     elif hidden is not None:
         raise ValueError(f"{HIDDEN}: no such tensor")
     # Second pass: all is known to fit together, so buffers are made and filled.
-    k_BH0D = torch.empty(1, spec.n_kv_heads, 0, spec.head_dim, dtype=ctx.model.dtype, device=ctx.model.device)
     try:
         torch.empty(_room(cache.bounded, saved.layers), dtype=torch.uint8, device=ctx.model.device)
     except RuntimeError as error:  # of this machine, not of the file
@@ -372,14 +375,32 @@ def _fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], wher
         mine = held[number]
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
-        rows.restore(counts, wide, k_BH0D, k_BH0D)
+        k_BH0D, v_BH0D = spec.layers[number].empty(ctx.model.dtype, ctx.model.device)
+        rows.restore(counts, wide, k_BH0D, v_BH0D)
         if rows.store is not None:
-            rows.store.restore(wide, k_BH0D, k_BH0D)
+            rows.store.restore(wide, k_BH0D, v_BH0D)
     vars(cache.counters).update(vars(counters))
+    if cache.states is not None:
+        cache.states.fill(states, ctx.model.device)
     cache.reread_positions = reread
     cache.pin_all(saved.pins)
     if hidden is not None:
         cache.last_hidden = hidden.to(ctx.model.device, ctx.model.dtype, copy=True)
+
+
+def _states(ctx: Context, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, seen: bool) -> dict[str, Tensor]:
+    """The states of layers that are no attention, each as the backbone has it. Raises ValueError for others."""
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(STATES)}
+    sizes = {size.name: size for size in ctx.spec.state_sizes} if seen else {}
+    for name, size in sizes.items():
+        _check_tensor(name, found.get(name), (size.dtype or dtype,), size.shape)
+        if not found[name].isfinite().all():
+            raise ValueError(f"{name} must be finite")
+    if extra := found.keys() - sizes.keys():
+        raise ValueError(f"{shown(min(extra))}: no such tensor")
+    return {
+        name: tensor if sizes[name].dtype is not None else tensor.to(ctx.model.dtype) for name, tensor in found.items()
+    }
 
 
 def _room(layers: Sequence[BoundedLayer], stated: Sequence[Mapping[str, float]]) -> int:
@@ -441,7 +462,9 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
         raise ValueError("rows=0 must be at least 1")
 
 
-def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor], ctx: Context) -> None:
+def _check_layout(
+    rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor], ctx: Context, layer: AttentionLayer
+) -> None:
     """Raise ValueError where a tensor is missing, has another dtype or shape, or is one too many."""
     lengths: Sequence[int] = []
     if rows.layout.ragged and counts["seen"]:
@@ -454,14 +477,14 @@ def _check_layout(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
                 f"lengths={shown(stored.tolist())} must be at least 0 and make {counts['rows']} rows per head"
             )
         lengths = stored.tolist()
-    layout = rows.exported(counts, lengths, ctx.spec.n_heads) if counts["seen"] else {}
+    layout = rows.exported(counts, lengths, layer.n_heads) if counts["seen"] else {}
     if rows.store is not None and layout:
         like = torch.empty(1, rows.layout.H, 0, rows.codec.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, int(counts["seen"]))
     for name, (dtype, shape) in layout.items():
         _check_tensor(name, held.get(name), (dtype,), shape)
     # A score names the axes of its state by letters; one that is not known here takes the size that it has first.
-    sizes = {"B": 1, "H": rows.layout.H, "Q": ctx.spec.n_heads, "D": rows.codec.key_size}
+    sizes = {"B": 1, "H": rows.layout.H, "Q": layer.n_heads, "D": rows.codec.key_size}
     kinds = rows.dtype, torch.promote_types(rows.dtype, torch.float32), torch.float32
     memory = ctx.policy.score.memory(int(counts["seen"])) if rows.window is None else {}
     for name, axes in memory.items():

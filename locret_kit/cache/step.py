@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .context import Context
-from .layer_attention import Fixed, attend_chunk, attend_token, prefill_mask
+from .layer_attention import Fixed, attend_newest, attend_token
 from .storage.layouts import EqualRows
 from .storage.rows import BoundedLayer
 from .view import entry_scores, slots_of
@@ -47,7 +47,8 @@ def block_length(ctx: Context, rows: BoundedLayer) -> int:
     """Tokens that may be read before the next eviction could fall due."""
     room = ctx.schedule.chunk if rows.grows else rows.capacity - rows.rows
     later = None if ctx.evicts_after_forward else ctx.schedule.after_prompt(rows.seen, room)
-    return ctx.schedule.until_boundary(rows.seen) if later is None else later
+    step = ctx.schedule.until_boundary(rows.seen) if later is None else later
+    return min(step, rows.until_chunk)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -80,8 +81,7 @@ def read_block(
     for stage in ctx.stages:
         if stage.attends(ctx, rows, q.shape[2]):
             return stage.attend(ctx, layer, rows, q)
-    one = q.shape[2] == 1 and rows.reads_flat and prefill_mask(ctx, rows) is None
-    return (attend_token if one else attend_chunk)(ctx, layer, rows, q)
+    return attend_newest(ctx, layer, rows, q)
 
 
 # ---- evicting --------------------------------------------------------------------------------------------------------
@@ -89,6 +89,8 @@ def read_block(
 
 def make_room(ctx: Context, layer: int, rows: BoundedLayer, step: int, seen: int | Tensor | None = None) -> None:
     """Before a block is appended: windowed layers forget what no query can see; decoding evicts when full."""
+    if rows.chunked and rows.until_chunk == rows.window:
+        rows.drop_oldest(0)
     if rows.rows + step > rows.capacity:
         if rows.window is not None:
             rows.drop_oldest(rows.window - 1)

@@ -50,12 +50,12 @@ def slots_of(
         values=lambda: rows.slots("values"),
         raw_keys=lambda: _raw_keys(ctx, layer, rows),
         queries=lambda: _queries(ctx, layer, rows, seen),
-        scaling=rows.scaling,
+        softmax=rows.softmax,
         seed=ctx.settings.seed,
         target=ctx.heads.config.target if ctx.heads is not None else "logit",
         lengths=rows.layout.head_lengths,
         rope=ctx.ropes[layer] if ctx.ropes is not None else None,
-        next_position=ctx.positions.next_place(valid.sum(-1), seen) if ctx.policy.score.needs_adapter else None,
+        next_position=ctx.positions.next_place(valid.sum(-1), seen) if ctx.policy.score.needs_unrotated else None,
         state=rows.state,
         backend=rows.backend,
     )
@@ -66,7 +66,8 @@ def slots_of(
 
 def _of_query_head(slots: Slots, g: int, G: int, stats: Mapping[str, Tensor], keys: Callable[[], Tensor]) -> Slots:
     """The slots as the ``g``-th of the ``G`` query heads of every group sees them."""
-    return replace(slots, stats=stats, keys=keys, queries=lambda: slots.queries()[:, g::G])
+    softmax = slots.softmax.of(slice(g, None, G))
+    return replace(slots, stats=stats, keys=keys, queries=lambda: slots.queries()[:, g::G], softmax=softmax)
 
 
 def _keys(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:

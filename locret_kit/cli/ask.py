@@ -9,9 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.documents import ASK, AskOptions
-from ..config.reader import read
-from .command import command
+from ..config.document_options import ASK, AskOptions
+from .command import entry
 from .loading import idle_store, open_document
 from .terminal import check_question, check_sampling, write_answer
 
@@ -65,7 +64,7 @@ def as_json(question: str, answer: Answer, cached: int, began: float) -> dict[st
 
 
 def repeated(document: Document) -> list[str]:
-    """What is read again with each question, where it is more than the text's open end."""
+    """Text that is read again with each question, where it is more than the text's open end."""
     policy, seen = document.cache.policy, document.cache.get_seq_length()
     if policy.reread is None:
         return []
@@ -97,14 +96,7 @@ def questions_of(args: AskOptions) -> list[str]:
     return questions
 
 
-@command("locret-ask", also=(RuntimeError,), usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
-    args = read(ASK, sys.argv[1:] if argv is None else argv)
-    if args is None:
-        return 0
-    args.load_plugin()
-    return run(args)
+main = entry(ASK, run, also=(RuntimeError,))
 
 
 if __name__ == "__main__":

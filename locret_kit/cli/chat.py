@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from ..config.chat import CHAT, ChatOptions
-from ..config.reader import read
-from .command import command
+from ..config.chat_options import CHAT, ChatOptions
+from .command import entry
 from .loading import check_run, choose, open_document
 from .talk import COMMANDS, SAVED, Talk, check_file
-from .terminal import check_sampling, print_policies
+from .terminal import check_sampling
 
 
 def run(args: ChatOptions) -> int:
@@ -50,15 +49,8 @@ def run(args: ChatOptions) -> int:
     return screen.status
 
 
-@command("locret-chat", also=(RuntimeError,), usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0, also after Ctrl-D; 1 after an error said in one line, in a pipe of any message; 2 after words that are no
-    options."""
-    args = read(CHAT, sys.argv[1:] if argv is None else argv)
-    if args is None:
-        return 0
-    args.load_plugin()
-    return print_policies() if args.list_policies else run(args)
+main = entry(CHAT, run, also=(RuntimeError,))
+"""Exit status 0, also after Ctrl-D; 1 in a pipe after an error of any message."""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from importlib.metadata import PackageNotFoundError, requires
 from typing import ParamSpec
 
 from .. import threads
-from ..config.reader import UsageError
+from ..config.command_line import read
+from ..config.machine import Backbone, Plugin
+from ..config.schema import Command, T, UsageError
 from ..hub import OneRetryLine
 from ..naming import first_line
 
@@ -32,16 +34,16 @@ def open_streams() -> None:
 
 
 def install_hint(error: ImportError) -> str:
-    """How to install a missing module that one of the package's extras brings; '' for others."""
+    """A hint how to install a missing module that one of the package's extras brings; '' for others."""
     missing = (error.name or "").split(".")[0]
     try:
         wanted = requires("locret-kit") or []
     except PackageNotFoundError:  # run from a checkout
         return ""
     for requirement in wanted:
-        found = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
-        if found and found[1].replace("-", "_") == missing:
-            return f": pip install 'locret-kit[{found[2]}]'"
+        match = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
+        if match and match[1].replace("-", "_") == missing:
+            return f": pip install 'locret-kit[{match[2]}]'"
     return ""
 
 
@@ -84,3 +86,34 @@ def command(
         return guarded
 
     return decorate
+
+
+def entry(
+    options: Command[T], run: Callable[[T], int], *, stopped: str = "stopped", also: tuple[type[Exception], ...] = (),
+    usage: int = 2,
+) -> Callable[..., int]:  # fmt: skip
+    """The ``main`` of a command, which reads its options, loads the plugin that they name, and runs them.
+
+    Exit status 0 after ``--help`` and its like, else that of ``run``, or as ``command`` says.
+    """
+
+    @command(options.name, stopped=stopped, also=also, usage=usage)
+    def main(argv: list[str] | None = None) -> int:
+        args = read(options, sys.argv[1:] if argv is None else argv)
+        if args is None:
+            return 0
+        if isinstance(args, Plugin):
+            args.load_plugin()
+        if isinstance(args, Backbone) and args.list_policies:
+            return print_policies()
+        return run(args)
+
+    return main
+
+
+def print_policies() -> int:
+    """Print what ``--list-policies`` asks for; the exit status."""
+    from ..policies.grammar import describe_policies
+
+    print("\n".join(describe_policies()))
+    return 0

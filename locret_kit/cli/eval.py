@@ -9,40 +9,42 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.benchmark import BENCHMARK
-from ..config.evaluate import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
-from ..config.figures import CURVES, FIGURE, SWEEP, TABLE
-from ..config.reader import Command, T, help_of, read
+from ..config.benchmark_runs import BENCHMARK
+from ..config.command_help import help_of
+from ..config.command_line import read
+from ..config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
+from ..config.figure_options import CURVES, FIGURE, SWEEP, TABLE
+from ..config.schema import Command, T
 from .command import command
 
 if TYPE_CHECKING:
-    from ..config.benchmark import BenchmarkConfig
-    from ..config.evaluate import EvalConfig, FolderConfig, KeptConfig, NoConfig, PairedConfig, RowsConfig
-    from ..config.figures import CurvesConfig, FigureConfig, TableConfig
-    from ..evals.engine.rows import Row
-    from ..evals.engine.settings import Engine, Run, Variant
-    from .eval_engine import Parts
+    from ..config.benchmark_runs import BenchmarkConfig
+    from ..config.eval_options import EvalConfig, FolderConfig, KeptConfig, NoConfig, PairedConfig, RowsConfig
+    from ..config.figure_options import CurvesConfig, FigureConfig, TableConfig
+    from ..evals.engine.result_rows import Row
+    from ..evals.engine.run_spec import Run, Setup, Variant
+    from .eval_setup import EvalParts
 
 CONFIG = "config.json"
 
 
-def run_of(config: EvalConfig, parts: Parts | None = None) -> Run:
+def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
     """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
-    from ..evals.engine.settings import Run, variants
+    from ..evals.engine.run_spec import Run, variants
     from ..evals.tasks import find_tasks
-    from .eval_engine import load_engine, load_parts
+    from .eval_setup import load_parts, load_setup
 
     tasks = find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples)
     parts = parts or load_parts(config)
     return Run(
-        engine=load_engine(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
+        setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
         lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
         retry_errors=config.retry == "errors", share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
         world_size=int(os.environ.get("WORLD_SIZE", 1)),
     )  # fmt: skip
 
 
-def write_run_config(config: EvalConfig, parts: Parts) -> None:
+def write_run_config(config: EvalConfig, parts: EvalParts) -> None:
     """Write the settings that the folder's rows share, and the heads that there are rows of; rows of other settings, or of
     other heads by the same name, are an error. Other checkpoints may come in later.
 
@@ -51,8 +53,8 @@ def write_run_config(config: EvalConfig, parts: Parts) -> None:
     """
     from dataclasses import asdict, fields
 
-    from ..config.evaluate import FROZEN_KEYS
-    from ..evals.engine.rows import read_config
+    from ..config.eval_options import FROZEN_KEYS
+    from ..evals.engine.result_rows import read_config
     from ..files import write_beside
 
     out, path = Path(config.out), Path(config.out) / CONFIG
@@ -106,11 +108,11 @@ def run(argv: list[str]) -> int:
 def answered(config: EvalConfig) -> Run:
     """Answer what a configuration asks for, and is not answered yet; the run."""
     config.load_plugin()
-    from ..evals.engine.settings import check_policies
+    from ..evals.engine.run_spec import check_policies
 
     check_policies(config.policies, config.kv_bits)
     from ..evals.engine.runner import answer
-    from .eval_engine import load_parts
+    from .eval_setup import load_parts
 
     parts = load_parts(config)
     write_run_config(config, parts)
@@ -121,14 +123,14 @@ def answered(config: EvalConfig) -> Run:
 
 def _benchmark(config: BenchmarkConfig) -> None:
     """Every run of the benchmark that is not done yet, and the tables of all of them."""
-    from ..config.benchmark import runs
-    from ..evals.engine.rows import label_of, read_rows
-    from ..evals.report.benchmark import Part, write_page
+    from ..config.benchmark_runs import runs
+    from ..evals.engine.result_rows import label_of, read_rows
+    from ..evals.report.benchmark_tables import BlockRows, write_page
 
     parts, page = [], Path(config.write) if config.write else None
     for one in runs(config):
         print(f"locret-eval: {one.block}, {one.variation}", file=sys.stderr)
-        parts.append(Part(one.block, one.variation, read_rows(answered(one.config).out)))
+        parts.append(BlockRows(one.block, one.variation, read_rows(answered(one.config).out)))
     if failed := sum(row.error is not None for part in parts for row in part.rows):
         print(f"locret-eval: {failed} examples ended with an error and are in no table", file=sys.stderr)
     print(write_page(parts, label_of(config.policy, config.against or config.names[0]), Path(config.out), page))
@@ -136,7 +138,7 @@ def _benchmark(config: BenchmarkConfig) -> None:
 
 def _draw_all(out: Path) -> None:
     """Figures and page of a finished run, where there is matplotlib to draw them."""
-    from ..evals.report.page import write_page
+    from ..evals.report.html_report import write_page
 
     try:
         print(f"locret-eval: the page is {write_page(out)}", file=sys.stderr)
@@ -151,7 +153,7 @@ def _summary(config: FolderConfig) -> None:
 
 
 def _report(config: FolderConfig) -> None:
-    from ..evals.report.page import write_page
+    from ..evals.report.html_report import write_page
 
     print(write_page(config.folder))
 
@@ -185,8 +187,8 @@ def _figure(argv: list[str]) -> int:
 
 
 def _drawn_from(config: FigureConfig | CurvesConfig) -> object:
-    """What a figure is made of."""
-    from ..config.figures import CurvesConfig, SweepConfig
+    """The sources of a figure."""
+    from ..config.figure_options import CurvesConfig, SweepConfig
 
     if isinstance(config, CurvesConfig):
         return config.folder
@@ -211,7 +213,7 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
 
 def matching(config: RowsConfig, folder: str | Path) -> list[Row]:
     """The rows of one run that the configuration asks for, be there some or none."""
-    from ..evals.engine.rows import read_rows
+    from ..evals.engine.result_rows import read_rows
     from ..evals.tasks import haystack_name, row_names
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
@@ -228,7 +230,7 @@ def matching(config: RowsConfig, folder: str | Path) -> list[Row]:
 
 
 def _kept(config: KeptConfig) -> None:
-    from ..evals.report.kept import show_kept
+    from ..evals.report.kept_shares import show_kept
 
     rows = [row for row in chosen_rows(config) if row.sample == config.sample and row.kept is not None]
     if not rows:
@@ -258,13 +260,13 @@ def _lm_eval(argv: list[str]) -> int:
     return 0
 
 
-def engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
+def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
     """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
     import torch
 
-    from ..evals.engine.settings import variants
+    from ..evals.engine.run_spec import variants
     from ..settings import read_protect
-    from .eval_engine import load_engine, load_parts
+    from .eval_setup import load_parts, load_setup
 
     given = {name: value for name, value in settings.items() if value is not None}
     policy, budget = given.pop("policy", "full"), given.pop("budget", 1024)
@@ -275,12 +277,12 @@ def engine_for_harness(settings: dict[str, Any]) -> tuple[Engine, Variant]:
     if read_protect(config.protect) - {"first"}:
         raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is known here")
     parts = load_parts(config)
-    return load_engine(config, parts), variants(config.policies, config.budgets, parts.trained)[0]
+    return load_setup(config, parts), variants(config.policies, config.budgets, parts.trained)[0]
 
 
 def _tasks(config: NoConfig) -> None:
     from ..evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, known_tasks
-    from ..evals.tasks.documents import entries
+    from ..evals.tasks.document_tasks import entries
 
     for name in known_tasks():
         entry = entries().get(name)

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.infer import INFER, InferOptions
-from ..config.reader import read, refuse
+from ..config.infer_options import INFER, InferOptions
+from ..config.schema import refuse
 from ..settings import RunSettings
-from .command import command
+from .command import entry
 from .loading import (
     Chosen,
     beyond_window,
@@ -28,7 +28,6 @@ from .terminal import (
     check_question,
     check_sampling,
     check_target,
-    print_policies,
     progress,
     text_of,
     title_of,
@@ -52,26 +51,26 @@ def run(args: InferOptions) -> int:
     if questions == [None]:
         refuse(args, ("chat",), "without --question: the text is then the whole prompt")
     sampling = check_sampling(args)
-    found: list[dict[str, object]] = []
+    reports: list[dict[str, object]] = []
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
     ready = of_text(args, questions, sampling, say)
     for question, answer in zip(questions, ready.answers, strict=True):
-        for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not found else ():
+        for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not reports else ():
             if line:
                 print(line, file=sys.stderr)
-        write_answer(answer, question if len(questions) > 1 else None, first=not found)
+        write_answer(answer, question if len(questions) > 1 else None, first=not reports)
         for line in answer.report.lines():
             say(line)
         if answer.finish_reason == "length":
             say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
         asked = {"question": question} if len(questions) > 1 else {}
         said = {"answer": str(answer), "finish_reason": answer.finish_reason}
-        found.append({**asked, **answer.report.to_dict(), **said})
+        reports.append({**asked, **answer.report.to_dict(), **said})
     if args.report:
         from ..files import write_json
 
-        answers = found[0] if len(found) == 1 else {"answers": found}
-        write_json(Path(args.report).resolve(), {**origin_of(ready.chosen, found[0]["backend"]), **answers})
+        answers = reports[0] if len(reports) == 1 else {"answers": reports}
+        write_json(Path(args.report).resolve(), {**origin_of(ready.chosen, reports[0]["backend"]), **answers})
     return 0
 
 
@@ -147,7 +146,7 @@ def about(
 
 
 def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
-    """Where a report comes from. The heads are read anew for their hash, since the run has cast them."""
+    """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     from ..heads import RetainingHeads
     from ..runtime.provenance import provenance, weights_hash
 
@@ -160,8 +159,8 @@ def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: S
     """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
     chunk is made larger: results would change with the card."""
     from ..backbones.load import load_config, pick_device, pick_dtype
+    from ..planning.inference_plan import Setting
     from ..planning.memory import PLANNED_CHUNK, fit_plan
-    from ..planning.plan import Setting
     from ..sizes import show
 
     heads = chosen.config
@@ -196,21 +195,17 @@ def questions_of(args: InferOptions) -> list[str | None]:
     return [*questions] or [None]
 
 
-@command("locret-infer", also=(RuntimeError,), usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
-    args = read(INFER, sys.argv[1:] if argv is None else argv)
-    if args is None:
-        return 0
-    args.load_plugin()
-    if args.list_policies:
-        return print_policies()
+def run_or_batch(args: InferOptions) -> int:
+    """The prompts of ``--batch``, or the questions about one text."""
     if args.batch:
         from .infer_batch import run as run_batch
 
         return run_batch(args)
     refuse(args, ("out", "batch_size"), "without --batch")
     return run(args)
+
+
+main = entry(INFER, run_or_batch, also=(RuntimeError,))
 
 
 if __name__ == "__main__":

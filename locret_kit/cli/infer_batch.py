@@ -16,15 +16,15 @@ from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
-from ..config.infer import Generation, InferOptions, Name, Prompt
-from ..config.reader import refuse
+from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
+from ..config.schema import refuse
 from ..files import parse_json, write_text
 from ..naming import first_line
 from ..runtime.batch import run as answered
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
-from ..samples.chat import has_template, render_messages
+from ..text.template import has_template, render_messages
 from ..validation import made
 from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
 from .terminal import check_question, check_target
@@ -85,10 +85,10 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
         tqdm(total=len(names), initial=len(names) - len(left), unit="prompt", disable=args.quiet) as bar,
     ):
 
-        def write(name: Name, **found: object) -> None:
-            print(json.dumps({"id": name, **found}, ensure_ascii=False), file=out, flush=True)
+        def write(name: Name, **record: object) -> None:
+            print(json.dumps({"id": name, **record}, ensure_ascii=False), file=out, flush=True)
             bar.update()
-            if "error" in found:
+            if "error" in record:
                 errors.append(name)
 
         def new_cache(line: Line) -> BoundedCache:
@@ -121,7 +121,7 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
 
 
 def check_files(args: InferOptions) -> Path:
-    """Where answers go. Raises ValueError for files that cannot be, and for options of one text."""
+    """The file of the answers. Raises ValueError for files that cannot be, and for options of one text."""
     refuse(args, IDLE, "with --batch, whose lines say what is asked")
     refuse(args, ("gpu_memory",), "with --batch: a cache for each of --batch-size prompts is not planned yet")
     if not args.out:
@@ -210,12 +210,12 @@ def keep_answers(target: Path) -> set[str]:
     for number, line in enumerate(whole.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break
-        found = parse_json(line, f"out={str(target)!r}: line {number}")
-        if not isinstance(found, dict) or "id" not in found or not {"answer", "error"} & found.keys():
+        record = parse_json(line, f"out={str(target)!r}: line {number}")
+        if not isinstance(record, dict) or "id" not in record or not {"answer", "error"} & record.keys():
             raise ValueError(f"out={str(target)!r}: line {number} is no answer of a batch: name another file")
-        if "error" not in found:
+        if "error" not in record:
             kept.append(line)
-            done.add(key_of(found["id"]))
+            done.add(key_of(record["id"]))
     if b"".join(kept) != whole:
         write_text(target.resolve(), b"".join(kept).decode())
     return done
@@ -224,7 +224,7 @@ def keep_answers(target: Path) -> set[str]:
 # ---- a line ----------------------------------------------------------------------------------------------------------
 
 
-def read_line(args: InferOptions, data: object) -> tuple[Prompt, Sampling]:
+def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:
     """A line's prompt and how its tokens are chosen; the command's options stand in for those that it leaves out.
 
     Raises:
@@ -234,13 +234,13 @@ def read_line(args: InferOptions, data: object) -> tuple[Prompt, Sampling]:
         raise data
     if not isinstance(data, Mapping):
         raise ValueError('a prompt must be an object, such as {"prompt": "..."}')
-    prompt = made(Prompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
+    prompt = made(BatchPrompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
     if not prompt.temperature and (idle := {"top_k", "top_p"} & data.keys()):
         raise ValueError(f"{min(idle)} has no effect at temperature 0, which is greedy")
     return prompt, Sampling(prompt.temperature, prompt.top_k, prompt.top_p, prompt.repetition_penalty)
 
 
-def ids_of(args: InferOptions, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[array[int], bool]:
+def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokenizerBase) -> tuple[array[int], bool]:
     """Token ids, and whether they are a user's one message in the chat template.
 
     Raises:
@@ -266,7 +266,7 @@ def ids_of(args: InferOptions, prompt: Prompt, tokenizer: PreTrainedTokenizerBas
 
 
 def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """What is written of a prompt whose answer has ended."""
+    """The record of a prompt whose answer has ended."""
     if sequence.error is not None:
         return {"error": first_line(sequence.error)}
     return {

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config.documents import INFO, InfoOptions
-from ..config.reader import read
-from .command import command
+from ..config.document_options import INFO, InfoOptions
+from .command import entry
 from .terminal import plain
 
 Fields = dict[str, object]
@@ -36,12 +35,12 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
     text, model, settings = (part(record, name) for name in ("document", "model", "settings"))
     names, config = part(text, "names"), part(model, "config")
     layers = record.get("layers")
-    counts = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
-    held = [count for layer in counts if type(count := layer.get("rows")) is int]
+    states = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    rows = [count for layer in states if type(count := layer.get("rows")) is int]
     yield "title", text.get("title")
     yield (
         "tokens",
-        f"{number(text.get('tokens'))}, {number(counts[0].get('seen') if counts else None)} of them in the cache",
+        f"{number(text.get('tokens'))}, {number(states[0].get('seen') if states else None)} of them in the cache",
     )
     yield "text", "stored" if text.get("text") else "not stored" if text else "a cache without a document"
     yield "questions", "through the chat template" if text.get("chat") else "as they are"
@@ -60,7 +59,7 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
     for name, value in settings.items():
         if name != "backend":
             yield f"  {name}", value
-    low, high = min(held, default=0), max(held, default=0)
+    low, high = min(rows, default=0), max(rows, default=0)
     yield (
         "slots",
         f"{number(high)} a head and layer" if low == high else f"{number(low)} to {number(high)} a head, by layer",
@@ -74,8 +73,8 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
 
 def part(record: Fields, name: str) -> Fields:
     """A section of the record; an empty one where there is none."""
-    found = record.get(name)
-    return found if isinstance(found, dict) else {}
+    section = record.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def number(value: object) -> str:
@@ -83,11 +82,7 @@ def number(value: object) -> str:
     return f"{value:,}" if type(value) is int else "?"
 
 
-@command("locret-info", usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options."""
-    args = read(INFO, sys.argv[1:] if argv is None else argv)
-    return 0 if args is None else run(args)
+main = entry(INFO, run)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from ..config.documents import KEPT, KeptOptions
-from ..config.reader import read, refuse
-from .command import command
+from ..config.document_options import KEPT, KeptOptions
+from ..config.schema import refuse
+from .command import entry
 from .terminal import check_target, plain
 
 
@@ -21,10 +21,10 @@ def run(args: KeptOptions) -> int:
         refuse(args, ("overwrite",), "without --out")
 
     from ..backbones.load import load_tokenizer
-    from ..documents.document import describe
-    from ..documents.kept import read_kept
+    from ..documents.kept_positions import read_kept
+    from ..documents.text_record import describe
     from ..files import write_beside
-    from ..runtime.kept import highlight, levels, token_texts
+    from ..runtime.kept_text import highlight, levels, token_texts
 
     saved, about = describe(args.file)
     name = args.model or about.names.get("model")
@@ -41,21 +41,17 @@ def run(args: KeptOptions) -> int:
         page = kept_page(title, lead, texts, kept.positions, kept.seen).encode("utf-8", "backslashreplace")
         write_beside(Path(args.out), lambda path: path.write_bytes(page))
         return 0
-    held, heads = kept.heads(args.layer, args.head)
+    counts, heads = kept.heads(args.layer, args.head)
     where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)
     print(
-        f"{plain(title)}: {plain(lead)}; {(held > 0).sum()} of {kept.seen} held ({where or 'all layers and heads'})\n"
+        f"{plain(title)}: {plain(lead)}; {(counts > 0).sum()} of {kept.seen} held ({where or 'all layers and heads'})\n"
     )
     shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: kept.seen]]
-    print(highlight(shown, levels(held / heads), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    print(highlight(shown, levels(counts / heads), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 
 
-@command("locret-kept", usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options."""
-    args = read(KEPT, sys.argv[1:] if argv is None else argv)
-    return 0 if args is None else run(args)
+main = entry(KEPT, run)
 
 
 if __name__ == "__main__":

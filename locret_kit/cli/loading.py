@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..config.machine import Dtype, Machine
-from ..config.reader import refuse
+from ..config.schema import refuse
 from ..settings import read_protect
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ..documents.document import Document
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.policy import Policy
-    from ..samples.chat import Span
     from ..settings import RunSettings, StoreSettings
+    from ..text.spans import Span
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a run is made of; of the backbone the name alone."""
+    """The parts of a run; of the backbone the name alone."""
 
     backbone: str
     heads: RetainingHeads | None
@@ -37,7 +37,7 @@ class Chosen:
 
     @property
     def names(self) -> dict[str, str]:
-        """What a file may say of them: names as they were given, but of an absolute path the last part alone."""
+        """Names that a file may say: as they were given, but of an absolute path the last part alone."""
         recorded = self.config.adapter if self.config else None
         names = {
             "model": self.backbone,
@@ -57,15 +57,15 @@ class Chosen:
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
         """
-        from ..backbones.families import spec_of, text_config
         from ..backbones.load import load_backbone
+        from ..backbones.probe import describe
 
         model, tokenizer = load_backbone(
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
             weight_bits=machine.weight_bits,
         )  # fmt: skip
         if self.heads is not None:
-            self.heads.check_backbone(spec_of(text_config(model)))
+            self.heads.check_backbone(describe(model).spec)
         return model, tokenizer
 
     def cache(
@@ -83,7 +83,7 @@ class Chosen:
             asked: whether the prompt is a user's one message in the chat template.
         """
         from ..cache.bounded import BoundedCache
-        from ..samples.chat import protected_spans
+        from ..text.template import protected_spans
 
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
         cache.bind(model)
@@ -129,7 +129,7 @@ def prompt_ids(
 ) -> array[int]:
     """Token ids of a text as it is, or with a question after it."""
     from ..runtime.tokens import stream_ids
-    from ..samples.chat import has_template, render_prompt
+    from ..text.template import has_template, render_prompt
 
     if question is None:
         return stream_ids(tokenizer, text, special=True)
@@ -176,7 +176,7 @@ def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
-    from ..backbones.families import text_config
+    from ..backbones.spec import text_config
 
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
     budgets, places = cache.context.budgets, cache.context.positions
@@ -205,7 +205,8 @@ def open_document(
         OSError: there is no such file. ValueError: it is damaged, what it names cannot be found, or the first difference to
             what was found.
     """
-    from ..documents.document import Document, describe
+    from ..documents.document import Document
+    from ..documents.text_record import describe
 
     saved, about = describe(path)
     ckpt = ckpt or (about.names.get("heads") if saved.heads else None)

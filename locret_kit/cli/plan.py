@@ -9,19 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.plan import PLAN, PlanOptions
-from ..config.reader import Values, read
-from .command import command
+from ..config.plan_options import PLAN, PlanOptions
+from ..config.schema import Values
+from .command import entry
 
 if TYPE_CHECKING:
-    from ..planning.plan import Setting
+    from transformers import PretrainedConfig
+
+    from ..planning.inference_plan import Setting
     from ..policies.policy import Policy
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
-"""Where neither the user nor the recipe says."""
+"""Defaults where neither the user nor the recipe says."""
 
 
-def resolve(name: str) -> tuple[Any, Values]:
+def resolve(name: str) -> tuple[PretrainedConfig, Values]:
     """``(configuration, {dotted key: value} of the recipe)`` of a recipe, a folder or a Hub id.
 
     Backbones of the recipes that ship are read from ``recipes/configs``; anything else is transformers' to find.
@@ -69,11 +71,19 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 
 def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
-    from ..backbones.families import require_adapter
     from ..backbones.weight_bits import suffix
-    from ..planning import fit
-    from ..planning import plan as p
+    from ..planning.backbone_sizes import BackboneSizes
+    from ..planning.fitting_settings import (
+        DoesNotFit,
+        largest,
+        largest_budget,
+        largest_chunk,
+        largest_sample,
+        require_fit,
+    )
+    from ..planning.inference_plan import full_cache_bytes
     from ..planning.serving import Caches, decoding_bytes
+    from ..planning.training_plan import TrainSetting, plan_training
     from ..policies.grammar import parse_policy
     from ..sizes import parse_bytes, show
 
@@ -82,17 +92,13 @@ def run(args: PlanOptions) -> int:
     if args.gpu_memory is None:
         if not args.speed:
             raise ValueError("gpu_memory is missing: --gpu-memory SIZE, such as 24GiB (or --speed)")
-        args.load_plugin()
         return _speed(args)
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
-    args.load_plugin()
     config, recipe = resolve(args.model)
     policy = parse_policy(args.policy)
-    if policy.needs_adapter or policy.needs_heads or args.train is not None:
-        require_adapter(config)
-    backbone = p.Backbone.of(config)
+    backbone = BackboneSizes.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
     if recipe.get("heads.form") == "sink" and args.d_hidden is None:  # a rank for each head
         d_hidden *= backbone.spec.n_heads + backbone.spec.n_kv_heads
@@ -104,17 +110,17 @@ def run(args: PlanOptions) -> int:
         if args.kv_bits is not None:
             raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
         batch = _given(args.batch, recipe, "data.batch", 1)
-        step = p.TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
-        plan = p.plan_training(backbone, step)
-        longest = fit.largest_sample(backbone, step, cap)
+        step = TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
+        plan = plan_training(backbone, step)
+        longest = largest_sample(backbone, step, cap)
         print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
         if plan.peak > cap:
-            raise fit.DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
+            raise DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
         return 0
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
     setting = _setting(args, recipe, policy)
-    plan = fit.require_fit(backbone, setting, cap)
+    plan = require_fit(backbone, setting, cap)
     if (sessions := args.sessions) is not None:
         caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
         peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
@@ -122,13 +128,13 @@ def run(args: PlanOptions) -> int:
             "\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), f"server: {caches}; peak {show(peak)}"])
         )
         if peak > cap:
-            most = fit.largest(
+            max_sessions = largest(
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
                 sessions,
             )
-            raise fit.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; sessions={most} fits")
+            raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; sessions={max_sessions} fits")
         return 0
-    full = p.full_cache_bytes(backbone.spec, args.context, args.dtype)
+    full = full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [
         f"policy {args.policy}, context {args.context}, {setting}",
         *plan.lines(),
@@ -138,13 +144,13 @@ def run(args: PlanOptions) -> int:
         say.append("the budget holds the whole context: nothing is evicted")
     elif not setting.policy.keeps_everything:
         say.append(
-            f"at chunk {setting.chunk} the largest budget that fits is {fit.largest_budget(backbone, setting, cap)}; "
-            f"at budget {setting.budget} the largest chunk is {fit.largest_chunk(backbone, setting, cap)}"
+            f"at chunk {setting.chunk} the largest budget that fits is {largest_budget(backbone, setting, cap)}; "
+            f"at budget {setting.budget} the largest chunk is {largest_chunk(backbone, setting, cap)}"
         )
     if setting.width:
-        step = p.TrainSetting(p.TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
+        step = TrainSetting(TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
         say.append(
-            f"training these heads: the longest sample that fits is {fit.largest_sample(backbone, step, cap)} tokens"
+            f"training these heads: the longest sample that fits is {largest_sample(backbone, step, cap)} tokens"
         )
     print("\n".join(say))
     return 0
@@ -152,7 +158,7 @@ def run(args: PlanOptions) -> int:
 
 def _setting(args: PlanOptions, recipe: Values, policy: Policy) -> Setting:
     """The run that is planned."""
-    from ..planning.plan import Setting
+    from ..planning.inference_plan import Setting
 
     published = {"budget": BUDGET, "chunk": CHUNK} | {
         key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")
@@ -182,11 +188,8 @@ def _given(value: int | None, recipe: Values, key: str, default: int) -> int:
     return int(str(recipe.get(key, default))) if value is None else value
 
 
-@command("locret-plan", usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 1 also where nothing fits."""
-    args = read(PLAN, sys.argv[1:] if argv is None else argv)
-    return 0 if args is None else run(args)
+main = entry(PLAN, run)
+"""Exit status 1 also where nothing fits."""
 
 
 if __name__ == "__main__":

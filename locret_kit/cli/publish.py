@@ -6,9 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..config.publish import PUBLISH, PublishOptions
-from ..config.reader import read
-from .command import command
+from ..config.publish_options import PUBLISH, PublishOptions
+from .command import entry
 
 
 def run(args: PublishOptions) -> int:
@@ -35,11 +34,7 @@ def run(args: PublishOptions) -> int:
     return 0
 
 
-@command("locret-publish", stopped="stopped; whether the files have arrived, the repository says")
-def main(argv: list[str] | None = None) -> int:
-    """Publish, or with ``--dry-run`` show what would be."""
-    args = read(PUBLISH, sys.argv[1:] if argv is None else argv)
-    return 0 if args is None else run(args)
+main = entry(PUBLISH, run, stopped="stopped; whether the files have arrived, the repository says", usage=1)
 
 
 if __name__ == "__main__":

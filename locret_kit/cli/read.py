@@ -8,12 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.documents import READ, ReadOptions
-from ..config.reader import read, refuse
+from ..config.document_options import READ, ReadOptions
+from ..config.schema import refuse
 from ..settings import RunSettings
-from .command import command
+from .command import entry
 from .loading import beyond_window, check_run, choose, idle_stabilizers, idle_store, not_shown, open_document
-from .terminal import check_target, print_policies, progress, text_of, title_of
+from .terminal import check_target, progress, text_of, title_of
 
 if TYPE_CHECKING:
     from ..documents.document import Document
@@ -81,14 +81,7 @@ def append(args: ReadOptions) -> Done:
     return document, chosen.names, document.tokens - before, time.perf_counter() - began
 
 
-@command("locret-read", stopped="stopped; nothing was written", also=(RuntimeError,), usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
-    args = read(READ, sys.argv[1:] if argv is None else argv)
-    if args is None:
-        return 0
-    args.load_plugin()
-    return print_policies() if args.list_policies else run(args)
+main = entry(READ, run, stopped="stopped; nothing was written", also=(RuntimeError,))
 
 
 if __name__ == "__main__":

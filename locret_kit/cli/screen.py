@@ -1,4 +1,4 @@
-"""Where a chat is held: in a terminal, or line by line through pipes.
+"""Screens of a chat: a terminal, or pipes line by line.
 
 Answers go to stdout and everything else to stderr. In a terminal Ctrl-C sets a flag, which is looked at between two pieces of
 work: no forward is left in the middle.
@@ -15,16 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from ..runtime.kept import DIM, PLAIN
+from ..runtime.kept_text import DIM, PLAIN
+from .line_editor import line_session, silent_keys
 from .terminal import progress, to_stdout
-
-if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import Completer
-    from prompt_toolkit.key_binding import KeyBindings
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters with which a text could command a terminal."""
@@ -96,7 +91,7 @@ class Pipes:
 
     def messages(self) -> Iterator[str]:
         """Messages until the end of input; blank ones are left out."""
-        held = ""
+        earlier = ""
         for number, line in enumerate(sys.stdin.buffer, 1):
             try:
                 text = line.decode().removeprefix("\ufeff" * (number == 1)).rstrip("\r\n")
@@ -104,13 +99,13 @@ class Pipes:
                 self.complain(f"line {number} of stdin is not UTF-8: byte {error.start}")
                 continue
             if text.endswith("\\"):
-                held += text[:-1] + "\n"
+                earlier += text[:-1] + "\n"
                 continue
-            message, held = held + text, ""
+            message, earlier = earlier + text, ""
             if message.strip():
                 yield message
-        if held.strip():
-            yield held
+        if earlier.strip():
+            yield earlier
 
     def working(self) -> AbstractContextManager[None]:
         """A block in which Ctrl-C stops what is done."""
@@ -120,7 +115,7 @@ class Pipes:
         """Raise Stopped after Ctrl-C."""
 
     def progress(self, what: str, *, patience_s: float = 0) -> Callable[[int, int], None]:
-        """How far a text is read, as a line on stderr after so many seconds. Checks for Ctrl-C."""
+        """Progress of reading a text, as a line on stderr after so many seconds. Checks for Ctrl-C."""
         show, began = progress(what), time.monotonic()
 
         def step(done: int, total: int) -> None:
@@ -180,7 +175,7 @@ class Terminal(Pipes):
     def __init__(self, completions: dict[str, bool], history_file: str | None = None) -> None:
         self._pressed = False
         self._progressing = False
-        self._session = _session(completions, history_file)
+        self._session = line_session(completions, history_file)
 
     def messages(self) -> Iterator[str]:
         signal.signal(signal.SIGINT, self._press)
@@ -210,7 +205,7 @@ class Terminal(Pipes):
         self._pressed = False
         signal.signal(signal.SIGINT, self._press)
         try:
-            with _silent_keys():
+            with silent_keys():
                 yield
         except KeyboardInterrupt:
             raise Stopped from None
@@ -280,80 +275,3 @@ class Terminal(Pipes):
         print(begin, end="", file=sys.stderr)
         self.complain(text)
         print(end, end="", file=sys.stderr, flush=True)
-
-
-def _session(completions: dict[str, bool], history_file: str | None) -> PromptSession[str]:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-    from prompt_toolkit.output import create_output
-
-    if history_file is not None:
-        path = Path(history_file).expanduser()
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # what is said there is its owner's
-        history_file = str(path)
-    return PromptSession(
-        history=InMemoryHistory() if history_file is None else FileHistory(history_file),
-        multiline=True, key_bindings=_keys(), complete_while_typing=False, enable_suspend=True,
-        completer=_completer(completions),
-        output=create_output(always_prefer_tty=True), reserve_space_for_menu=4,
-    )  # fmt: skip
-
-
-def _completer(completions: dict[str, bool]) -> Completer:
-    """Commands, and paths after some of them."""
-    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
-    from prompt_toolkit.document import Document
-
-    class Commands(Completer):
-        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-            name, blank, path = document.text_before_cursor.partition(" ")
-            if completions.get(name) and blank:
-                yield from PathCompleter(expanduser=True).get_completions(Document(path), complete_event)
-            elif name.startswith("/") and not blank:
-                yield from (Completion(word, -len(name)) for word in completions if word.startswith(name))
-
-    return Commands()
-
-
-def _keys() -> KeyBindings:
-    """Enter sends; Alt-Enter, or Enter after a backslash at the end, begins another line."""
-    from prompt_toolkit.filters import has_focus
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    keys = KeyBindings()
-    here = has_focus("DEFAULT_BUFFER")
-
-    @keys.add("enter", filter=here)
-    def send(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
-            buffer.delete_before_cursor()
-            buffer.newline(copy_margin=False)
-        else:
-            buffer.validate_and_handle()
-
-    @keys.add("escape", "enter", filter=here)
-    def another_line(event: KeyPressEvent) -> None:
-        event.current_buffer.newline(copy_margin=False)
-
-    return keys
-
-
-@contextmanager
-def _silent_keys() -> Iterator[None]:
-    """What is typed or pasted meanwhile waits for the next prompt, and does not show between the words of an answer."""
-    try:
-        import termios
-    except ImportError:  # not on Windows
-        yield
-        return
-    keyboard = sys.stdin.fileno()
-    before = termios.tcgetattr(keyboard)
-    now = termios.tcgetattr(keyboard)
-    now[0] &= ~termios.ICRNL
-    now[3] &= ~(termios.ECHO | termios.ICANON)
-    try:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, now)
-        yield
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.reader import read
-from ..config.serve import SERVE, ServeOptions
+from ..config.serve_options import SERVE, ServeOptions
 from ..settings import read_protect
-from .command import command
+from .command import entry
 from .loading import check_run, choose
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
 
 
 def hosts_of(args: ServeOptions) -> frozenset[str]:
-    """What the server is called. Raises ValueError for what is neither a name nor an address."""
+    """Names of the server. Raises ValueError for what is neither a name nor an address."""
     from ..serving.hosts import ANY, name_of
 
     names = set()
@@ -108,13 +107,13 @@ def run(args: ServeOptions) -> int:
 
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
-    from ..backbones.families import spec_of, text_config
-    from ..planning.plan import Setting
+    from ..backbones.probe import describe
+    from ..planning.inference_plan import Setting
     from ..planning.serving import Caches, refuse_unbounded
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine import Engine
-    from ..serving.memory import give_back
+    from ..serving.freed_memory import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
     from ..sizes import parse_bytes
@@ -139,7 +138,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
         store=store, policies=policies, beginnings=args.beginnings, shares=args.share_beginnings,
     )  # fmt: skip
-    spec, dtype = spec_of(text_config(model)), str(model.dtype).removeprefix("torch.")
+    spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
     caches = Caches.of(
         spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.spec.policies, args.sessions,
         args.documents, args.beginnings,
@@ -151,14 +150,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     return f"{name}, {caches}"
 
 
-@command("locret-serve", also=(RuntimeError,), usage=2)
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
-    args = read(SERVE, sys.argv[1:] if argv is None else argv)
-    if args is None:
-        return 0
-    args.load_plugin()
-    return run(args)
+main = entry(SERVE, run, also=(RuntimeError,))
 
 
 if __name__ == "__main__":

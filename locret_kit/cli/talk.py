@@ -9,10 +9,10 @@ import time
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from ..config.chat import READ, ChatOptions
-from ..config.reader import given_by
+from ..config.chat_options import READ, ChatOptions
+from ..config.command_line import given_by
 from ..naming import first_line, nearest
 from ..sizes import show
 from .command import install_hint
@@ -20,6 +20,8 @@ from .loading import check_run
 from .terminal import check_target, text_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..cache.bounded import BoundedCache
     from ..documents.document import Document
     from ..runtime.session import Sampling
@@ -44,7 +46,7 @@ COMMANDS = {
 
 
 class Generating(TypedDict):
-    """How every answer is written."""
+    """Options of every answer."""
 
     max_new_tokens: int
     sampling: Sampling
@@ -55,9 +57,15 @@ class Talk:
     """A conversation and its commands, about no document yet."""
 
     def __init__(
-        self, args: ChatOptions, chosen: Chosen, model: Any, tokenizer: Any, sampling: Sampling, screen: Pipes
+        self,
+        args: ChatOptions,
+        chosen: Chosen,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        screen: Pipes,
     ) -> None:
-        from ..documents.chat import Chat
+        from ..documents.conversation import Chat
 
         self.args, self.chosen, self.model, self.tokenizer = args, chosen, model, tokenizer
         self.screen, self.run = screen, args.run
@@ -156,7 +164,7 @@ class Talk:
         self.screen.note(f"forgotten: {_short(self.chat.undo().question)}")
 
     def pin(self, text: str) -> None:
-        from ..runtime.kept import kept_heads
+        from ..runtime.kept_text import kept_heads
 
         start, end = self.chat.pin(text or None)
         assert self.chat.cache is not None
@@ -237,8 +245,8 @@ class Talk:
         about = "none" if document is None else f"{document.title or 'untitled'}, {document.tokens} tokens"
         lines = [f"document: {about}", f"turns: {len(chat.turns)}"]
         if (cache := self._cache()) is not None:
-            held, room = cache.kept_rows, max(rows.capacity for rows in cache.bounded)
-            slots = f"{min(held)} to {max(held)}" if min(held) < max(held) else f"{max(held)}"
+            kept_rows, room = cache.kept_rows, max(rows.capacity for rows in cache.bounded)
+            slots = f"{min(kept_rows)} to {max(kept_rows)}" if min(kept_rows) < max(kept_rows) else f"{max(kept_rows)}"
             lines += [
                 f"read: {cache.get_seq_length()} tokens, the answers' included",
                 f"slots: {slots} of {room} per layer and head; budget {cache.settings.budget}",
@@ -255,7 +263,7 @@ class Talk:
         self.screen.note("\n".join(lines))
 
     def kept(self) -> None:
-        from ..runtime.kept import highlight, kept_heads, levels, token_texts
+        from ..runtime.kept_text import highlight, kept_heads, levels, token_texts
 
         cache, document = self._cache(), self.document
         if cache is None:

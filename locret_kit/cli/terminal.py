@@ -1,4 +1,4 @@
-"""What commands share in a terminal: text in, text and progress out, files that can be written."""
+"""Helpers of commands in a terminal: text in, text and progress out, files that can be written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.reader import refuse
+from ..config.schema import refuse
 
 if TYPE_CHECKING:
-    from ..config.infer import Generation
+    from ..config.infer_options import Generation
     from ..runtime.session import Answer, Sampling
 
 to_stdout = partial(print, end="", flush=True)
@@ -29,7 +29,7 @@ def text_of(file: str | None) -> Iterator[str]:
         ValueError: it cannot be read, is not UTF-8, or is blank. ImportError: a format that needs the extra ``documents``.
     """
     from ..files import read_utf8
-    from ..samples.reader import CONVERTED, LIMIT, may_be_text, read_document, read_stream
+    from ..text.reader import CONVERTED, LIMIT, may_be_text, read_document, read_stream
 
     if file is not None and file.lower().endswith(CONVERTED):
         yield read_document(file)
@@ -54,7 +54,7 @@ def text_of(file: str | None) -> Iterator[str]:
 
 
 def title_of(file: str | None) -> str:
-    """What a text is called: its file's name; '' from stdin."""
+    """A text's title: its file's name; '' from stdin."""
     return "" if file in (None, "-") else Path(str(file)).name
 
 
@@ -96,7 +96,7 @@ def progress(what: str = "prefill") -> Callable[[int, int], None]:
 
 
 def check_sampling(args: Generation) -> Sampling:
-    """How tokens are chosen. Raises ValueError for what is out of bounds, and for options that could not act."""
+    """Options of sampling. Raises ValueError for what is out of bounds, and for options that could not act."""
     from ..runtime.session import Sampling
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
@@ -127,11 +127,3 @@ def write_answer(answer: Answer, question: str | None = None, *, first: bool = T
 def plain(value: object) -> str:
     """A value in one line, and nothing in it that a terminal would obey."""
     return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(value).split()))
-
-
-def print_policies() -> int:
-    """What ``--list-policies`` prints; the exit status."""
-    from ..policies.grammar import describe_policies
-
-    print("\n".join(describe_policies()))
-    return 0

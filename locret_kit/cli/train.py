@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from pathlib import Path
 
-from ..config.reader import read
+from ..config.command_line import read
 from ..config.recipes import TRAIN, USAGE
+from ..config.train_config import TrainConfig
 from .command import command
 
 
@@ -22,12 +23,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     import torch
 
-    from ..training.callbacks import Stopped
+    from ..training.callbacks import TrainingStopped
     from ..training.fit import fit
 
     try:
         folder = fit(cfg, argv)
-    except Stopped:  # it has said how it goes on
+    except TrainingStopped:  # it has said how it goes on
         return 130
     except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU the allocator's is of no kind of its own
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
@@ -41,13 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def out_of_memory(said: str, cfg: Any) -> str:
+def out_of_memory(said: str, cfg: TrainConfig) -> str:
     """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
-    from ..planning.fit import largest_sample
+    from ..planning.backbone_sizes import BackboneSizes
+    from ..planning.fitting_settings import largest_sample
     from ..planning.memory import allocator_figures, shortage
-    from ..planning.plan import Backbone, TrainSetting, plan_training
+    from ..planning.training_plan import TrainSetting, plan_training
     from .plan import resolve
 
     figures = allocator_figures(said)
@@ -60,15 +62,15 @@ def out_of_memory(said: str, cfg: Any) -> str:
         tokens, min(TrainSetting.answer, tokens - 1), cfg.data.batch, dtype, cfg.heads.d_hidden,
         weight_bits=cfg.backbone.weight_bits,
     )  # fmt: skip
-    backbone = Backbone.of(resolve(cfg.backbone.model)[0])
+    backbone = BackboneSizes.of(resolve(cfg.backbone.model)[0])
     words, room = shortage(figures, plan_training(backbone, setting).peak)
-    longest = largest_sample(backbone, setting, room, most=tokens)
+    longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
     return f"{words}, with data.max_tokens={tokens} and data.batch={cfg.data.batch}. By the plan {advice}; resume=auto goes on"
 
 
-def pool_flags(cfg: Any, folder: Any) -> str:
-    """How a pool is used as it was trained."""
+def pool_flags(cfg: TrainConfig, folder: Path) -> str:
+    """Flags with which a pool is used as it was trained."""
     heads = f"--ckpt {cfg.pool.heads} " if cfg.pool.heads else ""
     sizes = f"--budget {cfg.infer.budget} --chunk {cfg.infer.chunk}"
     return f"{heads}--model {cfg.backbone.model} {sizes} --policy '{cfg.pool.policy} merge=lococo({folder})'"

@@ -11,8 +11,10 @@ from importlib import resources
 from pathlib import Path
 
 from ..naming import nearest
-from .reader import Command, UsageError, Values, build, given_by, read_yaml, values_of
-from .train import TrainConfig
+from .command_line import given_by
+from .schema import Command, UsageError, Values, build
+from .train_config import TrainConfig
+from .yaml_values import read_yaml, values_of
 
 USAGE = """usage: locret-train recipe=NAME [key=value ...]
        locret-train model=NAME [key=value ...]
@@ -75,9 +77,10 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     import torch
 
     from ..backbones.load import load_config, pick_device, pick_dtype
-    from ..planning.choice import LONGEST, LONGEST_ON_CPU, choose_step, choose_width
-    from ..planning.fit import RESERVE
-    from ..planning.plan import Backbone, TrainSetting, plan_training
+    from ..planning.backbone_sizes import BackboneSizes
+    from ..planning.chosen_step import LONGEST, LONGEST_ON_CPU, choose_step, choose_width
+    from ..planning.fitting_settings import RESERVE
+    from ..planning.training_plan import TrainSetting, plan_training
     from ..sizes import show
 
     cfg = build(TrainConfig, values)
@@ -85,7 +88,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     on_card = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
-    backbone, dtype = Backbone.of(config), str(pick_dtype(cfg.backbone.dtype, device)).removeprefix("torch.")
+    backbone, dtype = BackboneSizes.of(config), str(pick_dtype(cfg.backbone.dtype, device)).removeprefix("torch.")
     width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
     longest = min(LONGEST if on_card else LONGEST_ON_CPU, getattr(config, "max_position_embeddings", LONGEST))
     step = choose_step(
@@ -94,7 +97,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
         memory - RESERVE,
         tokens=cfg.data.max_tokens if "data.max_tokens" in values else None,
         batch=cfg.data.batch if "data.batch" in values else None,
-        most=longest,
+        max_tokens=longest,
         samples=cfg.optim.accumulate,
     )
     chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
@@ -162,7 +165,7 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
 
 
 def recipes_folder() -> Path:
-    """Where the recipes that ship lie."""
+    """The folder of the recipes that ship."""
     try:
         return Path(str(resources.files("locret_recipes")))
     except ModuleNotFoundError:  # not installed: run from a checkout

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..naming import nearest
-from .reader import Values, build, flattened, read_yaml, values_of
 from .recipes import recipes_folder
-from .train import TrainConfig
+from .schema import Values, build
+from .train_config import TrainConfig
+from .yaml_values import flattened, read_yaml, values_of
 
 OWN = ("heads.", "target.", "loss.", "infer.", "optim.lr", "optim.betas", "optim.weight_decay")
-"""What a trial may set by itself: everything else decides what the forwards are, or when they are made."""
+"""Settings that a trial may have by itself: everything else decides what the forwards are, or when they are made."""
 
 
 def trials_of(config: TrainConfig) -> dict[str, TrainConfig]:
@@ -30,16 +31,16 @@ def trials_of(config: TrainConfig) -> dict[str, TrainConfig]:
             f"trials.only={unknown[0]} is unknown; {path.name} has: {', '.join(tree)}.{nearest(unknown[0], tree)}"
         )
     shared = flattened(asdict(config)) | {"trials.file": None, "trials.only": [], "trials.rates": [], "resume": "never"}
-    found: dict[str, TrainConfig] = {}
+    trials: dict[str, TrainConfig] = {}
     for name in config.trials.only or tree:
         own = settings_of(name, tree[name], path)
         rates: dict[str, Values] = {f"{name}@{rate:g}": {"optim.lr": rate} for rate in config.trials.rates}
         for full, rate in (rates or {name: {}}).items():
             try:
-                found[full] = build(TrainConfig, {**shared, **own, **rate, "out": f"{config.out}/{full}"})
+                trials[full] = build(TrainConfig, {**shared, **own, **rate, "out": f"{config.out}/{full}"})
             except ValueError as error:
                 raise ValueError(f"trial {full}: {error}") from error
-    return found
+    return trials
 
 
 def read_trials(file: str) -> tuple[Path, dict[str, Values]]:
@@ -51,14 +52,14 @@ def read_trials(file: str) -> tuple[Path, dict[str, Values]]:
         raise ValueError(
             f"trials.file={file} must be the path of a YAML file, or one of {', '.join(known)}.{nearest(file, known)}"
         )
-    found: dict[str, Values] = {}
+    trials: dict[str, Values] = {}
     for name, values in read_yaml(path, f"trials.file={file}").items():
         if not isinstance(values, dict) or not re.fullmatch(r"[\w.-]+", str(name)):
             raise ValueError(
                 f"trials.file={file}: {name!r} must be a name of letters, digits, -, _ and . and hold sections"
             )
-        found[str(name)] = values
-    return path, found
+        trials[str(name)] = values
+    return path, trials
 
 
 def settings_of(name: str, tree: Values, path: Path) -> Values:

@@ -6,33 +6,30 @@ is read with each question, in a copy of the cache. So an answer equals that of 
 
 from __future__ import annotations
 
-import hashlib
-import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from annotated_types import Interval
 
-from ..backbones.identity import first_difference, tokenizer_identity
+from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
-from ..cache.file import Record, read, read_record
+from ..cache.file import read
 from ..cache.fork import CannotFork
-from ..cache.saved import Saved, restore, save_cache
+from ..cache.saved import restore, save_cache
 from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..runtime.session import Answer, Sampling, prefill, ready
-from ..runtime.tokens import IdStream
-from ..samples.chat import Span, has_template, protected_spans, render_prompt
-from ..settings import INT32_MAX, RunSettings, Share, StoreSettings
-from ..validation import check, made, shown
-from .chat import Chat
+from ..settings import RunSettings, StoreSettings
+from ..text.spans import Span
+from ..text.template import protected_spans
+from .conversation import Chat
+from .document_text import DocumentText
+from .text_record import IDS, TextRecord, hash_ids, stated, stored_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,49 +37,7 @@ if TYPE_CHECKING:
     from ..policies.policy import Policy
 
 Progress = Callable[[int, int], None]
-Reader = Callable[[Any, "array[int]", BoundedCache, Progress | None], None]
-Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
-IDS = "document.ids"
-"""Name of the tensor of token ids."""
-UNKNOWN = 1 << 24
-"""Tokens whose ids are not in the file, at most: each question counts them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextRecord:
-    """What a saved document says about its text.
-
-    Raises:
-        ValueError: a field of another type or out of its bound; it is named.
-    """
-
-    title: str
-    tokens: Count
-    sha256: str | None
-    """Of the token ids, as little-endian 32-bit integers; None where they are not known."""
-    text: bool
-    """Whether the ids are in the file."""
-    open: str
-    """The end of the text, whose tokens hang on what follows, after ``done`` characters of context."""
-    done: Count
-    chat: bool
-    """Whether questions go through the chat template."""
-    before: str
-    """The chat template's text before the document."""
-    share: Share | None
-    """The budget as a share of the document, where it was given so."""
-    tokenizer: dict[str, object]
-    names: dict[str, str]
-    """What the backbone and the heads were called. Names help to find them; content decides whether they are the same."""
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.done > len(self.open):
-            raise ValueError(f"done={self.done} must be at most {len(self.open)}, the length of open")
-        if not re.fullmatch("[0-9a-f]{64}" if self.text else "[0-9a-f]{64}|None", str(self.sha256)):
-            raise ValueError(f"sha256={shown(self.sha256)} must be 64 hexadecimal digits")
-        if not self.text and self.tokens > UNKNOWN:
-            raise ValueError(f"tokens={self.tokens} must be at most {UNKNOWN} without the text")
+Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], None]
 
 
 class Document:
@@ -92,21 +47,25 @@ class Document:
     threads share a model that is attached beforehand, or by their answers.
 
     Attributes:
-        cache: what was read, up to the last safe boundary.
+        text: its tokens. cache: what was read of them, up to the last safe boundary.
         tokens: tokens of the text, the chat template's before it included.
         title: a name for people.
         reads: how many times ``ask`` had to read the text anew; see ``ask``.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: BoundedCache, stream: IdStream, *,
-        chat: bool, before: str, title: str = "", share: float | None = None, unknown: int = 0,
-    ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.chat_template, self.title, self.share = chat, title, share
-        self._stream, self._before = stream, before
+        self,
+        model: PreTrainedModel,
+        text: DocumentText,
+        cache: BoundedCache,
+        *,
+        title: str = "",
+        share: float | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.cache = model, text.tokenizer, cache
+        self.chat_template, self.title, self.share = text.chat, title, share
+        self.text = text
         self._reader: Reader = read_alone
-        self._unknown = unknown  # tokens whose ids are not known: a file without its text
         self._ahead = False
         self.reads = 0
 
@@ -132,7 +91,7 @@ class Document:
         """Read a text.
 
         Args:
-            text: the text, pieces of it, or the ``Path`` of a file, see ``samples.reader``.
+            text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``.
             settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
@@ -145,14 +104,8 @@ class Document:
         """
         if isinstance(text, Path):
             title = title or text.name
-        before = render_prompt(tokenizer, "", "", chat=chat)[0]
-        stream = _stream(tokenizer, chat)
-        stream.feed(before)
-        blank = True
-        for piece in _pieces(text):
-            blank = blank and not piece.strip()
-            stream.feed(piece)
-        if blank:
+        whole = DocumentText.begin(tokenizer, chat)
+        if not whole.feed(text):
             raise ValueError("the document holds no text")
         if not isinstance(settings, RunSettings):
             settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
@@ -160,16 +113,16 @@ class Document:
             raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
         heads = loaded(heads)
         published = heads.config.inference if heads is not None else {}
-        resolved = settings.resolved(published, len(stream.finish()))
+        resolved = settings.resolved(published, whole.tokens)
         settings = replace(settings, budget=resolved.budget)
-        empty = BoundedCache(settings, policy, heads, prompt_length=len(stream.finish()) + resolved.local_len + 1)
+        empty = BoundedCache(settings, policy, heads, prompt_length=whole.tokens + resolved.local_len + 1)
         empty.bind(model)
-        document = cls(model, tokenizer, empty, stream, chat=chat, before=before, title=title, share=resolved.share)
+        document = cls(model, whole, empty, title=title, share=resolved.share)
         for start, end in document.protected(document.prompt("?")):
             if end <= document.tokens:  # what follows the text is pinned with each question
                 empty.pin(start, end)
         document._reader, document._ahead = reader or read_alone, ahead
-        document._go_on(stream, progress)
+        document._go_on(whole, progress)
         return document
 
     def append(self, text: str | Path | Iterable[str], progress: Progress | None = None) -> None:
@@ -179,34 +132,21 @@ class Document:
             CannotFork: the text is not in the file, and the longer document is read otherwise from its beginning on.
             ValueError, OSError: as ``read``.
         """
-        stream = copy(self._stream)
-        stream.ids = array("i", stream.ids)
-        for piece in _pieces(text):
-            stream.feed(piece)
-        self._go_on(stream, progress)
+        longer = self.text.copy()
+        longer.feed(text)
+        self._go_on(longer, progress)
 
-    def _go_on(self, stream: IdStream, progress: Progress | None) -> None:
-        """Read what ``stream`` has more, up to the last safe boundary."""
-        stream.settle()
-        total = self._unknown + len(stream.finish())
-        cache = self._fork(total + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
-        ids = self._with_unknown(stream.ids)
-        end = self._end(stream, cache.schedule.local_len, cache.schedule.safe(len(ids)))
+    def _go_on(self, text: DocumentText, progress: Progress | None) -> None:
+        """Read what ``text`` has more, up to the last safe boundary, or ahead of it."""
+        text.settle()
+        cache = self._fork(text.tokens + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
+        ids = text.settled
+        end = cache.schedule.safe(len(ids))
+        if self._ahead:
+            end = max(end, text.before_questions(cache.schedule.local_len))
         if end > cache.get_seq_length():
             self._reader(self.model, ids[:end], cache, progress)
-        self._stream, self.cache = stream, cache
-
-    def _end(self, stream: IdStream, local_len: int, safe: int) -> int:
-        """Tokens of a text to read: to the last safe boundary, or ahead of it to where no question evicts anything."""
-        after = render_prompt(self.tokenizer, "", "?", chat=self.chat_template)[1]
-        least = (
-            len(stream.finish(after)) - local_len - 2
-        )  # some tokenizers join a question's first letters to what precedes
-        return max(safe, self._unknown + min(least, len(stream.ids))) if self._ahead else safe
-
-    def _with_unknown(self, ids: array[int]) -> array[int]:
-        """Ids with zeros in the place of those that are not known, which the cache has read."""
-        return array("i", bytes(4 * self._unknown)) + ids
+        self.text, self.cache = text, cache
 
     def _fork(self, prompt_length: int, local_len: int) -> BoundedCache:
         """The cache for a prompt of so many tokens; an empty one where the text has to be read anew."""
@@ -216,7 +156,7 @@ class Document:
                 raise CannotFork("nothing is read yet")
             return self.cache.fork(prompt_length, local_len=local_len)
         except CannotFork:
-            if self._unknown:
+            if self.text.unknown:
                 raise
             run = replace(run, chunk=None, stabilizers=None, local_len=None) if run.one_shot else run
             cache = BoundedCache(run, self.cache.policy, self.cache.heads, prompt_length=prompt_length)
@@ -229,17 +169,17 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        return self._unknown + len(self._stream.finish())
+        return self.text.tokens
 
     @property
     def ids(self) -> array[int]:
         """Token ids of the text; zeros for those that are not known."""
-        return self._with_unknown(self._stream.finish())
+        return self.text.ids
 
     @property
     def has_text(self) -> bool:
         """Whether all its token ids are known: not of a file that was saved without its text."""
-        return not self._unknown
+        return not self.text.unknown
 
     def prompt(self, question: str) -> array[int]:
         """Token ids of the whole prompt; zeros for those that are not known.
@@ -247,21 +187,7 @@ class Document:
         Raises:
             ValueError: the chat template puts something else before the document than without the question.
         """
-        # What was read stays what it is, also where a template tells the date.
-        empty, _ = render_prompt(self.tokenizer, "", "", chat=self.chat_template)
-        before, after = render_prompt(self.tokenizer, "", question, chat=self.chat_template)
-        if before != empty:
-            raise ValueError("the chat template's text before the document depends on the question")
-        return self.prompt_before(after)
-
-    def prompt_before(self, after: str) -> array[int]:
-        """Token ids of the document and the text after it; zeros for those that are not known."""
-        return self._with_unknown(self._stream.finish(after))
-
-    @property
-    def before(self) -> str:
-        """The chat template's text before the document."""
-        return self._before
+        return self.text.prompt(question)
 
     def protected(self, prompt: Sequence[int]) -> list[Span]:
         """Token spans of a prompt that the setting ``protect`` names, but for the first tokens."""
@@ -309,7 +235,7 @@ class Document:
     def open(self, prompt_length: int) -> BoundedCache:
         """A cache of its own that has read the text and goes on with a prompt of so many tokens."""
         local_len = self.cache.schedule.local_len
-        if self._unknown:  # evictions before the tail must come after what was read
+        if self.text.unknown:  # evictions before the tail must come after what was read
             local_len = min(local_len, prompt_length - self.cache.get_seq_length() - 1)
         cache = self._fork(prompt_length, local_len)
         self.reads += cache.get_seq_length() < self.cache.get_seq_length()
@@ -322,19 +248,19 @@ class Document:
         Then an answer equals that of a fresh run to rounding, no longer bit for bit: the same tokens are multiplied in other
         pieces, and of two slots that tie another may be kept. Without effect where the text is not in the file.
         """
-        if self._unknown:
+        if self.text.unknown:
             return
         local_len, self._ahead = self.cache.schedule.local_len, True
-        end = self._end(self._stream, local_len, 0)
+        end = max(0, self.text.before_questions(local_len))
         with suppress(CannotFork):
             if end > self.cache.get_seq_length():
                 cache = self.cache.fork(end + local_len + 1, local_len=local_len)
-                self._reader(self.model, self._stream.ids[:end], cache, None)
+                self._reader(self.model, self.text.settled[:end], cache, None)
                 self.cache = cache
         ready(self.model, self.cache)
 
     def _check_sampling(self, sampling: Sampling | None) -> None:
-        if self._unknown and sampling is not None and sampling.repetition_penalty != 1.0:
+        if self.text.unknown and sampling is not None and sampling.repetition_penalty != 1.0:
             raise ValueError(
                 f"repetition_penalty={sampling.repetition_penalty} needs the text, which is not in the file"
             )
@@ -357,22 +283,16 @@ class Document:
             ValueError: without its text, a document of a policy that reads passages again, or one whose last token
                 hangs on the question. OSError: the file cannot be written; the one that was there is whole.
         """
-        document = self if self._bare or (text and not self._unknown) else self._without_text()
-        stream = document._stream
+        document = self if self.text.bare or (text and self.has_text) else self._without_text()
+        stream = document.text.stream
         record = TextRecord(
-            title=self.title, tokens=self.tokens, text=not document._unknown, open=stream.text,
-            sha256=None if self._unknown else hash_ids(self._stream.finish()),
-            done=stream.done, chat=self.chat_template, before=self._before, share=self.share,
+            title=self.title, tokens=self.tokens, text=document.has_text, open=stream.text,
+            sha256=hash_ids(self.ids) if self.has_text else None,
+            done=stream.done, chat=self.chat_template, before=self.text.before, share=self.share,
             tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
         save_cache(document.cache, path, asdict(record), more)
-
-    @property
-    def _bare(self) -> bool:
-        """Whether nothing of the text is at hand: a file without its text, to which nothing was added."""
-        stream = self._stream
-        return bool(self._unknown) and not stream.ids and not stream.text[stream.done :].strip()
 
     def _without_text(self) -> Document:
         """The same document with every token read and no ids."""
@@ -380,22 +300,12 @@ class Document:
             raise ValueError(
                 f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
             )
-        stream = copy(self._stream)
-        stream.ids = array("i", stream.ids)
-        stream.forget()
-        question = render_prompt(self.tokenizer, "", "What?", chat=self.chat_template)[1]
-        if stream.finish(question) != self._stream.finish(question):
-            raise ValueError("the last token of the text hangs on the question: it cannot be saved without its text")
-        ids = self._with_unknown(stream.ids)
+        ids, text = self.text.forgotten()
         cache = self._fork(len(ids) + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         if len(ids) > cache.get_seq_length():
             with attached(self.model):
                 prefill(self.model, ids, cache)
-        stream.ids = array("i")
-        return Document(
-            self.model, self.tokenizer, cache, stream, chat=self.chat_template, before=self._before, title=self.title,
-            share=self.share, unknown=len(ids),
-        )  # fmt: skip
+        return Document(self.model, text, cache, title=self.title, share=self.share)
 
     @classmethod
     def load(
@@ -419,75 +329,22 @@ class Document:
                 is at hand.
         """
         record, tensors = read(Path(path))
-        saved, about = _stated(record, path)
+        saved, about = stated(record, path)
         with blaming(str(path), ValueError):
-            if found := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
-                raise ValueError(found)
-            stream = _stream(tokenizer, about.chat)
-            stream.ids = stored_ids(tensors.pop(IDS, None), len(tokenizer)) if about.text else array("i")
-            stream.text, stream.done = about.open, about.done
+            text = stored_text(about, tensors.pop(IDS, None), tokenizer)
         cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force, store=store)
         seen = cache.get_seq_length()
-        document = cls(
-            model, tokenizer, cache, stream, chat=about.chat, before=about.before, title=about.title, share=about.share,
-            unknown=0 if about.text else seen,
-        )  # fmt: skip
+        text.unknown = 0 if about.text else seen
+        document = cls(model, text, cache, title=about.title, share=about.share)
         with blaming(str(path), ValueError):
-            if about.text and (hash_ids(stream.finish()) != about.sha256 or seen > len(stream.ids)):
+            if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
                 raise ValueError("document: its token ids do not have the hash that it states")
             if document.tokens != about.tokens:
                 raise ValueError(f"document: tokens={about.tokens} must be {document.tokens}")
         return document
 
 
-def describe(path: str | Path) -> tuple[Saved, TextRecord]:
-    """What a file says of its cache and of its text, whose tensors are not read.
-
-    Raises:
-        OSError: there is no such file. ValueError: its record is damaged, or it holds no document.
-    """
-    return _stated({name: value for name, value in read_record(Path(path)).items() if name != "digest"}, path)
-
-
-def _stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
-    """What a file's record says of its cache and of its text."""
-    saved = Saved.of(record, path)
-    with blaming(str(path), ValueError):
-        if saved.document is None:
-            raise ValueError("it holds a cache without a document: load_cache reads it")
-        with blaming("document", ValueError):
-            return saved, made(TextRecord, saved.document, "field", whole=True)
-
-
 def read_alone(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
     """Read tokens into a cache, while nothing else runs."""
     with attached(model):
         prefill(model, ids, cache, progress)
-
-
-def _stream(tokenizer: PreTrainedTokenizerBase, chat: bool) -> IdStream:
-    """The stream of a prompt's tokens. A chat template writes the special tokens itself."""
-    return IdStream(tokenizer, special=not (chat and has_template(tokenizer)))
-
-
-def _pieces(text: str | Path | Iterable[str]) -> Iterable[str]:
-    """The pieces of a text; of a file, as ``samples.reader`` reads it."""
-    if isinstance(text, Path):
-        from ..samples.reader import read_document
-
-        return [read_document(text)]
-    return [text] if isinstance(text, str) else text
-
-
-def stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
-    """The token ids of a file. Raises ValueError where they are none of ``vocabulary``."""
-    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1:
-        raise ValueError(f"{IDS} must be one axis of int32")
-    if ids.numel() and not (ids.min() >= 0 and ids.max() < vocabulary):
-        raise ValueError(f"{IDS} must be from 0 to {vocabulary - 1}")
-    return array("i", ids.tolist())
-
-
-def hash_ids(ids: array[int]) -> str:
-    """SHA-256 (hexadecimal) of token ids as little-endian 32-bit integers."""
-    return hashlib.sha256(torch.tensor(ids, dtype=torch.int32).numpy().astype("<i4").tobytes()).hexdigest()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .engine.rows import Row, label_of
+from .engine.result_rows import Row, label_of
 
 LIKELIHOOD = ("nll", "nll_prefill")
 """Metrics of which the lower is better."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..backbones.families import has_adapter, text_config
 from ..backbones.load import pick_device
+from ..backbones.spec import text_config
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..sizes import UNITS, parse_bytes, show
-from .fit import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
-from .plan import Backbone, Plan, Setting, plan_inference
+from .backbone_sizes import BackboneSizes
+from .fitting_settings import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
+from .inference_plan import Plan, Setting, plan_inference
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 
 PLANNED_CHUNK = 4096
 """Tokens of a chunk that nobody named, where they fit: matrices of so many rows are large for every card."""
@@ -44,13 +49,13 @@ def cap_gpu_memory(gpu_memory: str, device: str | None) -> int:
     return cap - RESERVE
 
 
-def fit_plan(config: Any, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
+def fit_plan(config: PretrainedConfig, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
     """The setting that a run within ``cap`` bytes takes, as it is or with the largest smaller chunk that fits, and its plan.
 
     Raises:
         DoesNotFit: with the nearest settings that would, before anything is allocated.
     """
-    backbone = Backbone.of(config)
+    backbone = BackboneSizes.of(config)
     if not chunk_is_fixed and plan_inference(backbone, setting).peak > cap:
         setting = setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or setting.chunk)
     return setting, require_fit(backbone, setting, cap)
@@ -61,7 +66,7 @@ class explain_oom:
     """A block in which an out-of-memory error of a run becomes an ``OutOfMemory`` that says what would fit. A class, since from
     Python 3.12 on a generator's context that raises leaves a cycle, which holds what ran out of memory."""
 
-    model: Any
+    model: PreTrainedModel
     cache: BoundedCache
     tokens: int
 
@@ -73,18 +78,18 @@ class explain_oom:
             raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
 
 
-def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
+def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int) -> str:
     """One line from PyTorch's message and the run's own setting."""
     figures = allocator_figures(said)
     config = text_config(model)
-    if figures is None or not has_adapter(config):
+    if figures is None:
         return said.splitlines()[0]
     setting = Setting(
         tokens, cache.settings, dtype=str(model.dtype).removeprefix("torch."),
         d_hidden=cache.heads.config.width if cache.heads is not None else 0, policy=cache.policy,
         weight_bits=weight_bits_of(model),
     )  # fmt: skip
-    backbone = Backbone.of(config)
+    backbone = BackboneSizes.of(config)
     words, room = shortage(figures, plan_inference(backbone, setting).peak)
     near = listed(backbone, nearest_fitting(backbone, setting, room))
     fitting = f"These fit: {near}" if near else "No setting of this policy fits"
@@ -93,11 +98,11 @@ def _advice(said: str, model: Any, cache: BoundedCache, tokens: int) -> str:
 
 def shortage(figures: tuple[int, int, int], planned: int) -> tuple[str, int]:
     """Words for an allocation that failed, and the bytes that a plan may take instead of the ``planned`` ones."""
-    asked, free, held = figures
+    asked, free, in_use = figures
     words = (
-        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(held)} of this run"
+        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(in_use)} of this run"
     )
-    room = held + free  # or the plan was too low by as much as was asked
+    room = in_use + free  # or the plan was too low by as much as was asked
     return words, room if planned > room else planned - asked
 
 
@@ -106,13 +111,13 @@ def allocator_figures(said: str) -> tuple[int, int, int] | None:
     the run could still have had: of the device, or below its own cap, with what the allocator had in reserve."""
 
     def size(pattern: str) -> int | None:
-        found = re.search(pattern, said)
-        return None if found is None else int(float(found[1]) * UNITS[found[2].replace("bytes", "B")])
+        match = re.search(pattern, said)
+        return None if match is None else int(float(match[1]) * UNITS[match[2].replace("bytes", "B")])
 
     asked, free = size(f"Tried to allocate {SIZE}"), size(f"of which {SIZE} is free")
-    held, spare = size(f"{SIZE} is allocated by PyTorch"), size(f"{SIZE} is reserved by PyTorch but unallocated")
-    if asked is None or free is None or held is None or spare is None:
+    in_use, spare = size(f"{SIZE} is allocated by PyTorch"), size(f"{SIZE} is reserved by PyTorch but unallocated")
+    if asked is None or free is None or in_use is None or spare is None:
         return None
     allowed = size(f"{SIZE} allowed")
     free += spare
-    return asked, free if allowed is None else min(free, max(0, allowed - held)), held
+    return asked, free if allowed is None else min(free, max(0, allowed - in_use)), in_use

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..backbones.families import BackboneSpec
+from ..backbones.spec import BackboneSpec
 from ..policies.policy import Policy
 from ..sizes import show
-from .plan import ITEM_BYTES, Backbone, Setting, cache_bytes, store_bytes
+from .backbone_sizes import ITEM_BYTES, BackboneSizes
+from .inference_plan import Setting, cache_bytes, store_bytes
 
 
 def refuse_unbounded(*policies: Policy) -> None:
@@ -54,7 +55,7 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        """Of all caches on the device."""
+        """Bytes of all caches on the device."""
         return self.count * self.each
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class Caches:
         )
 
 
-def decoding_bytes(backbone: Backbone, setting: Setting, sessions: int) -> int:
+def decoding_bytes(backbone: BackboneSizes, setting: Setting, sessions: int) -> int:
     """Bytes that so many answers, decoded together, need beside those of a chunk: the hidden states of a token and its logits,
     in the model's dtype and in float32 with their probabilities."""
     item = ITEM_BYTES[setting.dtype]

@@ -1,4 +1,4 @@
-"""How many slots each layer and each head gets."""
+"""Numbers of slots of each layer and each head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from .base import Ratio, Score, Slots, Uniform, rank_of
+from .base import Score, Slots, Uniform, rank_of
+from .parameters import Ratio
 from .registry import part
 from .rounding import WHOLE, rounded, rounded_on_device
 

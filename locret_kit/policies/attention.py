@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels.backend import function
-
 from .base import Score, Slots
 
 
@@ -20,15 +18,14 @@ def recent_attention(slots: Slots, newest: int, but: int = 0) -> Tensor:
     """``sum of a`` ``[B, H, S]`` over the ``newest`` queries ``but`` the very last ones, each over the slots up to its own; zero
     at padding."""
     q_BQWD, k_BHSD = slots.queries(), slots.keys()
-    window_attention = function("window_attention", slots.backend)
     end = q_BQWD.shape[2] - but
 
-    def attention(q: Tensor, k: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, heads: slice = slice(None)) -> Tensor:
         S = k.shape[2]
         W = min(newest - but, end, S - but)
         if W < 1:
             return torch.zeros(k.shape[:3], device=k.device)
-        return F.pad(window_attention(q[:, :, end - W : end], k[:, :, : S - but], slots.scaling), (0, but))
+        return F.pad(slots.attention(q[:, :, end - W : end], k[:, :, : S - but], heads), (0, but))
 
     if slots.lengths is None:
         return attention(q_BQWD, k_BHSD)
@@ -36,8 +33,9 @@ def recent_attention(slots: Slots, newest: int, but: int = 0) -> Tensor:
     out_BHS = torch.zeros(1, H, S, device=k_BHSD.device)
     G = q_BQWD.shape[1] // H
     for h, n in enumerate(slots.lengths):
-        q_1GWD, k_11ND = q_BQWD[:, h * G : (h + 1) * G], k_BHSD[:, h : h + 1, S - n :]
-        out_BHS[0, h, S - n :] = attention(q_1GWD, k_11ND)[0, 0]
+        group = slice(h * G, (h + 1) * G)
+        q_1GWD, k_11ND = q_BQWD[:, group], k_BHSD[:, h : h + 1, S - n :]
+        out_BHS[0, h, S - n :] = attention(q_1GWD, k_11ND, group)[0, 0]
     return out_BHS
 
 

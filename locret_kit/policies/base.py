@@ -13,17 +13,16 @@ else. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from annotated_types import Interval, Predicate
 from torch import Tensor
 
 from locret_kernels.backend import function
 from locret_kernels.select.reference import rank_of as rank_of
 
-from ..validation import Says, check
+from .parameters import Part
 from .slots import Entry as Entry
 from .slots import Slots as Slots
 from .slots import wide as wide
@@ -31,21 +30,7 @@ from .slots import wide as wide
 if TYPE_CHECKING:
     from locret_kernels.sparse_attend import Blocks
 
-    from ..backbones.families import BackboneSpec
-
-Count = Annotated[int, Interval(ge=0, lt=2**31)]
-"""Tokens or slots; positions are int32."""
-Positive = Annotated[int, Interval(ge=1, lt=2**31)]
-Odd = Annotated[int, Interval(ge=1, lt=2**31), Predicate(lambda n: n % 2 == 1), Says("odd and at least 1")]
-"""Slots of a pooled neighbourhood, which has a middle."""
-Ratio = Annotated[float, Interval(ge=0, le=1)]
-Size = Annotated[
-    Count | Ratio, Says("a number of tokens (an integer, at least 0), or a fraction (with a point, from 0 to 1)")
-]
-PositiveSize = Annotated[
-    Positive | Annotated[float, Interval(gt=0, le=1)],
-    Says("a number of tokens (an integer, at least 1), or a fraction (with a point, above 0, at most 1)"),
-]
+    from ..backbones.spec import BackboneSpec
 
 
 class PolicyWarning(UserWarning):
@@ -62,25 +47,13 @@ def resolve_count(size: int | float, total: int) -> int:
     return min(wanted_count(size, total), total)
 
 
-class Part(Protocol):
-    """Base of all parts: the values of the fields are checked against their annotated types and bounds.
-
-    Raises:
-        ValueError: a wrong type, NaN or infinity, or a value out of bounds; names the field, its value and the bound.
-    """
-
-    def __post_init__(self) -> None:
-        assert is_dataclass(self)
-        check(self)
-
-
 class Score(Part, Protocol):
     """Worth of a slot. Derive from it, and write the method that the score needs: ``score_new_tokens`` for a score
     that is fixed when a token enters, ``score_slots`` for one that is computed at every eviction."""
 
     needs_heads: ClassVar[bool] = False
     """Reads retaining heads."""
-    needs_adapter: ClassVar[bool] = False
+    needs_unrotated: ClassVar[bool] = False
     """Reads queries or keys before RoPE."""
     needs_logits: ClassVar[bool] = False
     """Reads the backbone's probability of each token."""
@@ -167,7 +140,7 @@ class Allocation(Part, Protocol):
         return valid_BHS.sum(-1).clamp(max=keep)
 
     def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
-        """What ``head_budgets`` of an allocation over heads compares: by default scores that are comparable across heads."""
+        """Worth that ``head_budgets`` of an allocation compares: by default scores that are comparable across heads."""
         return score.comparable(scores_BHS, slots)
 
 
@@ -184,7 +157,7 @@ class Selection(Part, Protocol):
         """Whether it reads ``Slots.verdicts``, for which statistics of every query head are kept."""
         return False
 
-    def aside(self, budget: int) -> int:
+    def reserved_slots(self, budget: int) -> int:
         """Number of slots, of ``budget``, that are taken by another rule than the best score. Score and scopes have the rest:
         a scope's fraction is one of the rest."""
         return 0
@@ -251,8 +224,8 @@ class Sparse(Part, Protocol):
         return
 
     def choose(self, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Blocks:
-        """What the query ``heads`` of a layer attend to for the newest ``T`` of the ``S`` rows: their own among it. Queries and
-        keys as attention takes them (rotated)."""
+        """Blocks that the query ``heads`` of a layer attend to for the newest ``T`` of the ``S`` rows, their own among them.
+        Queries and keys as attention takes them (rotated)."""
 
 
 class Reread(Part, Protocol):
@@ -275,7 +248,7 @@ class Reread(Part, Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """What is known on the device of a layer's stored blocks, ``N`` a head."""
+    """Index, on the device, of a layer's stored blocks, ``N`` a head."""
 
     index_BHNRD: Tensor
     """Keys of the representatives, those of one view after another, in the form of the queries."""
@@ -348,7 +321,7 @@ class Recall(Part, Protocol):
         score says."""
         return (scores_BHS,)
 
-    def relevance(self, q_BQTD: Tensor, found: Found) -> Tensor:
+    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
         """Worth ``[B, H, N]`` of the stored blocks to all of the queries together, of key/value heads or, ``H`` being 1, of all
         of them; at least 0 where that of several layers is compared."""
 

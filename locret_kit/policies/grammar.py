@@ -14,14 +14,14 @@ from ..naming import nearest
 from ..validation import allowed, checked
 from .allocation import Adaptive, Pyramid, PyramidAdaptive
 from .policy import Policy
-from .registry import KINDS, Named, Parameter, Parts, parameters_of, parts_named, policies
+from .registry import KINDS, NamedPolicy, Parameter, Parts, parameters_of, parts_named, policies
 
 UNBOUNDED = "kvzip"
 ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"
 DEPTH = 16
 """Parentheses within parentheses, at most."""
 _CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
-E = TypeVar("E", type, Named)
+E = TypeVar("E", type, NamedPolicy)
 
 
 def parse_policy(text: str) -> Policy:
@@ -123,7 +123,7 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
     if name not in known:
         raise ValueError(f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}.")
     entry = known[name]
-    there = entry.parameters() if isinstance(entry, Named) else parameters_of(entry)
+    there = entry.parameters() if isinstance(entry, NamedPolicy) else parameters_of(entry)
     given: dict[str, object] = {}
     for i, item in enumerate(split_outside(inside or "", ",")):
         key, eq, value = item.partition("=")

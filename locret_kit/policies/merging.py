@@ -31,7 +31,7 @@ from .base import Folded, Merge, Score, Slots
 from .registry import part
 
 if TYPE_CHECKING:
-    from ..backbones.families import BackboneSpec
+    from ..backbones.spec import BackboneSpec
 
 Metric = Literal["cosine", "l2"]
 TILE = 2**20

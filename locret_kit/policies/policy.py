@@ -58,12 +58,14 @@ class Policy:
     def _check_recall(self) -> None:
         """An evicted slot goes one way, and what comes back is seen in one way."""
         others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
-        found = [name for name, part in others.items() if part is not None]
-        if self.recall is not None and found:
+        present = [name for name, part in others.items() if part is not None]
+        if self.recall is not None and present:
             why = (
-                "an evicted slot is merged or stored" if found[0] == "merge" else "both choose what a token attends to"
+                "an evicted slot is merged or stored"
+                if present[0] == "merge"
+                else "both choose what a token attends to"
             )
-            raise ValueError(f"policy={self.name!r}: recall does not go with {found[0]}, since {why}: leave one out")
+            raise ValueError(f"policy={self.name!r}: recall does not go with {present[0]}, since {why}: leave one out")
 
     def _check_sparse(self) -> None:
         """Sparse prefill leaves attention out."""
@@ -84,10 +86,10 @@ class Policy:
         return self.score.needs_heads
 
     @property
-    def needs_adapter(self) -> bool:
+    def needs_unrotated(self) -> bool:
         """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
         far = self.recall is not None and self.recall.far > 0
-        return self.score.needs_adapter or self.score.needs_heads or self.merge is not None or far
+        return self.score.needs_unrotated or self.score.needs_heads or self.merge is not None or far
 
     @property
     def needs_logits(self) -> bool:
@@ -127,12 +129,13 @@ class Policy:
         Warns (``PolicyWarning``) where the budget leaves no room for what the parts ask for.
         """
         self._warn_of_caps(budget, chunk, stabilizers)
-        own = budget - self.selection.aside(budget)
+        own = budget - self.selection.reserved_slots(budget)
         window = max((scope.window(own, chunk, stabilizers) for scope in self.scopes), default=0)
         return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
 
     def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
-        own, said = budget - self.selection.aside(budget), f"policy={self.name!r} at a budget of {budget} slots:"
+        own = budget - self.selection.reserved_slots(budget)
+        said = f"policy={self.name!r} at a budget of {budget} slots:"
         left = f", of which {self.selection} leaves {own}" if own < budget else ""
         for scope in self.scopes:
             if (asked := scope.reserved(own, chunk, stabilizers)) > own:
@@ -144,10 +147,10 @@ class Policy:
     def protected(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
         selection leaves to score and scopes."""
-        own = replace(slots, keep=slots.keep - self.selection.aside(slots.keep))
-        found = [] if slots.pinned is None else [slots.pinned]
-        found += [scope.protects(own) for scope in self.scopes if not scope.idle]
-        return reduce(torch.logical_or, found) if found else torch.zeros_like(slots.valid)
+        own = replace(slots, keep=slots.keep - self.selection.reserved_slots(slots.keep))
+        masks = [] if slots.pinned is None else [slots.pinned]
+        masks += [scope.protects(own) for scope in self.scopes if not scope.idle]
+        return reduce(torch.logical_or, masks) if masks else torch.zeros_like(slots.valid)
 
     def verdicts(self, slots: Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
         """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .base import Count, PrefillMask
+from .base import PrefillMask
+from .parameters import Count
 from .registry import part
 
 

@@ -59,7 +59,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedPolicy:
     """A named policy: its parts, whose fields are its parameters and whose values are the defaults."""
 
     name: str
@@ -72,14 +72,14 @@ class Named:
 
     def parameters(self) -> dict[str, Parameter]:
         """Its parameters, in the order of the parts and of their fields."""
-        found = {"base": Parameter(self.base, (str,))} if self.base else {}
+        parameters = {"base": Parameter(self.base, (str,))} if self.base else {}
         for one in self.parts.values():
             for made in one if isinstance(one, tuple) else (one,):
                 for key, parameter in parameters_of(type(made)).items():
                     if (name := self.names.get(key, key)) is not None:
-                        known = found.get(name, Parameter(getattr(made, key), ()))
-                        found[name] = replace(known, annotations=known.annotations + parameter.annotations)
-        return found
+                        known = parameters.get(name, Parameter(getattr(made, key), ()))
+                        parameters[name] = replace(known, annotations=known.annotations + parameter.annotations)
+        return parameters
 
     def make(self, given: Mapping[str, object], base: Policy | None = None) -> Policy:
         """The policy with the ``given`` parameters; a changed ``base`` where it has one."""
@@ -101,7 +101,7 @@ class Named:
 
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
-_policies: dict[str, Named] = {}
+_policies: dict[str, NamedPolicy] = {}
 _owners: dict[tuple[str, str], str] = {}
 """Module that registered a kind and name."""
 
@@ -147,7 +147,7 @@ def register(
         ValueError: another module has the name.
     """
     _own("policy", name, sys._getframe(1).f_globals["__name__"])
-    _policies[name] = Named(name, source, parts, base, names or {}, keeps, keeps_everything)
+    _policies[name] = NamedPolicy(name, source, parts, base, names or {}, keeps, keeps_everything)
 
 
 def _own(kind: str, name: str, module: str) -> None:
@@ -173,7 +173,7 @@ def _load() -> None:
             raise ValueError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
 
-def policies() -> Mapping[str, Named]:
+def policies() -> Mapping[str, NamedPolicy]:
     """The named policies, alphabetically.
 
     Raises:

@@ -12,25 +12,25 @@ WHOLE = 10**6
 """Parts of a slot in which shares are counted on the device."""
 
 
-def rounded(shares: list[Fraction], total: int, most: list[int] | None = None) -> list[int]:
+def rounded(shares: list[Fraction], total: int, max_shares: list[int] | None = None) -> list[int]:
     """Integers near ``shares`` whose sum is ``total``: each rounded down, then one more for the largest fractions (of equals,
-    the first), none above its ``most``.
+    the first), none above its ``max_shares``.
 
     >>> rounded([Fraction(5, 2), Fraction(5, 2), Fraction(1)], 6)
     [3, 2, 1]
     """
-    most = [total] * len(shares) if most is None else most
-    out = [min(share.__floor__(), top) for share, top in zip(shares, most, strict=True)]
+    max_shares = [total] * len(shares) if max_shares is None else max_shares
+    out = [min(share.__floor__(), top) for share, top in zip(shares, max_shares, strict=True)]
     by_fraction = sorted(range(len(shares)), key=lambda i: out[i] - shares[i])
     while (missing := total - sum(out)) > 0:
-        for i in [i for i in by_fraction if out[i] < most[i]][:missing]:
+        for i in [i for i in by_fraction if out[i] < max_shares[i]][:missing]:
             out[i] += 1
     return out
 
 
 def rounded_on_device(share_BH: Tensor, most_BH: Tensor, total: int | Tensor) -> Tensor:
     """``rounded`` of every row ``[B, H]`` (int64), for which the host waits for nothing. Shares are in ``WHOLE``-ths; a row
-    sums to ``total`` (an integer, or ``[B]``), or to its ``most`` where that is less."""
+    sums to ``total`` (an integer, or ``[B]``), or to its ``max_shares`` where that is less."""
     H = share_BH.shape[1]
     down_BH = (share_BH // WHOLE).minimum(most_BH)
     turn_BH = (share_BH - WHOLE * down_BH).argsort(dim=-1, descending=True, stable=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Scope, Size, Slots, resolve_count, wanted_count
+from .base import Scope, Slots, resolve_count, wanted_count
+from .parameters import Size
 from .registry import part
 
 

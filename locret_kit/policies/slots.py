@@ -1,4 +1,4 @@
-"""What the parts of a policy are given: new tokens as they enter the cache, and the slots of a layer that must be cut.
+"""Inputs of the parts of a policy: new tokens as they enter the cache, and the slots of a layer that must be cut.
 
 Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``G`` query heads of a group, ``S`` slots of a head, ``T`` new
 tokens, ``D`` channels.
@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..backbones.handler import Linear
+from locret_kernels.backend import function
+from locret_kernels.column_stats.reference import window_attention
+
+from ..backbones.handler import Linear, Softmax
 
 if TYPE_CHECKING:
     from ..backbones.rope import Rope
+
+
+PLAIN = Softmax(1.0)
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Entry:
     position: int
     """Position in the text of the first new token."""
     q: Tensor
-    """``[B, Q, T, D]`` as the backbone hands them over: before RoPE where the architecture has an adapter."""
+    """``[B, Q, T, D]`` before RoPE where the rotation is known."""
     k: Tensor
     """``[B, H, T, D]``"""
     v: Tensor
@@ -37,7 +43,7 @@ class Entry:
     """The layer's retaining head, for scores that need one."""
     seed: int
     rope: Rope | None = None
-    """The layer's ``Rope``; None where the architecture has no adapter."""
+    """The layer's ``Rope``; None where the rotation is not known."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
     linear: Linear = F.linear
@@ -82,30 +88,45 @@ class Slots:
     values: Callable[[], Tensor] = _nothing
     """Values ``[B, H, S, D]``, zeros at padding."""
     raw_keys: Callable[[], Tensor] = _nothing
-    """Keys before RoPE; raises ValueError where the architecture has no adapter."""
+    """Keys before RoPE; raises ValueError where the rotation is not known."""
     queries: Callable[[], Tensor] = _nothing
     """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
     ``Score.recent`` asked for."""
-    scaling: float = 1.0
+    softmax: Softmax = PLAIN
+    """Of the layer's attention."""
     seed: int = 0
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
     lengths: Sequence[int] | None = None
     """Slots of every head, where some are padded; the host knows them."""
     rope: Rope | None = None
-    """The layer's ``Rope``; None where the architecture has no adapter."""
+    """The layer's ``Rope``; None where the rotation is not known."""
     next_position: Tensor | None = None
-    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_adapter``."""
+    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_unrotated``."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls."""
     group: Sequence[Slots] = ()
     """The same slots as each query head of a group sees them, with statistics and queries of its own, where the selection
     asks for them (``Selection.by_query_head``)."""
     verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
+    """Function of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
     keep the slot in each query head. ``Policy.choose`` sets it."""
     backend: str = "reference"
-    """Of ``locret_kernels``."""
+    """Backend of ``locret_kernels``."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.softmax.scaling
+
+    def attention(self, q_BQWD: Tensor, k_BHSD: Tensor, heads: slice = slice(None)) -> Tensor:
+        """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.column_stats.window_attention``;
+        ``heads`` are the query heads whose queries they are."""
+        if self.softmax.is_plain:
+            given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
+            return given
+        softmax = self.softmax.of(heads)
+        return window_attention(q_BQWD, k_BHSD, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
 
     def newest(self, n: int) -> Tensor:
         """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""

@@ -23,9 +23,9 @@ from locret_kernels.decoder_step import cpu as decoder_step
 from locret_kernels.decoder_step.halves import Halves
 from locret_kernels.ragged_decode import PackedRows
 
-from ..backbones.dense import Dense, DenseLayer, NotDense, Product, dense
-from ..backbones.families import text_config
+from ..backbones.dense import Dense, DenseLayer, NotDense, Product, check_dense, dense
 from ..backbones.rope import Rope
+from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
 from ..cache.storage.codec import Plain
@@ -132,8 +132,8 @@ class CpuDecoder:
         policy, ctx = cache.policy, cache.context
         if ctx.backend.name != "cpu":
             return f"backend={ctx.backend.name!r}"
-        if ctx.ropes is None:
-            return "this architecture has no adapter, so the backbone rotates"
+        if (unlike := ctx.description.unlike_llama) is not None:
+            return f"the backbone is not of the form that the compiled call takes: {unlike}"
         if policy.needs_logits:
             return f"policy={policy.name!r} scores tokens by the backbone's logits"
         if policy.merge is not None:
@@ -384,6 +384,7 @@ def cpu_decoder(model: Any) -> CpuDecoder | str:
         signature = signature_of(model.parameters())
         known = _KNOWN.get(model)
         if known is None or known[0] != signature:
+            check_dense(model, weights)
             known = _KNOWN[model] = signature, CpuDecoder(model, weights)
         return known[1]
     except NotDense as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
 from .cpu_decoder import cpu_decoder
 from .graph_decoder import GraphDecoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Decoder(Protocol):
@@ -39,7 +42,7 @@ class DynamicDecoder:
 
     name = "dynamic"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
     def takes(self, cache: BoundedCache) -> str | None:
@@ -65,7 +68,7 @@ class Decoding:
         ValueError: ``graph=True`` where it is not possible; says why. A reason may also show after a few tokens.
     """
 
-    def __init__(self, model: Any, cache: BoundedCache, graph: bool | None = False) -> None:
+    def __init__(self, model: PreTrainedModel, cache: BoundedCache, graph: bool | None = False) -> None:
         self._cache, self._graph, self._dynamic = cache, graph, DynamicDecoder(model)
         self._decoder: Decoder = self._dynamic
         chosen = _chosen(model, cache, graph)
@@ -92,7 +95,7 @@ class Decoding:
         self._decoder, self._cache.counters.decoding = self._dynamic, f"dynamic: {reason}"
 
 
-def _chosen(model: Any, cache: BoundedCache, graph: bool | None) -> Decoder | str:
+def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Decoder | str:
     """The decoder that is asked for on the model's device, or why it cannot be."""
     device = model.device.type
     decoder: Decoder | str
@@ -105,7 +108,9 @@ def _chosen(model: Any, cache: BoundedCache, graph: bool | None) -> Decoder | st
     return decoder if isinstance(decoder, str) else decoder.takes(cache) or decoder
 
 
-def logits_after(model: Any, caches: Sequence[BoundedCache], ids_1T: Tensor, counts: Sequence[int]) -> Tensor:
+def logits_after(
+    model: PreTrainedModel, caches: Sequence[BoundedCache], ids_1T: Tensor, counts: Sequence[int]
+) -> Tensor:
     """Logits ``[texts, V]`` in the model's type after the last new token of each text, in one forward.
 
     Args:
@@ -114,6 +119,9 @@ def logits_after(model: Any, caches: Sequence[BoundedCache], ids_1T: Tensor, cou
     """
     if len(caches) == 1:
         return forward(model, ids_1T, caches[0], logits_to_keep=1).logits[:, -1]
+    if not caches[0].context.description.packs_texts:
+        own = zip(caches, ids_1T.split(list(counts), 1), strict=True)
+        return torch.cat([logits_after(model, [cache], ids, [ids.shape[1]]) for cache, ids in own])
     packed = Packed(caches, counts)
     last = torch.tensor(packed.last, device=model.device)
     return forward(model, ids_1T, packed, logits_to_keep=last).logits[0]

@@ -43,8 +43,8 @@ SYNCING_OPS = frozenset(
 def _reason_against(model: Any, cache: BoundedCache) -> str | None:
     """Why this cache cannot be decoded with fixed shapes; None where it can, as far as settings tell."""
     policy = cache.policy
-    if cache.context.ropes is None:
-        return "this architecture has no adapter, so the backbone rotates by positions of the host"
+    if (unlike := cache.context.description.unlike_llama) is not None:
+        return f"the backbone is not of the form that graphs take: {unlike}"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the backbone lies on several devices"
     if weight_bits_of(model) == 8:

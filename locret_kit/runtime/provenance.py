@@ -45,6 +45,6 @@ def weights_hash(heads: RetainingHeads) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of python, torch, transformers and locret_kit; of a checkout also its commit."""
-    found = {"python": platform.python_version(), **origin.versions("torch", "transformers", "locret_kit")}
+    versions = {"python": platform.python_version(), **origin.versions("torch", "transformers", "locret_kit")}
     here = origin.commit(origin.ROOT)
-    return {**found, "commit": here} if here else found
+    return {**versions, "commit": here} if here else versions

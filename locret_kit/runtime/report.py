@@ -12,6 +12,8 @@ from ..settings import Resolved
 from .provenance import versions
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..cache.bounded import BoundedCache
 
 
@@ -45,12 +47,12 @@ class Report:
     """'cpu', 'graph', or 'dynamic' and why."""
     versions: dict[str, str]
     host_bytes: int = 0
-    """Of what was evicted and is stored in the host's memory."""
+    """Bytes of what was evicted and is stored in the host's memory."""
     recall: dict[str, float] | None = None
     """Counters of what came back, see ``cache.stages.bring_back``; None where nothing can."""
 
     @classmethod
-    def of(cls, model: Any, cache: BoundedCache, **measured: Any) -> Report:
+    def of(cls, model: PreTrainedModel, cache: BoundedCache, **measured: Any) -> Report:
         """Gather the figures of a finished run."""
         c, recalls = cache.counters, cache.policy.recall is not None
         return cls(
@@ -72,7 +74,7 @@ class Report:
         """New tokens a second."""
         return self.new_tokens / max(self.decode_s, 1e-9)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For ``--report FILE.json``."""
         figures = asdict(self)
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; ``temperature=0`` is greedy."""
+    """The choice of the next token; ``temperature=0`` is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -67,8 +67,8 @@ class Chooser:
     def __call__(self, logits_V: Tensor) -> int:
         scores_V = logits_V
         if self._processors:  # for a copy of what was said the host waits
-            history: Any = torch.tensor([self._seen], device=logits_V.device, dtype=torch.long)
-            scores_V = self._processors(history, logits_V[None])[0]
+            history = torch.tensor([self._seen], device=logits_V.device, dtype=torch.long)
+            scores_V = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, logits_V[None]))[0]
         if self._sampling.temperature > 0:
             token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self._generator))
         else:

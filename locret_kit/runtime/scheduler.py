@@ -33,7 +33,7 @@ P = TypeVar("P", bound=Prompt)
 
 
 @dataclass(eq=False)
-class Entry(Generic[P]):
+class QueueEntry(Generic[P]):
     """A prompt that has entered.
 
     Attributes:
@@ -58,8 +58,8 @@ class PromptScheduler(Generic[P]):
     def __init__(self, chunk: int, piece: int) -> None:
         self.patience, self.long = PATIENCE * chunk, LONG * chunk
         self.piece = min(piece, self.patience)
-        self._order: list[Entry[P]] = []
-        self._books: list[Entry[P]] = []
+        self._order: list[QueueEntry[P]] = []
+        self._books: list[QueueEntry[P]] = []
 
     def takes(self, left: int, *, background: bool = False) -> bool:
         """Whether a prompt with ``left`` tokens to read may enter now."""
@@ -69,9 +69,9 @@ class PromptScheduler(Generic[P]):
         """A prompt enters; ``takes`` has said that it may."""
         place = None if background or left > self.long else self._place(left)
         if place is None:
-            self._books.append(Entry(prompt, background))
+            self._books.append(QueueEntry(prompt, background))
         else:
-            self._order.insert(place, Entry(prompt, background))
+            self._order.insert(place, QueueEntry(prompt, background))
 
     def pick(self, reading: Sequence[P]) -> list[P]:
         """The prompts of the next forward, each with one piece (``step`` tokens). ``reading``: those not at their end yet."""
@@ -86,7 +86,7 @@ class PromptScheduler(Generic[P]):
                     self._order.insert(place, book)
                     book.passed = 0
         self._books.sort(key=lambda book: -book.passed)
-        chosen: list[Entry[P]] = []
+        chosen: list[QueueEntry[P]] = []
         room = self.piece
         for entry in [*self._order, *self._books]:
             if chosen and (entry.prompt.step > room or not self._affords(entry)):
@@ -98,15 +98,15 @@ class PromptScheduler(Generic[P]):
             entry.taken = 0
         return [entry.prompt for entry in chosen]
 
-    def _ahead(self) -> Iterator[tuple[Entry[P], int]]:
+    def _ahead(self) -> Iterator[tuple[QueueEntry[P], int]]:
         """Prompts in their order, each with the tokens of others that it will have let pass when its own turn comes."""
         before = 0
         for entry in self._order:
             yield entry, entry.passed + before
             before += entry.prompt.left - entry.taken
 
-    def _place(self, left: int, promoted: Entry[P] | None = None) -> int | None:
-        """Where in the order a prompt can enter, or a book that is ``promoted``; None where someone would wait too long."""
+    def _place(self, left: int, promoted: QueueEntry[P] | None = None) -> int | None:
+        """Place in the order for a prompt, or a book that is ``promoted``; None where someone would wait too long."""
         if any(book.passed >= self.patience and book.prompt.left for book in self._books if book is not promoted):
             return None
         place = len(self._order)
@@ -118,7 +118,7 @@ class PromptScheduler(Generic[P]):
         before = sum(entry.prompt.left for entry in self._order[:place])
         return place if before <= self.patience - self.piece else None
 
-    def _affords(self, chosen: Entry[P]) -> bool:
+    def _affords(self, chosen: QueueEntry[P]) -> bool:
         """Whether those before a prompt can let its next piece pass."""
         for entry, ahead in self._ahead():
             if entry is chosen:
@@ -127,7 +127,7 @@ class PromptScheduler(Generic[P]):
                 return False
         return True
 
-    def _count(self, chosen: Entry[P]) -> None:
+    def _count(self, chosen: QueueEntry[P]) -> None:
         """A piece of one prompt passes all others."""
         chosen.taken = chosen.prompt.step
         for entry in (*self._order, *self._books):

@@ -24,7 +24,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     top_logprobs: int | None = field(default=None, kw_only=True)
-    """Of each token of the answer: its log-probability, and those of so many of the likeliest; None for neither."""
+    """Number of the likeliest tokens whose log-probabilities come with each token's own; None for neither."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ class Sequence:
         """Tokens of the next piece of the prompt."""
         cache = self.cache
         assert cache is not None
-        done, cut = cache.get_seq_length(), cache.needs_logits and not self.alone
+        if not cache.context.description.in_pieces:
+            return self.left
+        done, cut = cache.get_seq_length(), cache.in_blocks and not self.alone
         return min(cache.schedule.until_boundary(done) if cut else cache.schedule.piece(done), self.left)
 
     def start(self, cache: BoundedCache, device: torch.device) -> None:

@@ -42,6 +42,7 @@ def prefill(
         raise _other_length(cache, total)
     if not total:
         raise ValueError("the prompt holds no tokens")
+    cache.bind(model)
     sequence = Sequence(Request(ids, 0), alone=True)
     sequence.start(cache, model.device)
     text = torch.as_tensor(ids, dtype=torch.long).to(model.device)  # once: for every copy the host waits
@@ -170,7 +171,7 @@ class Answer:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        most: int,
+        max_new_tokens: int,
         sampling: Sampling,
         seed: int,
         graph: bool | None,
@@ -188,7 +189,7 @@ class Answer:
                 cache,
                 logits,
                 prompt=ids,
-                max_new_tokens=most,
+                max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stop=stop,
                 seed=seed,
@@ -203,7 +204,7 @@ class Answer:
                     yield piece
             text = str(tokenizer.decode(self.tokens, skip_special_tokens=True))
             piece, self._text = text[len(self._text) :], text
-        self.finish_reason = "stop" if len(self.tokens) < most else "length"
+        self.finish_reason = "stop" if len(self.tokens) < max_new_tokens else "length"
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
             decode_s=time.perf_counter() - prefilled, kept_rows=kept,

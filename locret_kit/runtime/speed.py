@@ -9,71 +9,27 @@ decode, and a chunk's kernels take longer than their launches.
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, prod
-from types import FrameType
-from typing import Any, Literal
+from math import ceil
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ..backbones.families import decoder_of, require_adapter, spec_of
 from ..backbones.intercept import attach
 from ..backbones.releases import forward
+from ..backbones.spec import decoder_of, spec_of
 from ..cache.bounded import BoundedCache
 from ..cache.storage.packing import BITS
 from ..heads import HeadsConfig, RetainingHeads
-from ..planning.cards import ELEMENTWISE, KERNELS, PASS, SORT, STEP, Card
-from ..planning.plan import ITEM_BYTES, Backbone, Setting
-from .graph_decoder import SYNCING_OPS, GraphDecoder
-
-Kind = Literal["product", "attention", "elementwise", "kernel", "sort"]
-PRODUCTS, HEADS, ATTENTION, NORMS = "products of the layer", "heads' products", "attention", "norms"
-IDENTITY, ACTIVATION, COPIES = "rotation by ones and zeros", "activation", "cat, contiguous"
-COMPACTION, ROTATION, SELECTION = "compaction", "rotation of rows", "selection"
-RESIDUAL, SCORING, OTHER = "residual, append", "scoring", "other"
-PARTS = (
-    PRODUCTS, ATTENTION, NORMS, IDENTITY, HEADS, ACTIVATION, COPIES, COMPACTION, ROTATION, SELECTION, RESIDUAL, SCORING, OTHER,
-)  # fmt: skip
-"""Parts of a layer, in the order in which they are shown."""
-SELECT_STEPS = 32 + 2
-"""Sums of a selection: one per bit, and two counts."""
-ALLOCATES = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach", "_unsafe_view"}
-)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One launch."""
-
-    name: str
-    part: str
-    kind: Kind
-    flops: float
-    nbytes: float
-    passes: int = 0
-    """Blocks of rows that a kernel takes one after another."""
-    steps: int = 0
-    """Sums over what a program holds in registers, one after another."""
-
-    def seconds(self, card: Card) -> float:
-        """On a card."""
-        if self.kind == "sort":
-            return SORT
-        share = {"product": card.weights, "kernel": KERNELS, "attention": KERNELS}.get(self.kind, ELEMENTWISE)
-        busy = self.flops / (card.matmul * (card.attention if self.kind == "attention" else card.products))
-        waits = self.passes * PASS + self.steps * STEP
-        return max(busy, self.nbytes / (card.copy * share), waits, card.launch)
+from ..planning.backbone_sizes import ITEM_BYTES, BackboneSizes
+from ..planning.cards import Card
+from ..planning.inference_plan import Setting
+from .graph_decoder import GraphDecoder
+from .launches import PARTS, Operation, Recorder
 
 
 @dataclass(frozen=True)
@@ -81,157 +37,22 @@ class Recorded:
     """Launches of one layer, and of a whole decoded token."""
 
     chunk: tuple[Operation, ...]
-    """Of one layer, in a prefill chunk that begins with a full cache."""
+    """Launches of one layer, in a prefill chunk that begins with a full cache."""
     token: tuple[Operation, ...]
-    """Of one layer, for a decoded token."""
+    """Launches of one layer, for a decoded token."""
     around: tuple[Operation, ...]
-    """Outside of the layers, for a decoded token."""
+    """Launches outside of the layers, for a decoded token."""
     waits: tuple[str, ...]
-    """Where the host would wait for the device."""
+    """Places at which the host would wait for the device."""
 
 
-class Recorder(TorchDispatchMode):
-    """Collects operations while ``where`` says into which list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[str, list[Operation]] = defaultdict(list)
-        self.where = self.inside = ""
-        self.waits: list[str] = []
-        self.rows = 0
-        """Rows of a head that one token's attention reads."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if name in SYNCING_OPS:
-            self.waits.append(name)
-            if name in ("_local_scalar_dense", "item", "is_nonzero"):
-                return True
-        out = func(*args, **kwargs)
-        devices = {x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor) and x.dim()}
-        if len(devices) > 1:
-            self.waits.append(f"{name} between host and device")
-        if self.where and name not in ALLOCATES and not _is_view(func) and _has_work(out):
-            self.made[self.where].append(_operation(name, args, kwargs, out))
-        return out
-
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """In the place of ``locret_kernels.common.launch``."""
-        if not self.where:
-            return
-        name, given = kernel.__name__.strip("_"), dict(zip(kernel.arg_names, args, strict=False)) | constants
-        # What stands in for a tensor that a kernel does not read is one of the others.
-        nbytes, passes, steps = sum(map(extent, {id(x): x for x in args}.values())), 0, 0
-        if name == "compact_rows":  # rows that stay are read and written, whatever the buffer holds
-            per_row = given["D"] * given["x"].element_size()
-            heads = prod(given["index"].shape[:2])
-            nbytes = 2 * heads * given["K"] * per_row + extent(given["index"])
-            passes = ceil(given["K"] / given["BLOCK_K"])
-        elif name == "kept_rows":
-            passes = ceil(given["S"] / given["BLOCK_S"])
-        elif name == "select_rows":
-            steps = SELECT_STEPS * ceil(given["S"] / given["BLOCK_S"])
-            passes = ceil(given["S"] / given["BLOCK_E"])
-        elif name == "ragged_decode":
-            row = sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
-            nbytes = grid[0] * self.rows * row
-        kind: Kind = "attention" if name in ("ragged_decode", "attend", "join") else "kernel"
-        part = _part(kind)
-        self.made[self.where].append(Operation(name, part, kind, 0.0, nbytes, passes, steps))
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
-
-
-def _has_work(out: Any) -> bool:
-    """Whether anything is written: nothing is launched for tensors without elements."""
-    return any(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
-
-
-def extent(x: object) -> int:
-    """Bytes of a tensor's different elements: an axis of stride 0 repeats what is there."""
-    if not isinstance(x, Tensor):
-        return 0
-    return x.element_size() * prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
-
-
-def _operation(name: str, args: Any, kwargs: Any, out: Any) -> Operation:
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-    flops, nbytes = 0.0, float(sum(map(extent, given)) + sum(map(extent, made)))
-    kind: Kind = "elementwise"
-    if name in ("mm", "addmm", "bmm", "addmv", "mv"):
-        first = args[-2]
-        kind, flops = "product", 2.0 * made[0].numel() * first.shape[-1]
-    elif name.startswith("_scaled_dot_product"):
-        q, k = args[:2]
-        T, S = q.shape[2], k.shape[2]
-        kind, flops = "attention", 4.0 * q.shape[0] * q.shape[1] * q.shape[3] * (T * (S - T) + T * (T + 1) / 2)
-    elif name in ("sort", "argsort", "topk"):
-        kind = "sort"
-    elif name == "copy_":  # what is written is not read
-        nbytes = float(extent(args[0]) + extent(args[1]))
-    elif name in ("index", "gather", "index_select", "embedding"):
-        nbytes = 2.0 * extent(made[0]) + sum(extent(x) for x in given[1:] if not x.is_floating_point())
-    elif name in ("index_put_", "scatter_", "index_copy_"):
-        nbytes = 2.0 * extent(given[-1]) + sum(extent(x) for x in given[1:-1])
-    elif name in ("fill_", "zero_"):
-        nbytes = float(extent(args[0]))
-    return Operation(name, _part(kind), kind, flops, nbytes)
-
-
-def _part(kind: str) -> str:
-    """The part of a layer in which an operation is launched, by the innermost function that says."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        owner = type(frame.f_locals.get("self")).__name__
-        part = _told(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name, owner, kind)
-        if part:
-            return part
-        frame = frame.f_back
-    return OTHER
-
-
-def _told(module: str, function: str, owner: str, kind: str) -> str:
-    """The part that a function's work belongs to; empty where it does not say."""
-    if kind == "attention":
-        return ATTENTION
-    if owner.endswith("RMSNorm") or function == "rms_norm":
-        return NORMS
-    if function in ("apply_rotary_pos_emb", "rotate_half"):
-        return IDENTITY
-    if module == RetainingHeads.__module__:
-        return HEADS if kind == "product" else ACTIVATION if function == "act" else COPIES
-    if owner.endswith("MLP"):
-        return PRODUCTS if kind == "product" else ACTIVATION
-    if owner.endswith("Activation") or function == "swiglu":
-        return ACTIVATION
-    if function in ("keep", "compact_rows"):
-        return COMPACTION
-    if function == "evict":
-        return SELECTION
-    if function in ("append", "put", "remember"):
-        return RESIDUAL
-    if function in ("_attend_part", "rotate_rows", "tables", "decode_rows"):
-        return ROTATION
-    if function == "_entry_scores":
-        return SCORING
-    if owner.endswith("Attention"):
-        return PRODUCTS if kind == "product" else COPIES
-    return RESIDUAL if owner.endswith("DecoderLayer") else ""
-
-
-def record(config: Any, setting: Setting) -> Recorded:
+def record(config: PretrainedConfig, setting: Setting) -> Recorded:
     """The operations of a layer at a full cache, of a model without memory for it.
 
     Raises:
         BackendUnavailable: Triton is not installed, whose kernels are recorded.
-        UnsupportedArchitecture: one without an adapter.
         ValueError: a setting whose kernels' work is not known here, or cannot be decoded as a graph.
     """
-    require_adapter(config)
     policy = setting.policy
     unknown = {
         f"dtype={setting.dtype}": setting.dtype == "float32",
@@ -277,16 +98,16 @@ def record(config: Any, setting: Setting) -> Recorded:
 
 
 @contextmanager
-def _layers(model: Any, recorder: Recorder) -> Iterator[None]:
+def _layers(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
     """Operations of the second layer go where ``inside`` says; those of the first one, which also makes what layers share,
     nowhere."""
     outside = ""
 
-    def enter(layer: int, *call: Any) -> None:
+    def enter(layer: int, *call: object) -> None:
         nonlocal outside
         outside, recorder.where = recorder.where, recorder.inside if layer else ""
 
-    def leave(*call: Any) -> None:
+    def leave(*call: object) -> None:
         recorder.where = outside
 
     with ExitStack() as stack:
@@ -308,23 +129,23 @@ class Speed:
 
     @property
     def chunk_floor(self) -> float:
-        """Of a layer's steady chunk: its products and attention at the matmul ceiling."""
+        """Floor of a layer's steady chunk: its products and attention at the matmul ceiling."""
         return sum(x.flops for x in self.recorded.chunk) / self.card.matmul
 
     @property
     def chunk(self) -> float:
-        """Of a layer's steady chunk."""
+        """Seconds of a layer's steady chunk."""
         return self._sum(self.recorded.chunk)
 
     @property
     def newer_chunk(self) -> float | None:
-        """Of a layer's steady chunk with FlashAttention-3; None where the card has none."""
+        """Seconds of a layer's steady chunk with FlashAttention-3; None where the card has none."""
         card = self.card
         return None if card.newer is None else replace(self, card=replace(card, attention=card.newer)).chunk
 
     @property
     def token(self) -> float:
-        """Of a decoded token at a full cache, as a CUDA graph."""
+        """Seconds of a decoded token at a full cache, as a CUDA graph."""
         return self.layers * self._sum(self.recorded.token) + self._sum(self.recorded.around)
 
     def _sum(self, operations: tuple[Operation, ...]) -> float:
@@ -355,21 +176,21 @@ class Speed:
     def _parts(self, operations: tuple[Operation, ...]) -> list[str]:
         by_part = {part: tuple(x for x in operations if x.part == part) for part in PARTS}
         return [
-            f"  {part:<27} {1e3 * self._sum(found):8.3f} ms {len(found):4} launches"
-            for part, found in by_part.items()
-            if found
+            f"  {part:<27} {1e3 * self._sum(group):8.3f} ms {len(group):4} launches"
+            for part, group in by_part.items()
+            if group
         ]
 
 
-def bytes_read(backbone: Backbone, tied: bool, dtype: str, rows: int, kv_bits: int | None = None) -> int:
+def bytes_read(backbone: BackboneSizes, tied: bool, dtype: str, rows: int, kv_bits: int | None = None) -> int:
     """Bytes that a decoded token must read: the weights, of input embeddings one row at most, and keys and values."""
     spec, table = backbone.spec, 0 if tied else backbone.vocab * backbone.hidden
-    held, item = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows, ITEM_BYTES[dtype]
-    return item * (backbone.parameters - table) + held * (kv_bits or 8 * item) // 8
+    numbers, item = 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows, ITEM_BYTES[dtype]
+    return item * (backbone.parameters - table) + numbers * (kv_bits or 8 * item) // 8
 
 
-def predict(config: Any, setting: Setting, card: Card, recorded: Recorded | None = None) -> Speed:
+def predict(config: PretrainedConfig, setting: Setting, card: Card, recorded: Recorded | None = None) -> Speed:
     """The speed of a run on a card. ``recorded`` spares recording again for another card."""
-    backbone = Backbone.of(config)
+    backbone = BackboneSizes.of(config)
     least = bytes_read(backbone, config.tie_word_embeddings, setting.dtype, setting.budget, setting.run.kv_bits)
     return Speed(card, setting, backbone.spec.n_layers, recorded or record(config, setting), least / card.copy)

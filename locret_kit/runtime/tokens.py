@@ -155,7 +155,7 @@ def _margin(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _context_start(text: str, at: int) -> int:
-    """Where the left context of ``at`` begins: at a word, where there is one near."""
+    """Begin of the left context of ``at``: at a word, where there is one near."""
     start = max(0, at - CONTEXT)
     while start and not _starts_word(text, start) and at - start < 2 * CONTEXT:
         start -= 1

@@ -12,14 +12,14 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from locret_kit.samples.chat import encode
-from locret_kit.samples.text import TooShort, count, cut, starts
+from ..text.spans import encode
+from .haystack import TooShort, count, cut, starts
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
 
 @dataclass(frozen=True)
-class Task:
+class NeedleTask:
     """The wording of one task."""
 
     instruction: str
@@ -32,8 +32,8 @@ class Task:
     """Digits, of five random ones, that are said twice in a row: 5 for R.Number, which so has 10 digits."""
 
 
-def _task(what: str, find: str, repeats: int) -> Task:
-    return Task(
+def _task(what: str, find: str, repeats: int) -> NeedleTask:
+    return NeedleTask(
         f"There is an important info hidden inside a lot of irrelevant text. {find} "
         "I will quiz you about the important information there.",
         f"The {what} is {{key}}. Remember it. {{key}} is the {what}.\n",
@@ -49,8 +49,8 @@ TASKS = {
 }
 
 
-def _wording(instruction: str, needle: str, question: str, prefix: str) -> Task:
-    return Task(instruction, needle + "\n", question, prefix, 0)
+def _wording(instruction: str, needle: str, question: str, prefix: str) -> NeedleTask:
+    return NeedleTask(instruction, needle + "\n", question, prefix, 0)
 
 
 WORDINGS = (
@@ -136,7 +136,7 @@ class Needle:
     n_tokens: int
     """Length of `prompt` in tokens, special tokens not counted."""
     depth: float
-    """Where the needle really stands: characters of haystack before it, as a fraction in [0, 1]."""
+    """Place of the needle: characters of haystack before it, as a fraction in [0, 1]."""
     document: str
     """Instruction, blank line, and haystack with needle."""
     question: str
@@ -215,7 +215,7 @@ def _digits(rng: random.Random, repeats: int) -> str:
     return "".join(keys)
 
 
-def _build(words: Task, form: str, key: str, body: str, depth: float) -> Needle:
+def _build(words: NeedleTask, form: str, key: str, body: str, depth: float) -> Needle:
     """The prompt with the needle in `body`, not yet counted."""
     body = body.rstrip() + "\n" if body.strip() else ""
     at = min((*starts(body), len(body)), key=lambda place: abs(place - depth * len(body)))
@@ -228,7 +228,9 @@ def _build(words: Task, form: str, key: str, body: str, depth: float) -> Needle:
     return Needle(prompt, key, 0, depth, document, words.question, words.prefix if gives_first_words(form) else "")
 
 
-def _fit(words: Task, form: str, key: str, body: str, tokenizer, n_tokens: int, room: int, depth: float) -> Needle:
+def _fit(
+    words: NeedleTask, form: str, key: str, body: str, tokenizer, n_tokens: int, room: int, depth: float
+) -> Needle:
     """The prompt with as much of `body` as `n_tokens` allows: whole lines, else whole words, else whole tokens."""
     offsets = encode(tokenizer, body)[1]
     least, best = math.ceil(0.99 * n_tokens), None

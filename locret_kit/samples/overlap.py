@@ -1,4 +1,4 @@
-"""What texts have in common, counted in 13-grams of words.
+"""Overlap of texts, counted in 13-grams of words.
 
 A word is what stands between white space, lower-cased and without punctuation; punctuation alone is no word. A gram is
 13 words in a row. Source: GPT-3, arXiv 2005.14165, appendix C.
@@ -35,8 +35,8 @@ def _word(raw: str) -> int:
 
 def words(text: str) -> Grams:
     """Hashes of what stands between white space, in order; 0 where that is no word."""
-    found = _RAW.findall(text)
-    return np.fromiter(map(_word, found), np.uint64, len(found))
+    words_of_text = _RAW.findall(text)
+    return np.fromiter(map(_word, words_of_text), np.uint64, len(words_of_text))
 
 
 def grams_of(ids: Grams) -> Grams:
@@ -56,13 +56,13 @@ def grams(text: str) -> Grams:
     return grams_of(ids)
 
 
-def union(found: Sequence[Grams]) -> Grams:
+def union(sets: Sequence[Grams]) -> Grams:
     """The sorted set of all grams."""
-    return np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
+    return np.unique(np.concatenate([np.empty(0, np.uint64), *sets]))
 
 
 def among(some: Grams, known: Grams) -> NDArray[np.bool_]:
-    """Which of ``some`` are in the sorted set ``known``."""
+    """Whether each of ``some`` is in the sorted set ``known``."""
     if not len(known):
         return np.zeros(len(some), np.bool_)
     return known[np.searchsorted(known, some).clip(max=len(known) - 1)] == some
@@ -92,7 +92,7 @@ def without(text: str, known: Grams) -> str:
     if not gone.any():
         return text
     edges = np.flatnonzero(np.diff(gone, prepend=False, append=False))
-    spans = np.array([found.span() for found in _RAW.finditer(text)])
+    spans = np.array([match.span() for match in _RAW.finditer(text)])
     pieces, done = [], 0
     for start, end in zip(spans[edges[::2], 0].tolist(), spans[edges[1::2] - 1, 1].tolist(), strict=True):
         pieces.append(text[done:start])

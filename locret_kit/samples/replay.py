@@ -6,7 +6,8 @@ a chunk attends to its own part of the cache; here, as in the model's own readin
 
 from __future__ import annotations
 
-from .chat import Sample, Span
+from ..text.spans import Span
+from .sample import Sample
 
 FIRST = "\n\nRepeat the previous context:\n\n"
 NEXT = "\n\nRepeat the part of the previous context that follows these words:"

@@ -12,10 +12,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from locret_kit.samples.chat import Sample, encode, encode_chat, token_span
-from locret_kit.samples.facts import FACTS, HELD_FACTS, Fact, Template, make_fact
-from locret_kit.samples.text import cut, starts, take
-from locret_kit.samples.wording import HELD_PROMPTS, HELD_SENTENCES, PROMPTS, SENTENCES
+from ..text.spans import encode, token_span
+from .facts import FACTS, HELD_FACTS, Fact, Template, make_fact
+from .haystack import cut, starts, take
+from .sample import Sample, encode_chat
+from .wording import HELD_PROMPTS, HELD_SENTENCES, PROMPTS, SENTENCES
 
 COPY = 0.1
 """Share of copy tasks among the samples over real text."""
@@ -30,7 +31,7 @@ _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
 
 @dataclass(frozen=True)
 class Wording:
-    """What samples are worded with, their real text aside."""
+    """The words of samples, their real text aside."""
 
     facts: Sequence[Template]
     prompts: Sequence[str]
@@ -152,7 +153,7 @@ def _finish(
     tokenizer, template: str, context: str, question: str, prefix: str | None, answer: str, chat: bool
 ) -> Sample:
     """The sample of one prompt and its answer."""
-    prompt = re.sub(r"\{([qc])\}", lambda found: question if found[1] == "q" else context, template)
+    prompt = re.sub(r"\{([qc])\}", lambda match: question if match[1] == "q" else context, template)
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
     if prompt.endswith("Answer:"):
@@ -172,8 +173,11 @@ def _repeated(tokenizer, n_tokens: int, sentences: Sequence[str], rng: random.Ra
 
 def _hide(statements: list[str], places: list[float], body: str, rng: random.Random) -> str:
     """`body` with each statement at the line or sentence start nearest to its place (a fraction of the body)."""
-    found = starts(body)
-    at = [found[min(len(found) - 1, bisect.bisect(found, place * len(body)))] for place in places[: len(statements)]]
+    all_starts = starts(body)
+    at = [
+        all_starts[min(len(all_starts) - 1, bisect.bisect(all_starts, place * len(body)))]
+        for place in places[: len(statements)]
+    ]
     for statement, position in sorted(zip(statements, at, strict=True), key=lambda pair: -pair[1]):
         before, after = body[:position], body[position:]
         line = not before or before.endswith("\n") or rng.random() < 0.3

@@ -1,4 +1,4 @@
-"""Which requests belong together, so that one replica answers them. Knows no Ray."""
+"""Keys of requests that belong together, so that one replica answers them. Knows no Ray."""
 
 from __future__ import annotations
 

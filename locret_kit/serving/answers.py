@@ -43,7 +43,7 @@ class AnswerStream:
         self._loop.call_soon_threadsafe(self._news.set)
 
     def _stopped(self, tokens: Sequence[int]) -> int | None:
-        """How many tokens come before a stop text, where the newest of them show one; asked by the engine's thread, so that
+        """Number of tokens before a stop text, where the newest of them show one; asked by the engine's thread, so that
         nothing is written after it."""
         newest = self._decode(tokens[-self._window :])
         if not any(stop in newest for stop in self.stops):
@@ -52,7 +52,7 @@ class AnswerStream:
         return next((at for at in range(len(tokens), 0, -1) if end is None or len(self._decode(tokens[:at])) <= end), 0)
 
     def _end(self, said: str) -> int | None:
-        """Where the first stop text begins."""
+        """Place at which the first stop text begins."""
         return min((at for stop in self.stops if (at := said.find(stop)) >= 0), default=None)
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -73,7 +73,7 @@ class AnswerStream:
         Raises:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
         """
-        shown, held = 0, max((len(stop) for stop in self.stops), default=1) - 1
+        shown, withheld = 0, max((len(stop) for stop in self.stops), default=1) - 1
         while True:
             await self._news.wait()
             self._news.clear()
@@ -93,7 +93,7 @@ class AnswerStream:
             elif ended is None:  # neither half a character, nor what may begin a stop text
                 if said.endswith("\ufffd"):
                     continue
-                said = said[: max(shown, len(said) - held)]
+                said = said[: max(shown, len(said) - withheld)]
             start = self.shown_tokens
             self.shown_tokens = self._count(tokens, None if ended and end is None else len(said))
             if len(said) > shown or self.shown_tokens > start:
@@ -104,7 +104,7 @@ class AnswerStream:
                 return
 
     def _count(self, tokens: list[int], end: int | None) -> int:
-        """How many tokens begin before a character; 0 where nobody wants to know."""
+        """Number of tokens that begin before a character; 0 where nobody wants to know."""
         if self.request.top_logprobs is None:
             return 0
         for at in range(len(self._starts), len(tokens)):

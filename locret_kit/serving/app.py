@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from .completions import add_completions
-from .documents import add_documents
+from .document_routes import add_documents
 from .errors import add_errors
 from .guard import Guard
 from .metrics import metrics_of

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream
-from ..samples.chat import has_template, render_messages
+from ..text.template import has_template, render_messages
 
 REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities", "logit_bias")
 """Fields that change the answer and that this server does not have."""
@@ -78,8 +79,10 @@ class CompletionBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        for name in REFUSED if isinstance(body, dict) else ():
+    def _refuse(cls, body: object) -> object:
+        if not isinstance(body, dict):
+            return body
+        for name in REFUSED:
             value = body.get(name)
             harmless = value in (None, [], {}, "none") or value == {"type": "text"}
             if not harmless and not (name == "tool_choice" and not body.get("tools")):
@@ -99,7 +102,7 @@ class CompletionBody(BaseModel):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many of the likeliest tokens each token comes with; None for no log-probabilities at all."""
+        """Number of the likeliest tokens that each token comes with; None for no log-probabilities at all."""
         raise NotImplementedError
 
     @property
@@ -112,7 +115,7 @@ class CompletionBody(BaseModel):
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(temperature, self.top_k, 1.0 if self.top_p is None else self.top_p, self.repetition_penalty)
 
-    def shared_tokens(self, tokenizer: Any, ids: array[int]) -> int:
+    def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """Tokens with which other prompts may begin too; 0 for none."""
         return 0
 
@@ -135,7 +138,7 @@ class ChatBody(CompletionBody):
             raise ValueError("top_logprobs needs logprobs=true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def ids(self, tokenizer: Any, document: Document | None) -> array[int]:
+    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
         """Token ids of the prompt.
 
         Raises:
@@ -146,15 +149,15 @@ class ChatBody(CompletionBody):
         messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
         if document is not None:
             before, after = render_messages(tokenizer, messages, about=True)
-            if before != document.before:
+            if before != document.text.before:
                 raise ValueError(
                     "with document_id, no message may come before the first user message, system ones neither"
                 )
-            return document.prompt_before(after)
+            return document.text.ids_before(after)
         stream = IdStream(tokenizer, special=not has_template(tokenizer))
         return stream.finish(render_messages(tokenizer, messages)[1])
 
-    def shared_tokens(self, tokenizer: Any, ids: array[int]) -> int:
+    def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """All that comes before the first user message, where that is not only the template's own."""
         messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -179,7 +182,7 @@ class TextBody(CompletionBody):
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
-    def ids(self, tokenizer: Any, document: Document | None) -> array[int]:
+    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
         """Token ids of the prompt.
 
         Raises:

@@ -79,7 +79,7 @@ def _feed(stdin: IO[bytes] | None, data: bytes) -> None:
 
 def main() -> int:
     """Convert stdin; 1 or ``LACKS`` after an error said in one line."""
-    name, (seconds, memory, most) = sys.argv[1], map(int, sys.argv[2:])
+    name, (seconds, memory, max_bytes) = sys.argv[1], map(int, sys.argv[2:])
     try:
         import resource
 
@@ -87,7 +87,7 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     except ImportError:  # not on Windows: the time limit of the parent remains
         pass
-    from ..samples.reader import read_stream
+    from ..text.reader import read_stream
 
     try:
         text = read_stream(sys.stdin.buffer, name)
@@ -97,8 +97,8 @@ def main() -> int:
         print(first_line(error), file=sys.stderr)
         return LACKS if isinstance(error, ImportError) else 1
     said = text.encode("utf-8", "replace")
-    if len(said) > most:
-        print(f"{name}: its text has {len(said)} bytes, at most {most} are taken", file=sys.stderr)
+    if len(said) > max_bytes:
+        print(f"{name}: its text has {len(said)} bytes, at most {max_bytes} are taken", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(said)
     return 0

@@ -19,7 +19,8 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.bounded import BoundedCache
-from ..documents.document import Document, Progress, describe
+from ..documents.document import Document, Progress
+from ..documents.text_record import describe
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
@@ -106,8 +107,8 @@ class Engine:
             self._changed.notify_all()
 
     def read(self, model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        """A ``documents.Reader``: read tokens into a cache, among the other requests. Blocks until it is done; waits while the
-        queue is full, since whoever sent the document has left.
+        """A ``documents.document.Reader``: read tokens into a cache, among the other requests. Blocks until it is done; waits
+        while the queue is full, since whoever sent the document has left.
 
         Raises:
             Stopping: see ``submit``. Exception: as reading and ``progress`` raise.
@@ -293,7 +294,7 @@ class Engine:
         """
         if budget is None:
             return None
-        most = self.settings.budget
-        if isinstance(most, int) and budget > most:
-            raise ValueError(f"budget={budget} must be at most {most}, the slots of a session")
+        max_budget = self.settings.budget
+        if isinstance(max_budget, int) and budget > max_budget:
+            raise ValueError(f"budget={budget} must be at most {max_budget}, the slots of a session")
         return replace(self.settings, budget=budget)

@@ -1,4 +1,4 @@
-"""What is refused before a body is held."""
+"""Refusals before a body is held."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         limits, upload = self.server.limits, scope["path"].startswith("/v1/documents")
-        most = limits.upload_bytes if upload else limits.body_bytes
+        max_bytes = limits.upload_bytes if upload else limits.body_bytes
         seconds = limits.upload_seconds if upload else limits.body_seconds
         had, whole, answered = 0, False, False
         end = time.monotonic() + seconds
@@ -39,8 +39,8 @@ class Guard:
             except asyncio.TimeoutError:
                 raise Refused(408, f"the body took more than {seconds:g} s") from None
             had, whole = had + len(message.get("body", b"")), not message.get("more_body", False)
-            if had > most:
-                raise Refused(413, f"the body must be at most {most} bytes")
+            if had > max_bytes:
+                raise Refused(413, f"the body must be at most {max_bytes} bytes")
             return message
 
         async def noting(message: Message) -> None:
@@ -54,8 +54,8 @@ class Guard:
             if scope["path"].startswith(("/v1/", "/metrics")):
                 self.server.owner(Request(scope))
             length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
-            if length > most:
-                raise Refused(413, f"the body must be at most {most} bytes")
+            if length > max_bytes:
+                raise Refused(413, f"the body must be at most {max_bytes} bytes")
             await self.app(scope, bounded, noting)
         except HTTPException as error:
             if not answered:

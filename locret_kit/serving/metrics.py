@@ -35,7 +35,7 @@ COUNTERS = {
 
 
 class Collected(Collector):
-    """What Prometheus collects."""
+    """Figures that Prometheus collects."""
 
     def __init__(self, engine: Engine, documents: int) -> None:
         self.engine, self.documents = engine, documents

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ..documents.document import Document
-from ..documents.kept import kept_of
+from ..documents.kept_positions import kept_of
 
 FILES = {
     "/": ("page.html", "text/html"),
@@ -54,13 +54,13 @@ def kept_page(document: Document, start: int, limit: int) -> dict[str, object]:
         ValueError: the document was loaded from a file without its text.
     """
     kept = kept_of(document)
-    held, heads = kept.heads()
+    counts, heads = kept.heads()
     heads = heads if kept.seen else 0  # of a short text nothing is read ahead
-    share_T = held / max(1, heads)
+    share_T = counts / max(1, heads)
     end = min(start + limit, len(kept.ids))
     shares: list[float | None] = [*share_T[start:end].tolist()]
     return {
-        "total_tokens": len(kept.ids), "seen": kept.seen, "heads": heads, "held": int((held > 0).sum()), "start": start,
+        "total_tokens": len(kept.ids), "seen": kept.seen, "heads": heads, "held": int((counts > 0).sum()), "start": start,
         "texts": kept.texts(document.tokenizer, start, end), "shares": shares + [None] * (end - start - len(shares)),
         "overview": [float(part.mean()) for part in np.array_split(share_T, min(STRETCHES, kept.seen))] if heads else [],
     }  # fmt: skip

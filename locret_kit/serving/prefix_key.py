@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..documents.document import hash_ids
+from ..documents.text_record import hash_ids
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class PrefixKey:
     """The document that it goes on from; '' for none."""
     tokens: int
     sha256: str
-    """Of the token ids, see ``documents``."""
+    """Hash of the token ids, see ``documents.text_record``."""
 
     @classmethod
     def of(cls, name: str, owner: str, document_id: str, ids: array[int]) -> PrefixKey:
@@ -35,7 +35,7 @@ class PrefixHashes:
         self._known: dict[int, str] = {}
 
     def longest(self, keys: Iterable[PrefixKey], owner: str, document_id: str) -> PrefixKey | None:
-        """Of what an owner's caches have read about a document, the longest that the prompt begins with and goes on from."""
+        """The longest of what an owner's caches have read about a document that the prompt begins with and goes on from."""
         mine = [
             key for key in keys if key.owner == owner and key.document_id == document_id and key.tokens < len(self._ids)
         ]

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 from ray import serve
@@ -130,11 +129,11 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The share of slots that requests need, those that wait included."""
         answer = await self._client.get("/metrics", headers=self._headers)
-        found = dict(
+        figures = dict(
             line.split() for line in answer.text.splitlines() if line.startswith("locret_") and "{" not in line
         )
-        asked = float(found["locret_requests_running"]) + float(found["locret_requests_waiting"])
-        return {"slots": asked / float(found["locret_sessions"])}
+        asked = float(figures["locret_requests_running"]) + float(figures["locret_requests_waiting"])
+        return {"slots": asked / float(figures["locret_sessions"])}
 
     async def answer(
         self, method: str, path: str, headers: dict[str, str], body: bytes, name: str
@@ -188,11 +187,11 @@ def problem(status: int, message: str) -> JSONResponse:
     )  # fmt: skip
 
 
-def by_slots(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+def by_slots(context: AutoscalingContext) -> tuple[int, dict[str, object]]:
     """Replicas that are wanted, so that no more than ``FULL`` of their slots are in use."""
     used = sum((context.aggregated_metrics or {}).get("slots", {}).values())
-    least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-    return min(most, max(least, math.ceil(used / FULL))), {}
+    min_replicas, max_replicas = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return min(max_replicas, max(min_replicas, math.ceil(used / FULL))), {}
 
 
 def app(args: dict[str, str]) -> serve.Application:
@@ -213,12 +212,14 @@ def app(args: dict[str, str]) -> serve.Application:
     words = shlex.split(given["options"])
     if not value_of(words, "session_dir"):
         raise ValueError("options need --session-dir: a folder that all replicas see")
-    least, _, most = given["replicas"].partition("-")
-    scaling: dict[str, Any] = {"num_replicas": int(least)}
-    if most:
+    min_replicas, _, max_replicas = given["replicas"].partition("-")
+    scaling: dict[str, object] = {"num_replicas": int(min_replicas)}
+    if max_replicas:
         policy = AutoscalingPolicy(policy_function=by_slots)
         scaling = {
-            "autoscaling_config": AutoscalingConfig(min_replicas=int(least), max_replicas=int(most), policy=policy)
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=int(min_replicas), max_replicas=int(max_replicas), policy=policy
+            )
         }
     actor = {"num_cpus": float(given["cpus"]), "num_gpus": float(given["gpus"])}
     deployed = serve.deployment(

@@ -1,4 +1,4 @@
-"""What a server's sessions are, and which saved caches one of them could hold."""
+"""The settings of a server's sessions, and the saved caches that one of them could hold."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class SessionSpec:
         names = {name: saved.model.get(name) for name in NAMES}
         heads = None if saved.heads is None else self.origin.heads
         there: dict[str, object] = {"model": saved.model, "heads": saved.heads}
-        if found := first_difference(there, {"model": self.origin.model | names, "heads": heads}):
-            raise ValueError(found)
+        if difference := first_difference(there, {"model": self.origin.model | names, "heads": heads}):
+            raise ValueError(difference)
         policies = self.policies[:1] if session else self.policies
         if not any(saved.parts == parts_of(policy) for policy in policies):
             allowed = ", ".join(policy.name for policy in policies)
@@ -64,10 +64,10 @@ class SessionSpec:
         if session:
             chosen = {name for name, value in mine.items() if value is not None or name not in ("backend", "positions")}
             stated = theirs.portable
-            if found := first_difference(
+            if difference := first_difference(
                 {name: stated[name] for name in sorted(chosen)}, {name: mine[name] for name in sorted(chosen)}
             ):
-                raise ValueError(found)
+                raise ValueError(difference)
 
 
 def settings_of(

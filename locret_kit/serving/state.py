@@ -1,4 +1,4 @@
-"""What requests share: the engine, the keys, and the documents of their owners."""
+"""State that requests share: the engine, the keys, and the documents of their owners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from threading import Event, Lock
 
 from fastapi import HTTPException, Request
 
-from ..documents.document import Document, describe
+from ..documents.document import Document
+from ..documents.text_record import describe
 from ..naming import first_line
 from .engine import Engine
 from .store import Store, owner_of
@@ -30,7 +31,7 @@ class Limits:
     prompt_tokens: int = 131072
     answer_tokens: int = 4096
     body_bytes: int = 8 << 20
-    """Of a JSON body."""
+    """Bytes of a JSON body, at most."""
     upload_bytes: int = 64 << 20
     documents: int = 8
     """Documents in memory, of all owners."""
@@ -82,9 +83,9 @@ class Server:
     """Policies that a request may ask for."""
     limits: Limits = field(default_factory=Limits)
     hosts: frozenset[str] = frozenset()
-    """What it is called beside loopback's names and its address; matters without keys alone."""
+    """Its names beside loopback's and its address; they matter without keys alone."""
     documents: dict[str, UploadedDocument] = field(default_factory=dict)
-    """By their ids. Several threads change it, so it is copied before it is looped over."""
+    """Documents by their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     readers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
@@ -93,7 +94,7 @@ class Server:
     converting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One file at a time, so that the memory of a conversion is that of one."""
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    """Of the owners' names."""
+    """Salt of the owners' names."""
     ended: Event = field(default_factory=Event)
     """Set when it stops."""
     _looking: Lock = field(default_factory=Lock)
@@ -122,10 +123,10 @@ class Server:
 
     def document(self, owner: str, name: str) -> UploadedDocument:
         """An owner's document. Raises HTTPException 404, for another owner's too."""
-        found = self.documents.get(name)
-        if found is None or found.owner != owner or found.deleted:
+        upload = self.documents.get(name)
+        if upload is None or upload.owner != owner or upload.deleted:
             raise HTTPException(404, f"document {name[:64]!r} is not there")
-        return found
+        return upload
 
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
@@ -143,8 +144,8 @@ class Server:
             owner, name: of one document; by default all of every owner.
         """
         left, owners = 0, {owner} if owner is not None else {*self.owners.values()}
-        for found, whose, created, path in engine.store.documents(owners) if engine.store else ():
-            if found in self.documents or name not in (None, found):
+        for stored, whose, created, path in engine.store.documents(owners) if engine.store else ():
+            if stored in self.documents or name not in (None, stored):
                 continue
             if len(self.documents) >= self.limits.documents:
                 left += 1
@@ -153,12 +154,12 @@ class Server:
                 document = engine.load_document(path)
             except (FileNotFoundError, ValueError) as error:
                 LOG.warning("a document's file is not usable and removed: %s", first_line(error))
-                engine.forget(found)
+                engine.forget(stored)
                 continue
             except OSError as error:
                 LOG.warning("a document's file cannot be read: %s", first_line(error))
                 continue
-            self.documents[found] = UploadedDocument(found, whose, document.title or "document", created, document)
+            self.documents[stored] = UploadedDocument(stored, whose, document.title or "document", created, document)
         if left:
             LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
 

@@ -104,7 +104,7 @@ class Store:
         ``check(record, about)`` refuses, stay and count, since another server may want them. Both are said in one line each.
         """
         self._origin, self._check = origin, check
-        found = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
+        files = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
         for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
             with suppress(FileNotFoundError):  # another server has just written it
                 if not self.shares or time.time() - left.stat().st_mtime > ABANDONED:
@@ -113,11 +113,11 @@ class Store:
             if lines:
                 LOG.warning("%d files of sessions are not usable and %s; the first: %s", len(lines), words, lines[0])
         with self._lock:
-            for file in sorted(found, key=lambda file: (file.written, file.path.stem)):
+            for file in sorted(files, key=lambda file: (file.written, file.path.stem)):
                 self._add(file.path.stem, file)
 
     def _look(self, path: Path) -> File | None:
-        """What a file is; None for one that is not of this folder, that is gone, or that is damaged and removed."""
+        """The record of a file; None for one that is not of this folder, that is gone, or that is damaged and removed."""
         name, owner = path.stem, path.parent.name
         if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
             return None
@@ -168,7 +168,7 @@ class Store:
             return name in self._files
 
     def sessions(self, owner: str) -> list[PrefixKey]:
-        """What an owner's sessions have read."""
+        """Keys of what an owner's sessions have read."""
         with self._lock:
             return list(self._mine.get(owner, {}).values())
 
@@ -235,9 +235,9 @@ class Store:
             record, tensors = export(cache, self._origin)
             write(path, {**record, "document": about}, tensors)
 
-        held = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
-        held += cache.host_nbytes
-        self._write(key.name, key.owner, held, to, key)
+        size = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
+        size += cache.host_nbytes
+        self._write(key.name, key.owner, size, to, key)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""
@@ -272,14 +272,14 @@ class Store:
     def _make_room(self, size: int, name: str) -> None:
         """Remove the files that were used least recently, so that ``size`` bytes more are within the bound."""
         with self._lock:
-            held = sum(file.bytes for other, file in self._files.items() if other != name)
+            total = sum(file.bytes for other, file in self._files.items() if other != name)
             gone = []
             for other, file in self._files.items():
-                if held + size <= self.max_bytes:
+                if total + size <= self.max_bytes:
                     break
                 if other != name:
                     gone.append(other)
-                    held -= file.bytes
+                    total -= file.bytes
         for other in gone:
             self.remove(other)
 
@@ -321,7 +321,7 @@ class Store:
 
 
 def _key_of(name: str, owner: str, about: dict[str, object]) -> PrefixKey:
-    """What a session's file says that it has read. Raises ValueError."""
+    """The key of what a session's file has read. Raises ValueError."""
     document, tokens, digest = (about.get(field) for field in ("about", "tokens", "sha256"))
     right = isinstance(document, str) and type(tokens) is int and isinstance(digest, str) and len(about) == 3
     if not right:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..config.reader import flattened
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
+from ..config.yaml_values import flattened
 
 COLOURS = "cividis"
 """Brightness rises along it, so it reads in grey."""

@@ -19,7 +19,7 @@ from torch import nn
 from ..heads import RetainingHeads
 
 if TYPE_CHECKING:
-    from .base import FrozenTraining
+    from .frozen_training import FrozenTraining
 
 
 def gather(trainer: L.Trainer) -> nn.Module | None:
@@ -105,7 +105,7 @@ class Last(Callback):
         self.gathered, self.trained = True, gather(trainer)
 
 
-class Stopped(KeyboardInterrupt):
+class TrainingStopped(KeyboardInterrupt):
     """A run was stopped, has saved its state and said how it goes on."""
 
 
@@ -172,5 +172,5 @@ class KeepBest(Callback):
                 shutil.rmtree(self.folder / f"recall={entry[0]}-step={entry[1]}")
 
     def _kept(self) -> list[tuple[str, int]]:
-        found = [self.NAME.match(path.name) for path in self.folder.iterdir()] if self.folder.exists() else []
-        return [(match[1], int(match[2])) for match in found if match]
+        matches = [self.NAME.match(path.name) for path in self.folder.iterdir()] if self.folder.exists() else []
+        return [(match[1], int(match[2])) for match in matches if match]

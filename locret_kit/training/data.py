@@ -13,10 +13,10 @@ import lightning as L
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from ..config.train import DataConfig
+from ..config.train_config import DataConfig
 from ..samples import overlap
-from ..samples.chat import Sample
 from ..samples.replay import with_replay
+from ..samples.sample import Sample
 from .sources import make_source
 
 
@@ -41,8 +41,8 @@ class Samples:
         if data.val_samples:
             known = overlap.union([])
             for name, wanted in divided(data.val_samples, self.names, self.weights).items():
-                held, known = self.sources[name].hold(wanted, known)
-                self.held += held
+                samples, known = self.sources[name].hold(wanted, known)
+                self.held += samples
             for source in self.sources.values():
                 source.leave_out(known)
         self.held = [self._asked(sample) for sample in self.held]
@@ -76,10 +76,10 @@ def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dic
     whole = [int(share) for share in exact]
     for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: samples - sum(whole)]:
         whole[i] += 1
-    found = dict.fromkeys(names, 0)
+    counts = dict.fromkeys(names, 0)
     for name, n in zip(names, whole, strict=True):
-        found[name] += n
-    return found
+        counts[name] += n
+    return counts
 
 
 Step = list[list[Sample]]
@@ -126,8 +126,8 @@ class SampleModule(L.LightningDataModule):
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, per_step: int = 1) -> None:
         super().__init__()
-        if data.num_workers > (most := 4 * (os.cpu_count() or 1)):
-            raise ValueError(f"data.num_workers={data.num_workers} must be at most {most}, four per CPU core")
+        if data.num_workers > (max_workers := 4 * (os.cpu_count() or 1)):
+            raise ValueError(f"data.num_workers={data.num_workers} must be at most {max_workers}, four per CPU core")
         self.cfg, self.tokenizer, self.seed, self.per_step = data, tokenizer, seed, per_step
         self.done = 0
 

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
-from ..config.train import TrainConfig
+from ..backbones.probe import describe
+from ..backbones.spec import decoder_of
+from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
-from ..samples.chat import Sample
-from .base import FrozenTraining
+from ..samples.sample import Sample
 from .data import Step
+from .frozen_training import FrozenTraining
 from .gates import Gated, drawn_eviction
 from .trial import Trial
 
@@ -41,9 +42,9 @@ class EndToEndTraining(FrozenTraining):
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
-        config = text_config(backbone)
-        require_adapter(config)
-        self.spec = spec_of(config)
+        description = describe(backbone)
+        description.require_rotations()
+        self.spec = description.spec
         if all(window is not None for window in self.spec.windows):
             raise ValueError(
                 f"every layer of {cfg.backbone.model} has a window, and is never evicted from: nothing to train"
@@ -84,9 +85,9 @@ class EndToEndTraining(FrozenTraining):
         decoder, words = decoder_of(self.backbone), self.backbone.get_output_embeddings()
         with torch.no_grad():
             wanted = words(decoder(input_ids=ids, use_cache=False).last_hidden_state[:, places]).float()
-        ropes = ropes_of(self.backbone, len(sample.ids))
+        ropes = describe(self.backbone).ropes(self.backbone, len(sample.ids))
         with self._attachment.handled_by(
-            Gated(self.heads, ropes, self.spec.windows, eviction, hard=how.forward == "evicted")
+            Gated(self.heads, ropes, self.spec.layers, eviction, hard=how.forward == "evicted")
         ):
             hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         each = divergence(words(hidden[:, places]).float()[0], wanted[0], how.divergence)

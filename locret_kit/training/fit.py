@@ -21,16 +21,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.load import load_backbone, pick_device, pick_dtype
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
-from .base import TRAINING, FrozenTraining, trained_with
-from .callbacks import Bar, Last, SaveEvery, SeedSteps, Stopped, StopWhole, gather
-from .curves import write_curves
+from .callbacks import Bar, Last, SaveEvery, SeedSteps, StopWhole, TrainingStopped, gather
 from .data import SampleModule
 from .end_to_end import EndToEndTraining
+from .frozen_training import TRAINING, FrozenTraining, trained_with
 from .module import HeadTraining
 from .pool import PoolTraining
+from .scalars import write_curves
 from .strategy import make_strategy
 
 TRAININGS: dict[str, type[FrozenTraining]] = {
@@ -38,7 +38,7 @@ TRAININGS: dict[str, type[FrozenTraining]] = {
     "end_to_end": EndToEndTraining,
     "pool": PoolTraining,
 }
-"""By ``trains``, the configuration's key."""
+"""Trainings by ``trains``, the configuration's key."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -158,7 +158,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
             trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
     except SystemExit as ended:  # Lightning turns Ctrl-C into exit(1) after its callbacks
         if trainer.interrupted:
-            raise (Stopped if stop.saved else KeyboardInterrupt) from ended
+            raise (TrainingStopped if stop.saved else KeyboardInterrupt) from ended
         raise
     trained = last.trained if last.gathered else gather(trainer)  # not gathered: the run had ended before
     if trained is None:

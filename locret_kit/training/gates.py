@@ -7,20 +7,20 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..backbones.handler import Handler
+from ..backbones.handler import Handler, Softmax
 from ..backbones.rope import Rope, rotate
+from ..backbones.spec import AttentionLayer
 from ..cache.attention import attend_rows, attend_text
 from ..heads import RetainingHeads
 
 HALVINGS = 40
-"""Of the interval that holds a threshold."""
+"""Halvings of the interval that holds a threshold."""
 
 
 def threshold(scores_XS: Tensor, keep: int, temperature: float) -> Tensor:
@@ -45,12 +45,12 @@ def threshold(scores_XS: Tensor, keep: int, temperature: float) -> Tensor:
             middle = (low + high) / 2
             many = ((s - middle) / temperature).sigmoid().sum(-1, keepdim=True) > keep
             low, high = torch.where(many, middle, low), torch.where(many, high, middle)
-        found = ((low + high) / 2).to(scores_XS.dtype)
-        open_XS = ((scores_XS - found) / temperature).sigmoid()
+        cut = ((low + high) / 2).to(scores_XS.dtype)
+        open_XS = ((scores_XS - cut) / temperature).sigmoid()
         slope_XS = open_XS * (1 - open_XS)
         share_XS = slope_XS / slope_XS.sum(-1, keepdim=True).clamp_min(1e-12)
     moved = (share_XS * scores_XS).sum(-1, keepdim=True)
-    return found + moved - moved.detach()
+    return cut + moved - moved.detach()
 
 
 @dataclass(frozen=True)
@@ -117,21 +117,23 @@ class Gated(Handler):
         self,
         heads: RetainingHeads,
         ropes: list[Rope],
-        windows: tuple[int | None, ...],
+        layers: Sequence[AttentionLayer],
         eviction: Eviction,
         *,
         hard: bool,
     ) -> None:
-        self.heads, self.ropes, self.windows, self.eviction, self.hard = heads, ropes, windows, eviction, hard
+        self.heads, self.ropes, self.layers, self.eviction, self.hard = heads, ropes, layers, eviction, hard
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
         q_rot, k_rot = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
-        if self.windows[layer] is not None:
-            return attend_text(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
+        if self.layers[layer].window is not None:
+            return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
+        if not softmax.is_plain:
+            raise ValueError("attention through gates knows no sinks and no cap on logits: train with another target")
         scores_BHT = self.heads[layer](q_BQTD.detach(), k_BHTD.detach(), v_BHTD.detach())
-        run: Callable[..., Any] = checkpoint if torch.is_grad_enabled() else _plainly
-        out: Tensor = run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, scaling, use_reentrant=False)
+        run: Callable[..., Tensor] = checkpoint if torch.is_grad_enabled() else _plainly
+        out: Tensor = run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, softmax.scaling, use_reentrant=False)
         return out
 
     def _chunks(self, q: Tensor, k: Tensor, v: Tensor, scores_BHT: Tensor, scaling: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -13,20 +13,24 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..backbones.families import decoder_of, require_adapter, ropes_of, spec_of, text_config
-from ..config.train import TrainConfig
+from ..backbones.probe import describe
+from ..backbones.spec import decoder_of
+from ..config.train_config import TrainConfig
 from ..config.trials import trials_of
 from ..files import write_json
 from ..heads import RetainingHeads
-from ..samples.chat import Sample
-from .base import TRAINING, FrozenTraining, trained_with
+from ..samples.sample import Sample
 from .board import cis_figure, marked_text, most_kept, pixels
 from .callbacks import KeepBest
 from .data import Step
+from .frozen_training import TRAINING, FrozenTraining, trained_with
 from .observer import Observer, Together
 from .strategy import shard
 from .trial import Trial
 from .values import ValueNorms
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def tagged(trial: str, scalars: dict[str, float]) -> dict[str, float]:
@@ -45,9 +49,9 @@ class HeadTraining(FrozenTraining):
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
-        config = text_config(backbone)
-        require_adapter(config)
-        self.spec = spec_of(config)
+        self.description = describe(backbone)
+        self.description.require_rotations()
+        self.spec = self.description.spec
         self.scored = [layer for layer, window in enumerate(self.spec.windows) if window is None]
         """Layers that are evicted from, and have heads to train."""
         if not self.scored:
@@ -87,7 +91,7 @@ class HeadTraining(FrozenTraining):
             write_json(folder / TRAINING, trained_with(trial.cfg))
         return out / "heads"
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, object]]:
         return [
             {
                 "params": list(trial.heads.parameters()), "lr": trial.cfg.optim.lr,
@@ -114,7 +118,7 @@ class HeadTraining(FrozenTraining):
         gradients of all heads."""
         observers = []
         for sample in batch:
-            ropes = ropes_of(self.backbone, len(sample.ids))
+            ropes = self.description.ropes(self.backbone, len(sample.ids))
             mine = [trial.observer(sample, ropes, backward, watch, not self.alone) for trial in self.trials.values()]
             observers.append(mine)
         lengths = [len(sample.ids) for sample in batch]
@@ -186,7 +190,7 @@ class HeadTraining(FrozenTraining):
         self.logger.log_metrics({**self.validated, **layers}, step=self.global_step)  # type: ignore[union-attr]
 
     def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:
-        writer: Any = self.logger.experiment  # type: ignore[union-attr]
+        writer = cast("SummaryWriter", self.logger.experiment)  # type: ignore[union-attr]
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         tokens = [tokenizer.decode([token]) for token in sample.ids[: predicted_RS.shape[-1]]]
         kept = most_kept(predicted_RS).tolist()

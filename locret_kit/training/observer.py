@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backbones.handler import Handler
+from ..backbones.handler import Handler, Softmax
 from ..backbones.rope import Rope, rotate
+from ..backbones.spec import AttentionLayer
 from ..cache.attention import attend_text
 from ..cis import cis_loss, cis_target, top_recall
 from ..heads import RetainingHeads
 
 Targets = dict[tuple[object, ...], Tensor]
-"""Of one layer and sample, by what makes them."""
+"""Targets of one layer and sample, by what makes them."""
 
 
 @dataclass
 class LayerFigures:
-    """Of one forward, layer by layer: regression and smoothing loss, recall of the true top 10%."""
+    """Figures of one forward, layer by layer: regression and smoothing loss, recall of the true top 10%."""
 
     regression: list[Tensor] = field(default_factory=list)
     smooth: list[Tensor] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Observer(Handler):
         slots: first tokens that are scored; by default those before the last answer.
         loss: keyword arguments of ``cis_loss``; kind, floor, window: of ``cis_target``.
         norms: makes ``norms_BQS`` of ``cis_target`` from a layer, its values and the number of query heads.
-        windows: attention window of each layer.
+        layers: sizes and windows of each layer.
         watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
         draws: what the loss draws from the default generator is drawn within it.
     """
@@ -58,7 +59,7 @@ class Observer(Handler):
         self,
         heads: RetainingHeads,
         ropes: list[Rope],
-        windows: tuple[int | None, ...],
+        layers: Sequence[AttentionLayer],
         answers: tuple[tuple[int, int], ...],
         *,
         kind: str,
@@ -72,7 +73,7 @@ class Observer(Handler):
         watch: Callable[[Tensor, Tensor], None] | None = None,
         draws: AbstractContextManager[object] | None = None,
     ) -> None:
-        self.heads, self.ropes, self.windows = heads, ropes, windows
+        self.heads, self.ropes, self.layers = heads, ropes, layers
         self.kind, self.floor, self.loss, self.backward, self.watch = kind, floor, loss, backward, watch
         self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
         self.window, self.norms = window, norms
@@ -80,29 +81,35 @@ class Observer(Handler):
         self.slots = answers[-1][0] if slots is None else slots
         if kind == "log_mass":  # slots that no query comes after by more than the window have no target
             self.slots = max(1, min(self.slots, self.queries[-1] - window))
-        self.scored_layers = sum(window is None for window in windows)
+        self.scored_layers = sum(layer.window is None for layer in layers)
         self.figures = LayerFigures()
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         q_rot, k_rot = self.rotated(layer, q_BQTD, k_BHTD)
-        self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, scaling, {})
-        return attend_text(q_rot, k_rot, v_BHTD, scaling, self.windows[layer])
+        self.score(layer, q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot, softmax, {})
+        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
+
+    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        """Attention of a layer that reads another's keys: its queries ask for no target."""
+        q_rot, k_rot = self.rotated(layer, q_BQTD, k_BHTD)
+        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
 
     def rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys after RoPE, from position 0 on."""
-        cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
-        return rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
+        """Queries and keys after RoPE, from position 0 on. Queries may be those of the newest tokens alone."""
+        cos, sin = self.ropes[layer].tables(torch.arange(k_BHTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
+        T = q_BQTD.shape[2]
+        return rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(k_BHTD, cos, sin)
 
     def score(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float, made: Targets
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, softmax: Softmax, made: Targets
     ) -> None:
         """Target, loss and gradients of one layer, from its q, k, v before and its q, k after RoPE. ``made``: targets of the
         layer and the sample that other observers have made, and this one's if it is new."""
-        if self.windows[layer] is not None:
+        if self.layers[layer].window is not None:
             return
         key = (self.kind, self.floor, self.window, self.norms is not None, *self.queries)
         if key not in made:
-            made[key] = self.target(layer, q, v, q_rot, k_rot, scaling)
+            made[key] = self.target(layer, q, v, q_rot, k_rot, softmax)
         prompt = slice(0, self.slots)
         home = next(self.heads[layer].parameters()).device  # a spread backbone is on many devices
         target_BHS = made[key][..., prompt].to(home)
@@ -117,14 +124,16 @@ class Observer(Handler):
         self.figures.smooth.append(smooth.detach())
         self.figures.recall.append(top_recall(predicted_BHS.detach(), target_BHS))
 
-    def target(self, layer: int, q: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, scaling: float) -> Tensor:
+    def target(self, layer: int, q: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, softmax: Softmax) -> Tensor:
         """Target CIS ``[B, H, S]`` of every token of the sample."""
         at = torch.tensor(self.queries, device=q.device)
         return cis_target(
             q_rot[:, :, at],
             k_rot,
             at,
-            scaling,
+            softmax.scaling,
+            cap=softmax.cap,
+            sinks_Q=softmax.sinks_Q,
             kind=self.kind,
             floor=self.floor,
             window=self.window,
@@ -144,7 +153,7 @@ class Together(Handler):
     def __init__(self, observers: Sequence[Sequence[Observer]], lengths: Sequence[int]) -> None:
         self.observers, self.lengths = observers, lengths
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         rotated = []
         for b, (observers, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
             q, k, v = (x[b : b + 1] for x in (q_BQTD, k_BHTD, v_BHTD))
@@ -153,6 +162,14 @@ class Together(Handler):
             q, k, v, q_own, k_own = (x[:, :, :length] for x in (q, k, v, q_rot, k_rot))
             made: Targets = {}
             for observer in observers:
-                observer.score(layer, q, k, v, q_own, k_own, scaling, made)
+                observer.score(layer, q, k, v, q_own, k_own, softmax, made)
         q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
-        return attend_text(q_rot, k_rot, v_BHTD, scaling, self.observers[0][0].windows[layer])
+        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0][0].layers[layer])
+
+    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        rotated = [
+            observers[0].rotated(layer, q_BQTD[b : b + 1], k_BHTD[b : b + 1])
+            for b, observers in enumerate(self.observers)
+        ]
+        q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
+        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0][0].layers[layer])

@@ -20,21 +20,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.families import BackboneSpec, require_adapter, spec_of, text_config
+from ..backbones.handler import Softmax
+from ..backbones.probe import DecoderAttention, describe
 from ..backbones.releases import forward
 from ..backbones.rope import rotate
+from ..backbones.spec import BackboneSpec
 from ..cache.attention import attend_rows
 from ..cache.bounded import BoundedCache
-from ..config.train import TrainConfig
+from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
 from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..policies.policy import Policy
-from ..samples.chat import Sample
+from ..samples.sample import Sample
 from ..settings import RunSettings
-from .base import FrozenTraining
 from .data import Step
+from .frozen_training import FrozenTraining
 
 
 class LearningMerge(Merge):
@@ -66,7 +68,7 @@ class LearningCache(BoundedCache):
     """A bounded cache whose attention is differentiable with respect to the pool. It is fed piece by piece (``Schedule.piece``);
     every layer is full attention, heads hold as many rows, and keys are placed by rank."""
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         rows, merger, T = self.bounded[layer], self.policy.merge, q_BQTD.shape[2]
         assert isinstance(merger, LearningMerge)
         rows.update(k_BHTD, v_BHTD)  # makes the buffers before they are read
@@ -74,9 +76,9 @@ class LearningCache(BoundedCache):
         keys = torch.cat((_with(rows.slots("keys"), [(at, k) for at, k, _ in folds]), k_BHTD), 2)
         values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)
         merger.grad = torch.is_grad_enabled()
-        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)  # without a graph: statistics, rows and evictions
+        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)  # without a graph: statistics, rows and evictions
         cos, sin = self.context.tables.between(self.context.rope(layer), 0, keys.shape[2], keys)
-        return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, scaling)
+        return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, softmax.scaling)
 
 
 def _with(rows_BHSD: Tensor, folds: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -100,12 +102,12 @@ class PoolTraining(FrozenTraining):
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
-        config = text_config(backbone)
-        require_adapter(config)
-        spec = spec_of(config)
+        description = describe(backbone)
+        description.require_rotations()
+        spec = description.spec
         self.policy = parse_policy(cfg.pool.policy)
         self._heads = [heads_for(self.policy, cfg.pool.heads, spec)]
-        refuse(cfg, spec, self.policy)
+        refuse(cfg, description, self.policy)
         described = PoolConfig.for_backbone(
             spec, cfg.backbone.model, cfg.pool.slots, kernel=cfg.pool.kernel, norm=cfg.pool.norm, policy=cfg.pool.policy,
             inference=cfg.infer.published(),
@@ -200,10 +202,13 @@ def first_eviction(budget: int, chunk: int) -> int:
     return chunk * (budget // chunk + 1)
 
 
-def refuse(cfg: TrainConfig, spec: BackboneSpec, policy: Policy) -> None:
+def refuse(cfg: TrainConfig, description: DecoderAttention, policy: Policy) -> None:
     """Raise ValueError where a pool cannot be trained."""
+    spec = description.spec
     if any(window is not None for window in spec.windows):
         raise ValueError(f"{cfg.backbone.model} has layers with a window: no pool can be trained on it")
+    if (unlike := description.unlike_llama) is not None:
+        raise ValueError(f"no pool can be trained on {cfg.backbone.model}: {unlike}")
     if policy.keeps_everything or policy.ragged or policy.merge is not None:
         raise ValueError(
             f"pool.policy={policy.name} must evict, keep as many slots in every head, and merge nothing itself, such as h2o"

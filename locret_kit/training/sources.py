@@ -9,13 +9,13 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from ..config.train import DataConfig
+from ..config.train_config import DataConfig
 from ..naming import first_line
 from ..samples import overlap
-from ..samples.chat import Sample, encode_chat
+from ..samples.haystack import load_text, next_start
 from ..samples.records import SCHEMAS, is_unknown, read_records, to_messages
+from ..samples.sample import Sample, encode_chat
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
-from ..samples.text import load_text, next_start
 
 SYNTHETIC = "synthetic"
 """The source that is made of ``data.texts``; every other one holds records."""
@@ -27,7 +27,7 @@ CHARACTERS = 4
 """Characters of a token, about."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples to train on, by place: each a function of the configuration and its place alone."""
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
@@ -47,7 +47,7 @@ class Source(Protocol):
     def __getitem__(self, place: int) -> Sample: ...
 
 
-def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Source:
+def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> SampleSource:
     """The source of a name in ``data.sources``."""
     if name == SYNTHETIC:
         return Synthetic(data, tokenizer, seed)
@@ -91,21 +91,21 @@ class Records:
         return records
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        held: list[Sample] = []
+        samples: list[Sample] = []
         self._held = wanted
         for number in self._shuffled("validation"):
-            if len(held) == wanted:
+            if len(samples) == wanted:
                 break
             text = text_of(self.records[number])
             if overlap.is_copy(text, known):
                 continue
             sample = self._encode(number, 0)
             if isinstance(sample, Sample):
-                held.append(sample)
+                samples.append(sample)
                 known = overlap.union([known, overlap.grams(text)])
-        if len(held) < wanted:
-            raise self._too_many(len(held) - 1)
-        return held, known
+        if len(samples) < wanted:
+            raise self._too_many(len(samples) - 1)
+        return samples, known
 
     def leave_out(self, known: overlap.Grams) -> None:
         self.trained = [n for n in self.trained if not overlap.is_copy(text_of(self.records[n]), known)]
@@ -117,10 +117,10 @@ class Records:
         except ValueError as error:
             raise self._too_many(self._held - 1) from error
 
-    def _too_many(self, most: int) -> ValueError:
+    def _too_many(self, max_samples: int) -> ValueError:
         return ValueError(
             f"data.val_samples={self.data.val_samples} sets {self._held} records of {self.name!r} aside, where at most "
-            f"{max(0, most)} can be: copies and what cannot be used do not count, and one must be left to train on"
+            f"{max(0, max_samples)} can be: copies and what cannot be used do not count, and one must be left to train on"
         )
 
     def __getitem__(self, place: int) -> Sample:
@@ -183,7 +183,7 @@ class Synthetic:
         self.data, self.tokenizer, self.seed = data, tokenizer, seed
         self._named: set[str] = set()
         self.texts = [load_text(source) for source in data.texts]
-        """What is trained on."""
+        """Texts that are trained on."""
         self[0]
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
@@ -198,8 +198,8 @@ class Synthetic:
                     f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
                 )
             stretches.append(stretch)
-        held = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
-        return held, overlap.union([known, *map(overlap.grams, stretches)])
+        samples = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
+        return samples, overlap.union([known, *map(overlap.grams, stretches)])
 
     def leave_out(self, known: overlap.Grams) -> None:
         self.texts = [overlap.without(text, known) for text in self.texts]

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..backbones.families import decoder_of
+from ..backbones.spec import decoder_of
 from ..heads import RetainingHeads
 from .zero import ReplicatedStrategy, ZeroStrategy
 

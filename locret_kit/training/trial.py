@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..backbones.families import BackboneSpec
 from ..backbones.rope import Rope
-from ..config.train import TrainConfig
+from ..backbones.spec import BackboneSpec
+from ..config.train_config import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
-from ..samples.chat import Sample, Span
+from ..samples.sample import Sample
+from ..text.spans import Span
 from .observer import Observer
 from .values import ValueNorms
 
@@ -98,7 +99,7 @@ class Trial:
         """The observer of one sample in one forward, by itself or in the ``company`` of other trials."""
         target = self.cfg.target
         return Observer(
-            self.heads, ropes, self.spec.windows, asking(sample, target.queries), kind=target.kind, floor=target.floor,
+            self.heads, ropes, self.spec.layers, asking(sample, target.queries), kind=target.kind, floor=target.floor,
             lead=target.lead, window=target.window, loss=vars(self.cfg.loss), slots=sample.scored, norms=self._norms,
             backward=backward, watch=watch, draws=self.draws if company else None,
         )  # fmt: skip

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..backbones.families import decoder_of
+from ..backbones.probe import describe
+from ..backbones.spec import decoder_of
+
+
+def output_projection(attention: nn.Module) -> nn.Module | None:
+    """The product after attention, by the names that transformers gives it; None without one."""
+    names = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+    return next((module for name in names if isinstance(module := getattr(attention, name, None), nn.Module)), None)
 
 
 class ValueNorms:
@@ -17,7 +24,16 @@ class ValueNorms:
     """
 
     def __init__(self, backbone: PreTrainedModel) -> None:
-        self.projections: list[nn.Module] = [layer.self_attn.o_proj for layer in decoder_of(backbone).layers]
+        description, decoder = describe(backbone), decoder_of(backbone)
+        self.projections: list[nn.Module] = []
+        for call in description.calls:
+            if not call.shared:
+                projection = output_projection(decoder.get_submodule(call.module))
+                if projection is None:
+                    raise ValueError(
+                        f"target.values: attention of {call.module!r} has no output projection by a known name"
+                    )
+                self.projections.append(projection)
         self._gram: dict[int, Tensor] = {}
 
     @torch.no_grad()

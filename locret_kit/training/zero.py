@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from ..backbones.families import decoder_of
+from ..backbones.spec import decoder_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -32,7 +32,7 @@ from locret_kit.files import write_text
 from locret_kit.runtime.batch import Batch, Request
 from locret_kit.runtime.provenance import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "serving.md"
 Tokens = list[list[int]]

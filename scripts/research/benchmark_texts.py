@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from locret_kit.files import write_text
-from locret_kit.samples.reader import read_document
+from locret_kit.text.reader import read_document
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from locret_kit.backbones.families import spec_of, text_config
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import spec_of, text_config
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.naming import first_line
 from locret_kit.press import LocretPress
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.tokens import stream_ids
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 
 INSTALL = "pip install --no-deps kvpress cachetools fire termcolor"
 WINDOW, LAG, BLOCK = 16, 32, 32  # tokens

@@ -36,7 +36,7 @@ from locret_kit.files import write_text
 from locret_kit.runtime.cpu_decoder import cpu_decoder
 from locret_kit.runtime.provenance import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "cost.md"

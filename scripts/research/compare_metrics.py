@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from locret_kit.evals.metrics.benchmarks import get_metric
-from locret_kit.evals.tasks.documents import entries
+from locret_kit.evals.tasks.document_tasks import entries
 from locret_kit.naming import first_line
 
 BOUND = 0.1  # points

@@ -41,12 +41,13 @@ from transformers import AutoConfig, AutoTokenizer
 from locret_kit import BoundedCache, RetainingHeads
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.files import write_text
-from locret_kit.planning.plan import Backbone, Setting, plan_inference
+from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.planning.inference_plan import Setting, plan_inference
 from locret_kit.runtime.provenance import versions
 from locret_kit.runtime.session import generate
-from locret_kit.samples.chat import render_messages
-from locret_kit.samples.text import load_text
+from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings
+from locret_kit.text.template import render_messages
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "serving.md"
 HOST = "127.0.0.1"
@@ -183,7 +184,7 @@ def planned(args: argparse.Namespace, heads: RetainingHeads, ready: int, backbon
         MIXES["mixed"].prompts[1], RunSettings().resolved(heads.config.inference, None).run, dtype="float32",
         d_hidden=heads.config.d_hidden,
     )  # fmt: skip
-    plan = plan_inference(Backbone.of(AutoConfig.from_pretrained(backbone)), setting)
+    plan = plan_inference(BackboneSizes.of(AutoConfig.from_pretrained(backbone)), setting)
     mask = 2 * 4 * setting.chunk * (setting.budget + setting.chunk)  # PyTorch's own copy too
     parts = {"ready": ready, "caches": args.sessions * plan.cache, "forward": plan.workspace + mask}
     return parts | {"all": sum(parts.values())}

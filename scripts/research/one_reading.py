@@ -55,7 +55,7 @@ class Given:
 class Everyone(Score):
     """Scores of several sets of heads, kept beside the cache: to the cache itself nothing is worth more than the rest."""
 
-    needs_adapter: ClassVar[bool] = True
+    needs_unrotated: ClassVar[bool] = True
 
     def __init__(self, heads: Sequence[RetainingHeads], score: Score) -> None:
         self.heads, self.score = heads, score

@@ -30,7 +30,7 @@ from locret_kit import Chat, attach
 from locret_kit.cli.eval import main as evaluate
 from locret_kit.evals.cells import mean_and_stderr
 from locret_kit.evals.engine.fidelity import nll_of
-from locret_kit.evals.engine.rows import read_rows
+from locret_kit.evals.engine.result_rows import read_rows
 from locret_kit.evals.tables import Table
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings

@@ -30,15 +30,15 @@ import torch
 from torch import Tensor
 
 from locret_kit import RetainingHeads, attach
-from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.handler import Handler, Softmax
 from locret_kit.backbones.intercept import Attachment
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.tasks import haystack_name
-from locret_kit.evals.tasks.base import spread_depth
+from locret_kit.evals.tasks.task import spread_depth
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import TASKS, WORDINGS, make_needle
-from locret_kit.samples.text import load_text
 from locret_kit.settings import FIRST
 
 COLUMNS = ("kept", "+needle", "only", "all", "again")
@@ -53,10 +53,10 @@ class Recorder(Handler):
         self.cache = cache
         self.rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in cache.bounded]
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         self.rows[layer].append((k_BHTD[0].clone(), v_BHTD[0].clone()))
         self.cache.bounded[layer].update(k_BHTD, v_BHTD)
-        return self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)
+        return self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
 
     def text(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[H, N, D]`` of the text so far."""
@@ -74,7 +74,7 @@ class Asked(Handler):
         self.held: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """Of each layer: keys (rotated) and values ``[H, S, D]``, and which rows are no padding ``[H, S]``."""
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         rope, T = self.recorder.cache.context.rope(layer), q_BQTD.shape[2]
         if layer not in self.held:
             self.held[layer] = self._rows(layer)
@@ -87,7 +87,7 @@ class Asked(Handler):
         valid_HS = torch.cat((valid_HS, valid_HS.new_ones(H, T)), 1)
         self.held[layer] = keys, values, valid_HS
         q_HGTD = rotate(q_BQTD[0].unflatten(0, (H, -1)), cos[:, None], sin[:, None])
-        logits = q_HGTD @ keys[:, None].transpose(-1, -2) * scaling
+        logits = q_HGTD @ keys[:, None].transpose(-1, -2) * softmax.scaling
         later_TS = torch.arange(rows + T) > torch.arange(rows, rows + T)[:, None]
         logits = logits.masked_fill(later_TS | ~valid_HS[:, None, None], float("-inf"))
         return (logits.softmax(-1) @ values[:, None]).flatten(0, 1)[None]

@@ -31,7 +31,7 @@ from locret_kit import Chat, Document, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.files import write_text
 from locret_kit.runtime.provenance import versions
-from locret_kit.samples.text import load_text, starts, take
+from locret_kit.samples.haystack import load_text, starts, take
 from locret_kit.samples.wording import NAMES
 from locret_kit.settings import RunSettings
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from locret_kit.backbones.load import load_backbone
 from locret_kit.naming import first_line
+from locret_kit.samples.haystack import load_text
 from locret_kit.samples.synthetic import synthetic_sample
-from locret_kit.samples.text import load_text
 
 ROOT = Path(__file__).resolve().parents[2]
 

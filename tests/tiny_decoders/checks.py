@@ -24,7 +24,7 @@ import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import BackboneSpec, decoder_of, spec_of, text_config
-from locret_kit.planning.plan import Setting, cache_bytes
+from locret_kit.planning.inference_plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.batch import Batch, Request
 from locret_kit.runtime.decoders import Decoding
@@ -298,7 +298,7 @@ class Subject:
     def training(self) -> None:
         """One step: gradients for every head of a layer without a window, and the backbone's own hidden states."""
         from locret_kit.config.recipes import load_config
-        from locret_kit.samples.chat import Sample
+        from locret_kit.samples.sample import Sample
         from locret_kit.training.module import HeadTraining
 
         decoder, ids, seen = decoder_of(self.model), torch.tensor([self.ids]), []

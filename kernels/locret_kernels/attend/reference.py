@@ -63,13 +63,20 @@ def attend_and_count(
     want: frozenset[str] = frozenset(),
     by_head: bool = False,
     rotation: ChunkRotation | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks_Q: Tensor | None = None,
 ) -> tuple[Tensor, list[ColumnStats]]:
     """Attention ``[B, Q, T, D]`` and the statistics of its weights, which are computed once for both; causal as ``column_stats``.
+    Values may have other channels than keys.
 
     Args:
         want: some of ``column_stats.STATISTICS``; without any, no statistics are returned.
         by_head: also of each query head of the groups alone.
         rotation: of queries and keys that come before RoPE.
+        window: rows up to each query's own that it sees.
+        cap: scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2).
+        sinks_Q: one more logit for each query head, without a value (gpt-oss): the weights of the rows sum to less than 1.
 
     Returns:
         Attention; statistics of the mean over each group, then of each of its query heads.
@@ -95,8 +102,17 @@ def attend_and_count(
             n, t = S - T + stop, stop - start
             logits, weights = (None, None) if room is None else (x[: Q * t * n].view(H, G * t, n) for x in room)
             logits = torch.bmm(q_HGTD[:, :, start:stop].reshape(H, -1, D), k_HDS[:, :, :n], out=logits)
+            if cap is not None:
+                logits = (logits / cap).tanh() * cap
             causal(logits.view(Q, t, n), float("-inf"))
-            weights = torch.softmax(logits, -1, out=weights)
+            if window is not None:
+                old = torch.ones(t, n, dtype=torch.bool, device=logits.device).tril_(n - t - window)
+                logits.view(Q, t, n).masked_fill_(old, float("-inf"))
+            if sinks_Q is not None:
+                sink_HX1 = sinks_Q.to(dtype).view(H, G, 1).expand(H, G, t).reshape(H, G * t, 1)
+                weights = torch.softmax(torch.cat((logits, sink_HX1), -1), -1)[..., :-1]
+            else:
+                weights = torch.softmax(logits, -1, out=weights)
             out_BHGTD[b, :, :, start:stop] = torch.bmm(weights, v_HSD[:, :n]).view(H, G, t, -1)
             p_HGTN = weights.view(H, G, t, n)
             of_group.add(b, slice(0, H), p_HGTN)

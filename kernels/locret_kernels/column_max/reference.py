@@ -14,12 +14,22 @@ TILE = 64
 """Queries at a time, so that ``[Q, TILE, S]`` logits exist and not all of them."""
 
 
-def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, *, log_prob: bool = False) -> Tensor:
+def column_max(
+    q_BQTD: Tensor,
+    k_BHSD: Tensor,
+    q_pos_T: Tensor,
+    scaling: float,
+    *,
+    log_prob: bool = False,
+    cap: float | None = None,
+    sinks_Q: Tensor | None = None,
+) -> Tensor:
     """Maximum ``[B, H, S]`` (float32) over queries and group of the scaled logit, or with ``log_prob`` of the logit minus the
     log-sum-exp of the query's row. Query ``t`` sees the slots up to ``q_pos_T[t]``; ``-inf`` where none sees a slot.
 
     Args:
         q_BQTD: queries and keys after RoPE; slot ``s`` is at position ``s``.
+        cap, sinks_Q: as of ``attend.reference.attend_and_count``.
 
     Raises:
         ValueError: no query.
@@ -33,10 +43,14 @@ def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, 
         part = slice(start, start + TILE)
         q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling  # [B, H, G * t, D]
         logits = (q @ k).view(B, H, Q // H, -1, S)  # [B, H, G, t, S]
+        if cap is not None:
+            logits = (logits / cap).tanh_() * cap
         future_TS = torch.arange(S, device=q.device) > q_pos_T[part, None]
         logits = logits.masked_fill_(future_TS, float("-inf"))
         if log_prob:
             lse = logits.logsumexp(-1, keepdim=True)  # [B, H, G, t, 1]
+            if sinks_Q is not None:
+                lse = torch.logaddexp(lse, sinks_Q.float().view(H, Q // H, 1, 1))
             logits -= lse.masked_fill_(lse.isneginf(), 0.0)  # a query that sees no slot: -inf - -inf is NaN
         best_BHS = torch.maximum(best_BHS, logits.amax((2, 3)))
     return best_BHS

@@ -71,6 +71,8 @@ class Counts:
     def add(self, b: int, heads: slice, p_HGTN: Tensor) -> None:
         """Weights of some heads over their first ``n`` slots, of which the last query of the tile sees all."""
         (_, G, t, n), out = p_HGTN.shape, self._out
+        if not out:
+            return
         if not self._means:
             out["sum"][b, heads, :n] += p_HGTN.sum((1, 2)) / G
             return
@@ -90,17 +92,27 @@ class Counts:
         return ColumnStats(**{name: value.float() for name, value in self._out.items()})
 
 
-def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
+def window_attention(
+    q_BQWD: Tensor, k_BHSD: Tensor, scaling: float, *, cap: float | None = None, sinks_Q: Tensor | None = None
+) -> Tensor:
     """Attention ``[B, H, S]`` (float32) that the ``W`` newest queries give each slot: sum over queries, mean over the group.
 
-    ``W`` is at most ``S``; the last query sees all slots and each one before it one slot less.
+    ``W`` is at most ``S``; the last query sees all slots and each one before it one slot less. ``cap`` and ``sinks_Q`` are as in
+    ``attend.reference.attend_and_count``.
     """
     check_queries(q_BQWD, k_BHSD)
     B, H, S = k_BHSD.shape[:3]
     dtype = torch.promote_types(q_BQWD.dtype, torch.float32)
     out = torch.zeros(B, H, S, dtype=dtype, device=q_BQWD.device)
     for b, h, _, logit_GTN in _tiles(q_BQWD, k_BHSD, scaling, dtype):
-        p_GTN = causal(logit_GTN, float("-inf")).softmax(-1)
+        if cap is not None:
+            logit_GTN = (logit_GTN / cap).tanh() * cap
+        logit_GTN = causal(logit_GTN, float("-inf"))
+        if sinks_Q is not None:
+            G, t, _ = logit_GTN.shape
+            sink_GT1 = sinks_Q[h * G : (h + 1) * G, None, None].to(dtype).expand(G, t, 1)
+            logit_GTN = torch.cat((logit_GTN, sink_GT1), -1)
+        p_GTN = logit_GTN.softmax(-1)[..., : logit_GTN.shape[-1] - (sinks_Q is not None)]
         out[b, h, : p_GTN.shape[-1]] += p_GTN.sum((0, 1)) / p_GTN.shape[0]
     return out.float()
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ...backbones.handler import Softmax
+from ...settings import INT32_MAX
 from ..decoding import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
@@ -48,7 +50,8 @@ class BoundedLayer(CacheLayerMixin):
     Buffers have a row per slot, laid out by ``layout``: positions, scores, statistics, and those of ``codec``.
 
     Args:
-        window: positions that a token sees; None is all. statistics: kept of every slot. recent: newest queries at hand.
+        window: positions that a token sees; None is all. chunked: they are those since the last multiple of ``window``.
+        statistics: kept of every slot. recent: newest queries at hand.
         merges: whether evicted slots are merged into others.
         buffers: memory that somebody else owns, for every name of ``shapes``; by default the layer makes its own. Its first
             token raises ValueError for a tensor of another shape, dtype or device; such a layer does not grow.
@@ -79,17 +82,27 @@ class BoundedLayer(CacheLayerMixin):
         recent: int = 0,
         *,
         merges: bool = False,
+        chunked: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.layout, self.codec, self.window = layout, codec, window
         self.statistics, self.recent, self.merges = statistics, recent, merges
-        self.lent = buffers
-        self.scaling = 1.0
+        self.chunked, self.lent = chunked, buffers
+        self.softmax = Softmax(1.0)
         self.state: dict[str, Tensor] = {}
         self.seen = 0
         self.since_eviction = 0
         self.evictions = 0
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.softmax.scaling
+
+    @scaling.setter
+    def scaling(self, scaling: float) -> None:
+        self.softmax = self.softmax._replace(scaling=scaling)
 
     @property
     def rows(self) -> int:
@@ -99,6 +112,11 @@ class BoundedLayer(CacheLayerMixin):
     @rows.setter
     def rows(self, rows: int) -> None:
         self.layout.rows = rows
+
+    @property
+    def until_chunk(self) -> int:
+        """Tokens before the next chunk of attention begins; without chunks more than any text has."""
+        return INT32_MAX if not self.chunked else self.window - self.seen % self.window  # type: ignore[operator]
 
     @property
     def capacity(self) -> int:
@@ -234,7 +252,8 @@ class BoundedLayer(CacheLayerMixin):
     def reads_flat(self) -> bool:
         """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, and where heads
         differ. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
-        return not self.codec.open and (self.codec.packed or self.layout.ragged or self.backend == "triton")
+        plain = self.softmax.is_plain and self.codec.value_size == self.codec.key_size
+        return plain and not self.codec.open and (self.codec.packed or self.layout.ragged or self.backend == "triton")
 
     def flat(self) -> VarlenRows:
         """The rows as they are stored, of all heads together."""

@@ -36,7 +36,7 @@ def nll_of(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class TeacherForced:
-    """How a policy takes a continuation that it is given."""
+    """A continuation that a policy was given, and how likely it was to it."""
 
     nll: float
     """Mean negative log-likelihood of its tokens, nats."""

@@ -29,10 +29,10 @@ from ...naming import nearest
 from ...runtime.session import Sampling, decode, prefill, stop_ids
 from .fidelity import nll_reading, score_continuation
 from .measure import cache_for
-from .settings import Engine, Variant
+from .run_spec import Setup, Variant
 
 T = TypeVar("T")
-Load = Callable[[dict[str, object]], tuple[Engine, Variant]]
+Load = Callable[[dict[str, object]], tuple[Setup, Variant]]
 """Gives the backbone and the variant that ``--model_args`` name."""
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 OTHERS = ("do_sample", "until", "max_gen_toks")
@@ -44,10 +44,10 @@ class LocretLM(TemplateLM):
     """A backbone whose cache keeps ``budget`` slots, scored by the harness's own tasks and metrics. Under ``accelerate
     launch`` or torchrun the harness gives each process its share of the requests."""
 
-    def __init__(self, engine: Engine, variant: Variant) -> None:
+    def __init__(self, setup: Setup, variant: Variant) -> None:
         super().__init__()
-        self.engine, self.variant = engine, variant
-        self.model, self.tokenizer = engine.model, engine.tokenizer
+        self.setup, self.variant = setup, variant
+        self.model, self.tokenizer = setup.model, setup.tokenizer
         self.accelerator: Accelerator | None = None
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from accelerate import Accelerator, InitProcessGroupKwargs
@@ -81,9 +81,9 @@ class LocretLM(TemplateLM):
     def gather_object(self, obj: T, dst: int = 0) -> list[T | None] | None:
         if self.accelerator is None:
             return [obj]
-        found: list[T | None] | None = [None] * self.world_size if self.rank == dst else None
-        torch.distributed.gather_object(obj, found, dst)
-        return found
+        objects: list[T | None] | None = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, objects, dst)
+        return objects
 
     def barrier(self) -> None:
         if self.accelerator is not None:
@@ -112,7 +112,7 @@ class LocretLM(TemplateLM):
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, (_, context, _) in enumerate(requests):
             by_context[tuple(context)].append(i)
-        found: dict[int, tuple[float, bool]] = {}
+        likelihoods: dict[int, tuple[float, bool]] = {}
         for prompt, members in self._shown(by_context.items(), "loglikelihood contexts", disable_tqdm):
             cache, logits = self._read(prompt)
             fresh = True
@@ -122,10 +122,10 @@ class LocretLM(TemplateLM):
                     cache, logits = self._read(prompt)
                 with attach(self.model):
                     nll, hits = score_continuation(self.model, cache, logits, continuation)
-                found[i] = -nll, hits == len(continuation)
+                likelihoods[i] = -nll, hits == len(continuation)
                 fresh = fresh and len(continuation) == 1
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
-        return [found[i] for i in range(len(requests))]
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], likelihoods[i])
+        return [likelihoods[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, read chunk by chunk through the cache."""
@@ -153,7 +153,7 @@ class LocretLM(TemplateLM):
     # ---- over the cache ----------------------------------------------------------------------------------------------
 
     def _cache(self, prompt_length: int) -> BoundedCache:
-        return cache_for(self.engine, self.variant, prompt_length)
+        return cache_for(self.setup, self.variant, prompt_length)
 
     def _read(self, context: Sequence[int]) -> tuple[BoundedCache, torch.Tensor]:
         cache = self._cache(len(context))
@@ -172,7 +172,7 @@ class LocretLM(TemplateLM):
             logits = prefill(self.model, ids, cache)
             for token in decode(
                 self.model, cache, logits, prompt=ids, max_new_tokens=settings["max_gen_toks"], sampling=sampling,
-                stop=stop_ids(self.model, self.tokenizer), seed=self.engine.seed + number,
+                stop=stop_ids(self.model, self.tokenizer), seed=self.setup.seed + number,
             ):  # fmt: skip
                 tokens.append(token)
                 tail = self._text(tokens[-newest:]) if until else ""
@@ -186,7 +186,7 @@ class LocretLM(TemplateLM):
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """How tokens are chosen, from the harness's normalised ``generation_kwargs``.
+    """Options of sampling, from the harness's normalised ``generation_kwargs``.
 
     Raises:
         ValueError: a setting that there is not here, a value out of bounds, or sampling without a temperature.

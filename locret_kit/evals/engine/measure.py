@@ -12,16 +12,16 @@ import numpy as np
 
 from ...cache.bounded import BoundedCache
 from ...files import write_beside
-from ...runtime.kept import kept_heads
+from ...runtime.kept_text import kept_heads
 from ...runtime.report import Report
 from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
-from ...samples.chat import protected_spans
+from ...text.template import protected_spans
 from ..metrics.benchmarks import get_metric
 from . import fidelity, oracle
-from .document import Document, Fork
-from .rows import Key, Row
-from .settings import RANDOM_HEADS, Engine, Prompt, Run, Variant, is_oracle
+from .result_rows import Key, Row
+from .run_spec import RANDOM_HEADS, EvalPrompt, Run, Setup, Variant, is_oracle
+from .shared_beginning import Fork, SharedBeginning
 
 Fields = dict[str, Any]
 """Fields of a row, by name."""
@@ -31,7 +31,7 @@ class NotStored(OSError):
     """A file of ``kept/`` could not be written: the run ends, since a full disk is no example's fault."""
 
 
-def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> BoundedCache:
+def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> BoundedCache:
     """A fresh cache of a variant.
 
     Raises:
@@ -41,36 +41,36 @@ def cache_for(engine: Engine, variant: Variant, prompt_length: int | None) -> Bo
         raise ValueError(f"policy={variant.policy} reads a prompt before it chooses: it answers tasks of a run alone")
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
     try:
-        settings = engine.settings_for(variant, prompt_length)
-        return BoundedCache(settings, policy, engine.heads.get(variant.heads), prompt_length=prompt_length)
+        settings = setup.settings_for(variant, prompt_length)
+        return BoundedCache(settings, policy, setup.heads.get(variant.heads), prompt_length=prompt_length)
     except ValueError as error:
         raise ValueError(f"policy={variant.policy}, budget={variant.budget}: {error}") from error
 
 
 def measure_row(
-    run: Run, variant: Variant, prompt: Prompt, shared: int, document: Document, reference: Row | None
+    run: Run, variant: Variant, prompt: EvalPrompt, shared: int, document: SharedBeginning, reference: Row | None
 ) -> Fields:
-    """Fields of one example's row. ``shared``: see `document.shared_lengths`; ``reference``: the row of full attention."""
+    """Fields of one example's row. ``shared``: see `shared_lengths`; ``reference``: the row of full attention."""
     if is_oracle(variant.policy):
-        fork = oracle.fork(run.engine, variant, prompt.ids, chat=not prompt.example.special)
+        fork = oracle.fork(run.setup, variant, prompt.ids, chat=not prompt.example.special)
     else:
-        fork = document.fork(prompt.ids, shared, _pins(run.engine, variant, prompt))
+        fork = document.fork(prompt.ids, shared, _pins(run.setup, variant, prompt))
     kind = prompt.task.kind
     if kind.startswith("nll"):
-        return _score_likelihood(run.engine, prompt, fork)
+        return _score_likelihood(run.setup, prompt, fork)
     if kind == "agreement":
-        return _score_agreement(run.engine, variant, prompt, fork, reference)
+        return _score_agreement(run.setup, variant, prompt, fork, reference)
     return _score_generation(run, variant, prompt, fork, reference)
 
 
-def _pins(engine: Engine, variant: Variant, prompt: Prompt) -> list[tuple[int, int]]:
+def _pins(setup: Setup, variant: Variant, prompt: EvalPrompt) -> list[tuple[int, int]]:
     """Spans that the settings protect in a prompt that went through the chat template."""
-    protect = engine.settings_for(variant, len(prompt.ids)).protect
-    return [] if prompt.example.special else protected_spans(engine.tokenizer, prompt.ids, protect)
+    protect = setup.settings_for(variant, len(prompt.ids)).protect
+    return [] if prompt.example.special else protected_spans(setup.tokenizer, prompt.ids, protect)
 
 
-def _score_generation(run: Run, variant: Variant, prompt: Prompt, fork: Fork, reference: Row | None) -> Fields:
-    engine, task, example, ids = run.engine, prompt.task, prompt.example, prompt.ids
+def _score_generation(run: Run, variant: Variant, prompt: EvalPrompt, fork: Fork, reference: Row | None) -> Fields:
+    setup, task, example, ids = run.setup, prompt.task, prompt.example, prompt.ids
     kept: dict[str, str] = {}
 
     def at_end_of_prompt(read: int, total: int) -> None:
@@ -78,8 +78,8 @@ def _score_generation(run: Run, variant: Variant, prompt: Prompt, fork: Fork, re
             kept["kept"] = store_kept(run.out, prompt.key(variant), fork.cache, ids)
 
     text, report = generate(
-        engine.model, engine.tokenizer, ids, fork.cache, max_new_tokens=engine.max_new_tokens or task.max_new_tokens,
-        seed=engine.seed, progress=at_end_of_prompt,
+        setup.model, setup.tokenizer, ids, fork.cache, max_new_tokens=setup.max_new_tokens or task.max_new_tokens,
+        seed=setup.seed, progress=at_end_of_prompt,
     )  # fmt: skip
     answer = example.answer
     if task.kind == "fidelity":
@@ -93,44 +93,44 @@ def _score_generation(run: Run, variant: Variant, prompt: Prompt, fork: Fork, re
     return {**fields, **_cost(report, fork), **kept}
 
 
-def _score_agreement(engine: Engine, variant: Variant, prompt: Prompt, fork: Fork, reference: Row | None) -> Fields:
+def _score_agreement(setup: Setup, variant: Variant, prompt: EvalPrompt, fork: Fork, reference: Row | None) -> Fields:
     """Feed what full attention chooses, token by token, and count what the policy would have chosen too. Without a reference
     this is full attention, which chooses first and is then given its own."""
     fields: Fields = {}
     if reference is None:
-        limit = engine.max_new_tokens or prompt.task.max_new_tokens
-        stop = stop_ids(engine.model, engine.tokenizer)
-        continuation = fidelity.greedy_reference(engine.model, fork.cache, prompt.ids, limit, stop)
-        fields["output"] = engine.tokenizer.decode(continuation, skip_special_tokens=True)
-        fork = Fork(cache_for(engine, variant, len(prompt.ids)))
+        limit = setup.max_new_tokens or prompt.task.max_new_tokens
+        stop = stop_ids(setup.model, setup.tokenizer)
+        continuation = fidelity.greedy_reference(setup.model, fork.cache, prompt.ids, limit, stop)
+        fields["output"] = setup.tokenizer.decode(continuation, skip_special_tokens=True)
+        fork = Fork(cache_for(setup, variant, len(prompt.ids)))
     else:
         continuation = reference.answer
-    forced = fidelity.teacher_force(engine.model, fork.cache, prompt.ids, continuation)
+    forced = fidelity.teacher_force(setup.model, fork.cache, prompt.ids, continuation)
     scores = {"agreement": forced.agreement, "nll": forced.nll}
     fields |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": continuation}
-    return fields | _cost_of_given_text(engine, prompt, fork, len(continuation), forced.prefill_s, forced.decode_s)
+    return fields | _cost_of_given_text(setup, prompt, fork, len(continuation), forced.prefill_s, forced.decode_s)
 
 
-def _score_likelihood(engine: Engine, prompt: Prompt, fork: Fork) -> Fields:
+def _score_likelihood(setup: Setup, prompt: EvalPrompt, fork: Fork) -> Fields:
     """The likelihood of the continuation, or of the prompt's second half."""
     kind, ids, cache = prompt.task.kind, prompt.ids, fork.cache
     if kind == "nll":
-        continuation = stream_ids(engine.tokenizer, [prompt.example.continuation])
-        forced = fidelity.teacher_force(engine.model, cache, ids, continuation)
+        continuation = stream_ids(setup.tokenizer, [prompt.example.continuation])
+        forced = fidelity.teacher_force(setup.model, cache, ids, continuation)
         nll, prefill_s, decode_s, tokens = forced.nll, forced.prefill_s, forced.decode_s, len(continuation)
     else:
-        (nll, prefill_s), decode_s = fidelity.nll_reading(engine.model, cache, ids, len(ids) // 2), 0.0
+        (nll, prefill_s), decode_s = fidelity.nll_reading(setup.model, cache, ids, len(ids) // 2), 0.0
         tokens = len(ids) - len(ids) // 2
     fields: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
-    return fields | _cost_of_given_text(engine, prompt, fork, tokens, prefill_s, decode_s)
+    return fields | _cost_of_given_text(setup, prompt, fork, tokens, prefill_s, decode_s)
 
 
 def _cost_of_given_text(
-    engine: Engine, prompt: Prompt, fork: Fork, tokens: int, prefill_s: float, decode_s: float
+    setup: Setup, prompt: EvalPrompt, fork: Fork, tokens: int, prefill_s: float, decode_s: float
 ) -> Fields:
     """`_cost` where nothing was written: ``tokens`` were read after the prompt, or are a part of it."""
     report = Report.of(
-        engine.model, fork.cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s,
+        setup.model, fork.cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s,
         decode_s=decode_s, kept_rows=fork.cache.kept_rows,
     )  # fmt: skip
     return _cost(report, fork)
@@ -149,7 +149,7 @@ def _cost(report: Report, fork: Fork) -> Fields:
 
 
 def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
-    """Write what the cache holds now, see `rows.read_kept`; the file's stem.
+    """Write what the cache holds now, see `result_rows.read_kept`; the file's stem.
 
     Raises:
         NotStored: names the file and the reason.

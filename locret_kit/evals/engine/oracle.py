@@ -21,7 +21,7 @@ from torch import Tensor
 
 from locret_kernels.backend import choose, function
 
-from ...backbones.handler import Handler
+from ...backbones.handler import Handler, Softmax
 from ...backbones.intercept import attach
 from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
@@ -32,10 +32,10 @@ from ...policies.base import TopK, rank_of
 from ...policies.methods.streaming import Recency
 from ...policies.policy import Policy
 from ...runtime.session import prefill
-from ...samples.chat import render_prompt
 from ...settings import read_protect
-from .document import Fork
-from .settings import ORACLES, Engine, Variant
+from ...text.template import render_prompt
+from .run_spec import ORACLES, Setup, Variant
+from .shared_beginning import Fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,10 +81,10 @@ class Repetition(Handler):
         self.scores: list[Tensor] = []
         """``[B, H, stop - start]``, per layer."""
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scaling: float) -> Tensor:
-        out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, scaling)
-        held, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
-        read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (held - T, held))]
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
+        rows, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
+        read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (rows - T, rows))]
         index_N = torch.cat(read).to(q_BQTD.device)
         k_BHND = self.cache.bounded[layer].slots("keys")[:, :, index_N]
         if self.cache.context.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position
@@ -92,7 +92,7 @@ class Repetition(Handler):
             q_BQTD = rotate(q_BQTD, cos[-T:], sin[-T:])
             if self.cache.context.positions.span is not None:
                 k_BHND = rotate(k_BHND, cos, sin)
-        self.scores.append(most_attention(q_BQTD, k_BHND, sinks, scaling))
+        self.scores.append(most_attention(q_BQTD, k_BHND, sinks, softmax.scaling))
         return out
 
 
@@ -133,7 +133,7 @@ def read_context(
     asked = list(requests(encode, context, suffix, chunk))
     longest = max(len(ids) for _, _, ids in asked)
     cache = BoundedCache(budget, POLICY, prompt_length=prompt_length + longest, positions=positions)
-    found = []
+    scores = []
     with attach(model) as attached:
         prefill(model, context, cache)
         if any(rows.window is not None for rows in cache.bounded):
@@ -146,8 +146,8 @@ def read_context(
                 model(torch.tensor([ids], device=model.device), position_ids=place, use_cache=False, logits_to_keep=1)
             for rows in cache.bounded:
                 rows.count(-len(ids))  # the request is taken back
-            found.append(torch.stack(repetition.scores))
-    compress(cache, torch.cat(found, -1), keep, joint)
+            scores.append(torch.stack(repetition.scores))
+    compress(cache, torch.cat(scores, -1), keep, joint)
     return cache
 
 
@@ -188,13 +188,13 @@ def compress(cache: BoundedCache, scores_LBHS: Tensor, keep: int, joint: bool) -
 # ---- as a policy of an evaluation ---------------------------------------------------------------------------------------
 
 
-def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
+def check(setup: Setup, variant: Variant, kinds: Sequence[str]) -> None:
     """Raise ValueError where the oracle cannot do what a run asks: names setting and bound.
 
     Args:
         kinds: of the run's tasks.
     """
-    settings = engine.settings_for(variant, 10**6)  # any length: what is asked here does not depend on it
+    settings = setup.settings_for(variant, 10**6)  # any length: what is asked here does not depend on it
     if "nll_prefill" in kinds:
         raise ValueError(
             f"policy={variant.policy} chooses when all is read, so it has no likelihood while reading: "
@@ -211,7 +211,7 @@ def check(engine: Engine, variant: Variant, kinds: Sequence[str]) -> None:
         )
 
 
-def fork(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) -> Fork:
+def fork(setup: Setup, variant: Variant, ids: Sequence[int], *, chat: bool) -> Fork:
     """A cache of the best slots of the prompt's context.
 
     Args:
@@ -220,15 +220,15 @@ def fork(engine: Engine, variant: Variant, ids: Sequence[int], *, chat: bool) ->
     Raises:
         ValueError: a prompt without context; see also `read_context`.
     """
-    settings = engine.settings_for(variant, len(ids))
+    settings = setup.settings_for(variant, len(ids))
     tail = settings.local_len
     if tail >= len(ids):
         raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
     # between a request and its answer: of a template, from the end of a user's turn to the assistant's first word
-    suffix = render_prompt(engine.tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
+    suffix = render_prompt(setup.tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
     began = time.perf_counter()
     cache = read_context(
-        engine.model, engine.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
+        setup.model, setup.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
         joint=ORACLES[variant.policy], positions=settings.positions, suffix=suffix,
     )  # fmt: skip
     cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say

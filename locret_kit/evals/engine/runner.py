@@ -21,14 +21,14 @@ from tqdm import tqdm
 from ...cache.geometry.schedule import Schedule
 from ...planning.memory import OutOfMemory
 from ...runtime.tokens import stream_ids
-from ...samples.text import TooShort
+from ...samples.haystack import TooShort
 from ..metrics.benchmarks import get_metric
-from ..tasks.base import NEEDS_REFERENCE, Request, Task
+from ..tasks.task import NEEDS_REFERENCE, ExampleRequest, Task
 from . import oracle
-from .document import Document, shared_lengths
 from .measure import Fields, NotStored, cache_for, measure_row
-from .rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
-from .settings import Engine, Prompt, Run, Variant, is_oracle
+from .result_rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
+from .run_spec import EvalPrompt, Run, Setup, Variant, is_oracle
+from .shared_beginning import SharedBeginning, shared_lengths
 
 Rows = dict[Key, Row]
 """Rows by key."""
@@ -73,7 +73,7 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
         part = _slice(run, number, len(batch))
         if part.start == part.stop or not any(_missing(run, prompt, done) for prompt in batch):
             continue
-        every = [make(run.engine, prompt) for prompt in batch]
+        every = [make(run.setup, prompt) for prompt in batch]
         for prompt in every:
             _require_same(prompt, hashes)
         mine = [prompt for prompt in sorted(every, key=place)[part] if _missing(run, prompt, done)]
@@ -88,7 +88,7 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
             todo = [one for one in prompts if (one.sample not in references if first else one.key(variant) not in done)]
             for _, members in groupby(todo, lambda prompt: prompt.example.document):
                 neighbours = list(members)
-                document, shared = _document(run.engine, variant, neighbours)
+                document, shared = _document(run.setup, variant, neighbours)
                 for prompt, tokens in zip(neighbours, shared, strict=True):
                     row = _answer(run, variant, prompt, tokens, document, references.get(prompt.sample))
                     if first:
@@ -108,21 +108,21 @@ def check(run: Run) -> None:
     """Build every variant's cache and look up every metric, so that a wrong setting is an error now."""
     for variant in run.variants:
         if is_oracle(variant.policy):
-            oracle.check(run.engine, variant, [task.kind for task in run.tasks])
+            oracle.check(run.setup, variant, [task.kind for task in run.tasks])
         else:
-            cache_for(run.engine, variant, min(run.lengths))
+            cache_for(run.setup, variant, min(run.lengths))
     for task in run.tasks:
         if task.kind in ("answer", "fidelity"):
             get_metric(task.metric)
         for length in run.lengths:
-            check_length(run.engine, task, length)
+            check_length(run.setup, task, length)
 
 
-def check_length(engine: Engine, task: Task, length: int) -> None:
+def check_length(setup: Setup, task: Task, length: int) -> None:
     """Raise ValueError where a task's shortest prompt is longer than ``length``; names task and both lengths."""
     if length >= LONG_ENOUGH:
         return
-    error = make(engine, Prompt(task, length, 0)).error
+    error = make(setup, EvalPrompt(task, length, 0)).error
     if isinstance(error, TooShort):
         raise ValueError(f"task={task.name}: {error}") from error
 
@@ -141,11 +141,11 @@ def check_prompts(run: Run) -> dict[Key, str]:
         column = (prompt.task.name, prompt.task.haystack, prompt.length)
         if column not in compared and (*column, prompt.sample) in hashes:
             compared.add(column)
-            _require_same(make(run.engine, prompt), hashes)
+            _require_same(make(run.setup, prompt), hashes)
     return hashes
 
 
-def _require_same(prompt: Prompt, hashes: dict[Key, str]) -> None:
+def _require_same(prompt: EvalPrompt, hashes: dict[Key, str]) -> None:
     task, length, sample = prompt.task, prompt.length, prompt.sample
     before = hashes.get((task.name, task.haystack, length, sample))
     if before and prompt.error is None and prompt_hash(prompt.ids) != before:
@@ -181,11 +181,11 @@ def _slice(run: Run, number: int, prompts: int) -> slice:
     return slice(turn * prompts // run.world_size, (turn + 1) * prompts // run.world_size)
 
 
-def _missing(run: Run, prompt: Prompt, done: Rows) -> list[Variant]:
+def _missing(run: Run, prompt: EvalPrompt, done: Rows) -> list[Variant]:
     return [variant for variant in run.variants if prompt.key(variant) not in done]
 
 
-def place(prompt: Prompt) -> tuple[bool, int, float]:
+def place(prompt: EvalPrompt) -> tuple[bool, int, float]:
     """Sorts prompts by document, and those that hide something in one haystack by its depth: each has then no less in common
     with the next than with the one before. Those that cannot be made come last."""
     failed, example = prompt.error is not None, prompt.example
@@ -194,16 +194,16 @@ def place(prompt: Prompt) -> tuple[bool, int, float]:
     return failed, example.document, len(prompt.ids)
 
 
-def make(engine: Engine, prompt: Prompt) -> Prompt:
+def make(setup: Setup, prompt: EvalPrompt) -> EvalPrompt:
     """The prompt with its example and tokens, or with the reason why it cannot be made."""
     try:
         example = prompt.task.make(
-            Request(
-                engine.tokenizer, prompt.length, prompt.sample, engine.seed, engine.chat, engine.ending, engine.wording,
-                engine.offset,
+            ExampleRequest(
+                setup.tokenizer, prompt.length, prompt.sample, setup.seed, setup.chat, setup.ending, setup.wording,
+                setup.offset,
             )
         )  # fmt: skip
-        ids = stream_ids(engine.tokenizer, [example.prompt], special=example.special)
+        ids = stream_ids(setup.tokenizer, [example.prompt], special=example.special)
         if not ids:
             raise ValueError("the prompt holds no tokens")
         return replace(prompt, example=example, ids=ids)
@@ -211,27 +211,29 @@ def make(engine: Engine, prompt: Prompt) -> Prompt:
         return replace(prompt, error=error)
 
 
-def _references(prompts: list[Prompt], done: Rows) -> dict[int, Row]:
+def _references(prompts: list[EvalPrompt], done: Rows) -> dict[int, Row]:
     """Rows of full attention by the prompt's number, where they ended without an error."""
     answers = {prompt.sample: done.get(prompt.key(FULL)) for prompt in prompts}
     return {sample: row for sample, row in answers.items() if row is not None and row.error is None}
 
 
-def _document(engine: Engine, variant: Variant, prompts: list[Prompt]) -> tuple[Document, list[int]]:
+def _document(setup: Setup, variant: Variant, prompts: list[EvalPrompt]) -> tuple[SharedBeginning, list[int]]:
     """The document of these prompts, and for each of them how many tokens of it are shared, see `shared_lengths`: none where
     the policy or the kind of task reads a beginning otherwise."""
     longest = max(len(prompt.ids) for prompt in prompts)
-    document = Document(engine.model, lambda tokens: cache_for(engine, variant, tokens), longest)
+    document = SharedBeginning(setup.model, lambda tokens: cache_for(setup, variant, tokens), longest)
     alone = is_oracle(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
     if len(prompts) < 2 or alone or prompts[0].task.kind == "nll_prefill":
         return document, [0] * len(prompts)
-    schedule = Schedule.of(engine.settings_for(variant, longest), longest)
+    schedule = Schedule.of(setup.settings_for(variant, longest), longest)
     return document, shared_lengths([prompt.ids for prompt in prompts], schedule)
 
 
-def _answer(run: Run, variant: Variant, prompt: Prompt, shared: int, document: Document, reference: Row | None) -> Row:
+def _answer(
+    run: Run, variant: Variant, prompt: EvalPrompt, shared: int, document: SharedBeginning, reference: Row | None
+) -> Row:
     """The row of one example; an exception becomes its error. Out of memory, a prompt is tried once more by itself."""
-    device = run.engine.model.device
+    device = run.setup.model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -251,11 +253,11 @@ def _answer(run: Run, variant: Variant, prompt: Prompt, shared: int, document: D
     return failed
 
 
-def _row(run: Run, prompt: Prompt, variant: Variant, fields: Fields) -> Row:
-    engine = run.engine
+def _row(run: Run, prompt: EvalPrompt, variant: Variant, fields: Fields) -> Row:
+    setup = run.setup
     record = Fields(zip(KEY, prompt.key(variant), strict=True))
-    record.update(seed=engine.seed, model=engine.name, adapter=engine.adapter, rank=run.rank)
-    record["heads_hash"] = engine.hashes.get(variant.heads, "")
+    record.update(seed=setup.seed, model=setup.name, adapter=setup.adapter, rank=run.rank)
+    record["heads_hash"] = setup.hashes.get(variant.heads, "")
     record["text_hash"] = prompt.task.text_hash
     record["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record |= _prompt_fields(prompt) | fields
@@ -264,7 +266,7 @@ def _row(run: Run, prompt: Prompt, variant: Variant, fields: Fields) -> Row:
     return Row(**record).writable()
 
 
-def _prompt_fields(prompt: Prompt) -> Fields:
+def _prompt_fields(prompt: EvalPrompt) -> Fields:
     """Nothing where it cannot be made."""
     if prompt.error is not None:
         return {}
@@ -274,7 +276,7 @@ def _prompt_fields(prompt: Prompt) -> Fields:
     return {"depth": example.depth, "cut": example.cut, "tokens": len(ids), "prompt_hash": prompt_hash(ids), **known}
 
 
-def _failed(run: Run, prompt: Prompt, variant: Variant, error: Exception) -> Row:
+def _failed(run: Run, prompt: EvalPrompt, variant: Variant, error: Exception) -> Row:
     message = (str(error).strip().splitlines() or [""])[0]
     return _row(run, prompt, variant, {"error": f"{type(error).__name__}: {message}"})
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ...config.figures import Look
+from ...config.figure_options import Look
 from ...naming import nearest
 
 

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..cells import Cell, mean_and_stderr, size, summarize
-from ..engine.rows import Row
-from ..tasks.base import asked_depth
+from ..engine.result_rows import Row
+from ..tasks.task import asked_depth
 from .style import MAP, line, panels, score_axis, shared_legend, token_axis
 
 DEPTHS = 10
@@ -21,30 +21,30 @@ DEPTHS = 10
 
 def score_budget(rows: Sequence[Row]) -> Figure:
     """Mean score against budget with its `whisker`, a panel per task and length; full attention is a level line."""
-    cells, found = _scored(rows), dict[str, list[Cell]]()
+    cells, by_title = _scored(rows), dict[str, list[Cell]]()
     for place in dict.fromkeys((c.task, c.haystack, c.length) for c in cells if c.budget):
         members = [c for c in cells if (c.task, c.haystack, c.length) == place]
-        found[f"{over(*place[:2])}, {size(place[2])} tokens"] = members
-    if not found:
+        by_title[f"{over(*place[:2])}, {size(place[2])} tokens"] = members
+    if not by_title:
         raise ValueError("no row has a budget: run a policy other than full")
-    return _score_panels("Score against budget", found, lambda c: c.budget, "budget (slots a head)")
+    return _score_panels("Score against budget", by_title, lambda c: c.budget, "budget (slots a head)")
 
 
 def score_length(rows: Sequence[Row]) -> Figure:
     """Mean score against prompt length with its `whisker`, a panel per task and budget; full attention in each."""
-    cells, found = _scored(rows), dict[str, list[Cell]]()
+    cells, by_title = _scored(rows), dict[str, list[Cell]]()
     places = dict.fromkeys((c.task, c.haystack, c.budget) for c in cells if c.budget)
     for task, haystack, budget in places or dict.fromkeys((c.task, c.haystack, 0) for c in cells):
         title = over(task, haystack) + (f", budget {size(budget)}" if budget else "")
-        found[title] = [c for c in cells if (c.task, c.haystack) == (task, haystack) and c.budget in (0, budget)]
-    return _score_panels("Score against prompt length", found, lambda c: c.length, "prompt length (tokens)")
+        by_title[title] = [c for c in cells if (c.task, c.haystack) == (task, haystack) and c.budget in (0, budget)]
+    return _score_panels("Score against prompt length", by_title, lambda c: c.length, "prompt length (tokens)")
 
 
-def _score_panels(title: str, found: dict[str, list[Cell]], x: Callable[[Cell], float], unit: str) -> Figure:
+def _score_panels(title: str, by_title: dict[str, list[Cell]], x: Callable[[Cell], float], unit: str) -> Figure:
     """A panel per title and a line per label; level where ``x`` is 0."""
-    figure, axes = panels(len(found), title)
-    labels = policy_labels([cell for cells in found.values() for cell in cells])
-    for (name, cells), axis in zip(found.items(), axes, strict=True):
+    figure, axes = panels(len(by_title), title)
+    labels = policy_labels([cell for cells in by_title.values() for cell in cells])
+    for (name, cells), axis in zip(by_title.items(), axes, strict=True):
         for label in policy_labels(cells):
             mine, i = sorted((cell for cell in cells if cell.label == label), key=x), labels.index(label)
             means = [cell.mean or 0.0 for cell in mine]
@@ -72,15 +72,15 @@ def score_memory(rows: Sequence[Row]) -> Figure:
     """Mean score against memory, a panel per task and length, a line per policy through its budgets: of the peak on a GPU, of
     the cache's buffers on a CPU, where the peak is the process's."""
     on_gpu = all("cuda" in row.device for row in rows)
-    found: dict[tuple, dict[str, dict[float, list[Row]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    groups: dict[tuple, dict[str, dict[float, list[Row]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:
         if row.score is not None and (row.peak_bytes if on_gpu else row.cache_bytes):
-            found[row.task, row.haystack, row.length][row.label][row.budget].append(row)
-    if not found:
+            groups[row.task, row.haystack, row.length][row.label][row.budget].append(row)
+    if not groups:
         raise ValueError("no row has a score and the memory that it took")
-    figure, axes = panels(len(found), "Score against memory")
-    labels = sorted({label for lines in found.values() for label in lines})
-    for ((task, haystack, length), lines), axis in zip(found.items(), axes, strict=True):
+    figure, axes = panels(len(groups), "Score against memory")
+    labels = sorted({label for lines in groups.values() for label in lines})
+    for ((task, haystack, length), lines), axis in zip(groups.items(), axes, strict=True):
         for label, budgets in lines.items():
             used = [max(r.peak_bytes if on_gpu else r.cache_bytes for r in members) for members in budgets.values()]
             means = [mean_and_stderr([row.score or 0.0 for row in members]) for members in budgets.values()]
@@ -102,17 +102,19 @@ def score_memory(rows: Sequence[Row]) -> Figure:
 def needle_grid(rows: Sequence[Row]) -> Figure:
     """Mean score by the depth asked for and the prompt's length, a panel per task, policy and budget. Where the needle
     really stands differs a little from prompt to prompt, which would give every prompt a row of its own."""
-    found = [replace(row, depth=_nominal_depth(row)) for row in rows if row.depth is not None and row.score is not None]
-    if not found:
+    scored = [
+        replace(row, depth=_nominal_depth(row)) for row in rows if row.depth is not None and row.score is not None
+    ]
+    if not scored:
         raise ValueError("no row has a needle's depth and a score: run tasks=[grid] or another needle task")
     groups: dict[tuple, list[Row]] = defaultdict(list)
-    for row in found:
+    for row in scored:
         groups[row.task, row.haystack, row.label, row.budget].append(row)
-    most = max(len({row.length for row in members}) for members in groups.values())
-    depths = sorted({row.depth for row in found if row.depth is not None})
+    max_lengths = max(len({row.length for row in members}) for members in groups.values())
+    depths = sorted({row.depth for row in scored if row.depth is not None})
     edges = depths if len(depths) <= DEPTHS + 2 else list(np.arange(DEPTHS) / DEPTHS)
     figure, axes = panels(
-        len(groups), "Needle in a haystack: score by depth and length", width=max(2.8, 0.6 * most + 1.8)
+        len(groups), "Needle in a haystack: score by depth and length", width=max(2.8, 0.6 * max_lengths + 1.8)
     )
     for (key, members), axis in zip(sorted(groups.items(), key=lambda item: _grid_order(item[0])), axes, strict=True):
         lengths = sorted({row.length for row in members})  # its own: those of other panels would stand empty
@@ -137,20 +139,20 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
 def cost(rows: Sequence[Row]) -> Figure:
     """Memory and tokens per second against prompt length, a line per policy and budget; whiskers are standard errors. The peak is
     drawn of GPUs alone: on a CPU it is the process's so far, and so tells the order of the runs."""
-    found = [row for row in rows if row.score is not None and row.prefill_s > 0]
-    if not found:
+    timed = [row for row in rows if row.score is not None and row.prefill_s > 0]
+    if not timed:
         raise ValueError("no row has the seconds that it took")
     lines: dict[tuple, list[Row]] = defaultdict(list)
-    for row in found:
+    for row in timed:
         lines[row.budget != 0, row.label, row.budget].append(row)
-    devices = ", ".join(sorted({f"{row.device or '?'} {row.dtype}".strip() for row in found}))
+    devices = ", ".join(sorted({f"{row.device or '?'} {row.dtype}".strip() for row in timed}))
     kinds: list[tuple[str, str, Callable[[Row], float | None]]] = [
         ("Peak memory", "peak memory (MiB)", lambda r: r.peak_bytes / 2**20 if "cuda" in r.device else None),
         ("Cache buffers", "buffers (MiB)", lambda r: r.cache_bytes / 2**20 if r.cache_bytes else None),
         ("Prefill", "prompt tokens per second", lambda r: r.tokens / r.prefill_s),
         ("Decoding", "new tokens per second", lambda r: r.new_tokens / r.decode_s if r.decode_s > 0 else None),
     ]
-    kinds = [kind for kind in kinds if any(kind[2](row) is not None for row in found)]
+    kinds = [kind for kind in kinds if any(kind[2](row) is not None for row in timed)]
     figure, axes = panels(len(kinds), f"Cost against prompt length ({devices})", columns=2, width=4.2)
     for (title, unit, value), axis in zip(kinds, axes, strict=True):
         for i, ((_, label, budget), members) in enumerate(sorted(lines.items())):
@@ -159,7 +161,7 @@ def cost(rows: Sequence[Row]) -> Figure:
         axis.set_title(title)
         axis.set_ylabel(unit)
         axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-        token_axis(axis, [row.length for row in found], "prompt length (tokens)")
+        token_axis(axis, [row.length for row in timed], "prompt length (tokens)")
     shared_legend(figure, 3)
     return figure
 
@@ -171,8 +173,8 @@ def _cost_line(axis: Axes, members: list[Row], value: Callable[[Row], float | No
             by_length[row.length].append(figure)
     if by_length:
         x = sorted(by_length)
-        found = [mean_and_stderr(by_length[n]) for n in x]
-        axis.errorbar(x, [m or 0.0 for m, _ in found], [e or 0 for _, e in found], label=name, capsize=2, **line(i))
+        means = [mean_and_stderr(by_length[n]) for n in x]
+        axis.errorbar(x, [m or 0.0 for m, _ in means], [e or 0 for _, e in means], label=name, capsize=2, **line(i))
 
 
 def _scored(rows: Sequence[Row]) -> list[Cell]:

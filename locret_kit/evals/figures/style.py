@@ -1,4 +1,4 @@
-"""How every figure looks: lines that differ in dash and marker as well as in colour, and one way to save them."""
+"""The look of every figure: lines that differ in dash and marker as well as in colour, and one way to save them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ...config.figures import Look
+from ...config.figure_options import Look
 from ...files import write_beside
 from ..cells import LIKELIHOOD, size
 
@@ -63,17 +63,22 @@ def panels(
 
 def shared_legend(figure: Figure, columns: int = 4) -> None:
     """One legend below the panels, each name once; the figure grows by its height."""
-    found: dict[str, Artist] = {}
+    handles: dict[str, Artist] = {}
     for axis in figure.axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
-    if not found:
+            handles.setdefault(name, handle)
+    if not handles:
         return
-    longest = max(len(name) for name in found)
-    columns = max(1, min(columns, len(found), int(figure.get_figwidth() * 13 // (longest + 10))))
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(found) / columns))
+    longest = max(len(name) for name in handles)
+    columns = max(1, min(columns, len(handles), int(figure.get_figwidth() * 13 // (longest + 10))))
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(handles) / columns))
     figure.legend(
-        list(found.values()), list(found), loc="outside lower center", ncols=columns, handlelength=3.6, frameon=False
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=columns,
+        handlelength=3.6,
+        frameon=False,
     )
 
 

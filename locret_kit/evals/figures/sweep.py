@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ...naming import nearest
 from ..cells import Cell, size, summarize
-from ..engine.rows import KEY, RUN, SETTINGS, Row
+from ..engine.result_rows import KEY, RUN, SETTINGS, Row
 from .results import over, policy_labels, whisker
 from .style import line, panels, score_axis, shared_legend, token_axis
 
@@ -36,10 +36,10 @@ def runs_in(out: str | Path) -> list[Path]:
     Raises:
         FileNotFoundError: there is none.
     """
-    found = [folder for folder in (Path(out), *sorted(Path(out).rglob("*"))) if any(folder.glob("rows.*.jsonl"))]
-    if not found:
+    folders = [folder for folder in (Path(out), *sorted(Path(out).rglob("*"))) if any(folder.glob("rows.*.jsonl"))]
+    if not folders:
         raise FileNotFoundError(f"out={out} and its folders hold no rows")
-    return found
+    return folders
 
 
 def sweep(given: Sweep) -> Figure:
@@ -65,19 +65,19 @@ def sweep(given: Sweep) -> Figure:
 
 
 def _value(row: Row, x: str) -> Value:
-    found = getattr(row, x)
-    if found is None:
+    value = getattr(row, x)
+    if value is None:
         return "none"
-    return found if isinstance(found, int | float) and not isinstance(found, bool) else str(found)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _drawn(
-    x: str, found: dict[tuple[str, str, int, float], dict[str, dict[Value, Cell]]], values: list[Value]
+    x: str, groups: dict[tuple[str, str, int, float], dict[str, dict[Value, Cell]]], values: list[Value]
 ) -> Figure:
     """Panels of full attention alone are left out, and full attention is drawn in those of its length."""
-    full = {key[:3]: lines["full"] for key, lines in found.items() if "full" in lines}
-    shown = {key: lines for key, lines in found.items() if set(lines) != {"full"}} or found
-    labels = policy_labels([cell for lines in found.values() for points in lines.values() for cell in points.values()])
+    full = {key[:3]: lines["full"] for key, lines in groups.items() if "full" in lines}
+    shown = {key: lines for key, lines in groups.items() if set(lines) != {"full"}} or groups
+    labels = policy_labels([cell for lines in groups.values() for points in lines.values() for cell in points.values()])
     numbers = [value for value in values if not isinstance(value, str)]
     at = {value: value if len(numbers) == len(values) else i for i, value in enumerate(values)}
     figure, axes = panels(len(shown), f"Score against {x}")

@@ -9,31 +9,17 @@ RULER (scripts/eval/synthetic/constants.py), lm-evaluation-harness (tasks/gsm8k)
 
 from __future__ import annotations
 
-import logging
 import re
-import string
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
-from functools import lru_cache
-from importlib import import_module
-from tempfile import TemporaryDirectory
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ...naming import nearest
 from . import Answer, Extra
 from .leval import leval_choice, leval_code, leval_judge, leval_match, leval_math
+from .normalisation import Figures, as_list, best, f1, jieba_words, normalize, normalize_zh, spaced
+from .text_distance import distance, reconstruction, rouge, rouge_jieba, rouge_lsum, rouge_pltrdy
 
-if TYPE_CHECKING:
-    from rouge_score.rouge_scorer import RougeScorer
-
-Figures = dict[str, float]
 Metric = Callable[[str, Answer, Extra], Figures]
-CHINESE_PUNCTUATION = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"  # noqa: RUF001
-    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
-)
 
 
 def get_metric(name: str) -> Metric:
@@ -47,85 +33,23 @@ def get_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def library(name: str) -> ModuleType:
-    """A module of the `eval` extra.
-
-    Raises:
-        ImportError: it is not installed; says how to install it.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(f"this metric needs {name.split('.')[0]}: pip install 'locret-kit[eval]'") from error
-
-
-# ---- words ---------------------------------------------------------------------------------------------------------
-
-
-def normalize(text: str) -> str:
-    """Lower case, no punctuation, no English articles, single spaces (SQuAD's normalisation)."""
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
-
-
-def normalize_zh(text: str) -> str:
-    """Lower case, no punctuation (Chinese included), no white space."""
-    dropped = string.punctuation + CHINESE_PUNCTUATION
-    return "".join("".join(c for c in text.lower() if c not in dropped).split())
-
-
-def f1(output: Sequence[str], answer: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of two bags of words."""
-    same = sum((Counter(output) & Counter(answer)).values())
-    return 2 * same / (len(output) + len(answer)) if same else 0.0
-
-
-def spaced(text: str, characters: str) -> str:
-    """The text with each of the characters turned into a space."""
-    return text.translate(dict.fromkeys(map(ord, characters), " "))
-
-
-def as_list(answer: Answer) -> list:
-    return list(answer) if isinstance(answer, (list, tuple)) else [answer]
-
-
-def _best(score: Callable[[str, str], float], output: str, answer: Answer) -> float:
-    return max((float(score(output, str(a))) for a in as_list(answer)), default=0.0)
-
-
-def _jieba(text: str) -> list[str]:
-    jieba = library("jieba")
-    jieba.setLogLevel(logging.WARNING)
-    jieba.dt.tmp_dir = _private_folder().name
-    return jieba.lcut(text, cut_all=False)
-
-
-@lru_cache(maxsize=1)
-def _private_folder() -> TemporaryDirectory[str]:
-    """Where jieba caches its dictionary: it unpickles what it finds there, and in a shared /tmp anybody can leave a file."""
-    return TemporaryDirectory(prefix="jieba.")
-
-
-# ---- question answering --------------------------------------------------------------------------------------------
-
-
 def qa_f1(output: str, answer: Answer, extra: Extra) -> Figures:
     """Best word F1 over the accepted answers."""
-    return {"f1": _best(lambda o, a: f1(normalize(o).split(), normalize(a).split()), output, answer)}
+    return {"f1": best(lambda o, a: f1(normalize(o).split(), normalize(a).split()), output, answer)}
 
 
 def qa_f1_characters(output: str, answer: Answer, extra: Extra) -> Figures:
     """F1 over Chinese characters (InfiniteBench's Zh.QA)."""
-    return {"f1": _best(lambda o, a: f1(normalize_zh(o), normalize_zh(a)), output, answer)}
+    return {"f1": best(lambda o, a: f1(normalize_zh(o), normalize_zh(a)), output, answer)}
 
 
 def qa_f1_jieba(output: str, answer: Answer, extra: Extra) -> Figures:
     """F1 over Chinese words (LongBench)."""
 
     def words(text: str) -> list[str]:
-        return [word for word in map(normalize_zh, _jieba(text)) if word]
+        return [word for word in map(normalize_zh, jieba_words(text)) if word]
 
-    return {"f1": _best(lambda o, a: f1(words(o), words(a)), output, answer)}
+    return {"f1": best(lambda o, a: f1(words(o), words(a)), output, answer)}
 
 
 def of_first_line(metric: Metric) -> Metric:
@@ -133,13 +57,10 @@ def of_first_line(metric: Metric) -> Metric:
     return lambda output, answer, extra: metric(output.lstrip("\n").split("\n")[0], answer, extra)
 
 
-# ---- retrieval and mathematics -------------------------------------------------------------------------------------
-
-
 def first_number(output: str, answer: Answer, extra: Extra) -> Figures:
     """The first run of digits is the answer (InfiniteBench's pass keys and numbers)."""
-    found = re.search("[0-9]+", output)
-    return {"match": float(found is not None and found.group() == str(as_list(answer)[0]))}
+    number = re.search("[0-9]+", output)
+    return {"match": float(number is not None and number.group() == str(as_list(answer)[0]))}
 
 
 def has_word(output: str, answer: Answer, extra: Extra) -> Figures:
@@ -160,10 +81,10 @@ def has_all(output: str, answer: Answer, extra: Extra) -> Figures:
 
 def equal_number(output: str, answer: Answer, extra: Extra) -> Figures:
     """The first number equals the answer; an integer answer reads no further than the point (InfiniteBench's Math.Find)."""
-    found, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
-    if found is None or (isinstance(wanted, int) and "." in found.group()):
+    number, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
+    if number is None or (isinstance(wanted, int) and "." in number.group()):
         return {"match": 0.0}
-    return {"match": float(float(found.group()) == float(wanted))}
+    return {"match": float(float(number.group()) == float(wanted))}
 
 
 def leading_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
@@ -198,9 +119,6 @@ def gsm8k(output: str, answer: Answer, extra: Extra) -> Figures:
         "flexible": float(bool(numbers) and clean(numbers[-1]) == wanted),
         "strict": float(strict is not None and clean(strict.group(1)) == wanted),
     }
-
-
-# ---- choices -------------------------------------------------------------------------------------------------------
 
 
 def _after_prefix(text: str, prefixes: Iterable[str], accepted: Iterable[str]) -> bool | None:
@@ -251,17 +169,17 @@ def classification(output: str, answer: Answer, extra: Extra) -> Figures:
                 named.remove(name)
         return 1.0 / len(named) if answer in named else 0.0
 
-    return {"accuracy": _best(score, output, answer)}
+    return {"accuracy": best(score, output, answer)}
 
 
 def share_of_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
     """Share of the output's numbers that are the answer's (LongBench's counts and paragraph retrieval)."""
 
     def score(output: str, answer: str) -> float:
-        found, given = re.search(r"\d+", answer), re.findall(r"\d+", output)
-        return given.count(found.group()) / len(given) if given and found else 0.0
+        number, given = re.search(r"\d+", answer), re.findall(r"\d+", output)
+        return given.count(number.group()) / len(given) if given and number else 0.0
 
-    return {"share": _best(score, output, answer)}
+    return {"share": best(score, output, answer)}
 
 
 def code_similarity(output: str, answer: Answer, extra: Extra) -> Figures:
@@ -276,89 +194,7 @@ def code_similarity(output: str, answer: Answer, extra: Extra) -> Figures:
     def score(output: str, answer: str) -> float:
         return round(100 * SequenceMatcher(None, output, answer).ratio()) / 100
 
-    return {"edit_similarity": _best(score, line, answer)}
-
-
-# ---- summaries and the distance of two texts -----------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def _rouge_scorer() -> RougeScorer:
-    return library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"])
-
-
-def rouge(output: str, answer: Answer, extra: Extra) -> Figures:
-    """ROUGE F1 of rouge-score, without stemming; of several references the best of each figure."""
-    found = [_rouge_scorer().score(str(a), output) for a in as_list(answer)]
-    return {name: max(scores[name].fmeasure for scores in found) for name in ("rougeL", "rouge1", "rouge2")}
-
-
-def rouge_lsum(output: str, answer: Answer, extra: Extra) -> Figures:
-    """Summary-level ROUGE-L, sentences separated by line breaks (InfiniteBench's En.Sum)."""
-    return {"rougeLsum": max(_rouge_scorer().score(str(a), output)["rougeLsum"].fmeasure for a in as_list(answer))}
-
-
-def rouge_pltrdy(output: str, answer: Answer, extra: Extra) -> Figures:
-    """ROUGE-L of the package `rouge`, which LongBench's published figures were taken with."""
-    scorer = library("rouge").Rouge(metrics=["rouge-l"])
-
-    def score(output: str, answer: str) -> float:
-        try:
-            return scorer.get_scores([output], [answer], avg=True)["rouge-l"]["f"]
-        except (ValueError, RecursionError):  # no word at all; a text too long for its recursion
-            return 0.0
-
-    return {"rougeL": _best(score, output, answer)}
-
-
-def rouge_jieba(output: str, answer: Answer, extra: Extra) -> Figures:
-    """`rouge_pltrdy` over Chinese words (LongBench)."""
-    return rouge_pltrdy(" ".join(_jieba(output)), [" ".join(_jieba(str(a))) for a in as_list(answer)], extra)
-
-
-def distance(output: str, answer: Answer, extra: Extra) -> Figures:
-    """How near two texts are: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
-    reference = str(as_list(answer)[0])
-    figures = {
-        **rouge(output, reference, extra),
-        "bleu": library("sacrebleu").sentence_bleu(output, [reference]).score / 100,
-        **meteor(output, reference),
-        "same": float(output == reference),
-    }
-    # Equal texts are at no distance, also where they hold no word, or fewer words than BLEU's n-grams.
-    return dict.fromkeys(figures, 1.0) if output == reference else figures
-
-
-def reconstruction(output: str, answer: Answer, extra: Extra) -> Figures:
-    """How much of the text itself was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
-    bleu = library("sacrebleu").sentence_bleu(output, [str(answer)]).score / 100
-    return {**rouge(output, answer, extra), "bleu": bleu}
-
-
-def meteor(output: str, reference: str) -> Figures:
-    """METEOR by nltk; without WordNet's files it matches words and stems alone and is called 'meteor_stem'."""
-    score = library("nltk.translate.meteor_score").meteor_score
-    wordnet = _wordnet()
-    name = "meteor_stem" if isinstance(wordnet, NoSynonyms) else "meteor"
-    words = [re.findall(r"\w+|[^\w\s]", text) for text in (reference, output)]
-    return {name: float(score([words[0]], words[1], wordnet=wordnet))}
-
-
-class NoSynonyms:
-    """Stands in for nltk's WordNet where its files are not installed."""
-
-    def synsets(self, word: str) -> list:
-        return []
-
-
-@lru_cache(maxsize=1)
-def _wordnet() -> object:
-    wordnet = library("nltk.corpus").wordnet
-    try:
-        wordnet.ensure_loaded()
-    except LookupError:
-        return NoSynonyms()
-    return wordnet
+    return {"edit_similarity": best(score, line, answer)}
 
 
 METRICS: dict[str, Metric] = {

@@ -44,16 +44,16 @@ def _leval_letters(output: str, several: bool) -> str:
         return "None"
     if output in "ABCD":
         return output
-    if not several and (found := re.search("[ABCD]", output)):
-        return found.group()
+    if not several and (match := re.search("[ABCD]", output)):
+        return match.group()
     run = re.match("[ABCD]*", output)
     head = run.group() if run else ""
     if len(head) > 1:
         return "".join(sorted(set(head)))
     rest = output[len(head) :].split("Question")[0]
     letters = set(head) | set(re.sub("[^A-D]", "", "".join(re.findall(r"\s*[A-Z](?=[\s.)])", rest))))
-    if not letters and (found := re.search("[ABCD]+", rest)):
-        return found.group()
+    if not letters and (match := re.search("[ABCD]+", rest)):
+        return match.group()
     return "".join(sorted(letters)) or "A"
 
 
@@ -68,8 +68,8 @@ def leval_math(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
 
 
 def _leval_number(text: str) -> str:
-    found = re.search(r"The answer is (\S+)", text)
-    words = [found.group(1)] if found else text.split("\n\n")[0].split(" ")[::-1]
+    match = re.search(r"The answer is (\S+)", text)
+    words = [match.group(1)] if match else text.split("\n\n")[0].split(" ")[::-1]
     word = next((word for word in words if any(map(str.isdigit, word))), "")
     return "".join(filter(str.isdigit, word.split(".")[0]))
 

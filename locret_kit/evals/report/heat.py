@@ -26,6 +26,6 @@ def kept_page(title: str, lead: str, texts: Sequence[str], positions: Sequence[S
         texts: of the tokens. positions: held by each layer and key/value head, ascending. seen: tokens that were read into the
             cache; those after them are read with each question.
     """
-    gaps = [[np.diff(held, prepend=0).tolist() for held in heads] for heads in positions]
+    gaps = [[np.diff(row, prepend=0).tolist() for row in heads] for heads in positions]
     data = script_data({"texts": list(texts), "kept": gaps, "seen": seen})
     return environment().get_template("kept.html").render(title=title, lead=lead, data=data)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...naming import nearest
 from ..cells import LIKELIHOOD, mean_and_stderr, size
-from ..engine.rows import Row
+from ..engine.result_rows import Row
 from ..tables import Table
 
 Key = tuple[str, str, int, int | float, str, str]
@@ -87,7 +87,7 @@ def _example(row: Row, budget: int | float) -> tuple[str, str, int, int, int | f
     return row.task, row.haystack, row.length, row.sample, budget
 
 
-def to_markdown(found: Iterable[Difference], against: str) -> str:
+def to_markdown(pairs: Iterable[Difference], against: str) -> str:
     """One table, a line per cell."""
     lines = [
         [
@@ -96,7 +96,7 @@ def to_markdown(found: Iterable[Difference], against: str) -> str:
             f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
             str(one.n), f"{one.theirs:.3f}", str(one),
         ]
-        for one in found
+        for one in pairs
     ]  # fmt: skip
     head = ["task", "length", "budget", "policy", "figure", "n", against, "difference"]
     return Table(head, lines).markdown().rstrip("\n")

@@ -12,9 +12,9 @@ from filelock import FileLock
 
 from ...files import write_beside
 from ..cells import LIKELIHOOD, Cell, policy_order, size, summarize
-from ..engine.rows import Row, read_rows
-from ..groups import MEANS
+from ..engine.result_rows import Row, read_rows
 from ..tables import Figure, Interval, Table, cells_table
+from ..task_groups import MEANS
 
 UNITS: dict[Interval, str] = {
     "stderr": "mean ± standard error",
@@ -82,9 +82,9 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
             at[cell.length, cell.budget, cell.label].setdefault(cell.task, cell)  # a task's main figure comes first
     columns: dict[str, list[Cell]] = defaultdict(list)
     for group, names in MEANS.items():
-        for found in at.values():
-            if all(name in found for name in names):
-                members = [found[name] for name in names]
+        for by_task in at.values():
+            if all(name in by_task for name in names):
+                members = [by_task[name] for name in names]
                 errors = [cell.stderr for cell in members if cell.stderr is not None]
                 spread = math.hypot(*errors) / len(names) if len(errors) == len(names) else None
                 columns[f"mean of {group}"].append(
@@ -151,14 +151,14 @@ def column(
     members = [at.get((label, length, budget)) or at.get((label, length, 0)) for label in labels]
     samples, dtype = usual_samples(cells, length, budget), usual_dtype(cells)
     best = leaders([cell if cell and cell.budget and cell.samples == samples else None for cell in members])
-    found: list[str | Figure] = []
+    figures: list[str | Figure] = []
     for i, cell in enumerate(members):
         if cell is None:
-            found.append("-")
+            figures.append("-")
         else:
             marks = ("" if cell.samples == samples else "†") + ("" if cell.dtype == dtype else "‡")
-            found.append(replace(Figure.of(cell, interval, marks), best=i in best))
-    return found
+            figures.append(replace(Figure.of(cell, interval, marks), best=i in best))
+    return figures
 
 
 def leaders(cells: Sequence[Cell | None]) -> list[int]:

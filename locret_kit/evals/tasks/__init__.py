@@ -9,18 +9,18 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ...naming import nearest
-from ...samples.text import load_text
-from ..groups import GROUPS as PAPERS
-from .base import Example, Request, Task
-from .documents import BENCHMARKS, document_task, entries
-from .needles import needle_task
+from ...samples.haystack import load_text
+from ..task_groups import GROUPS as PAPERS
+from .document_tasks import BENCHMARKS, document_task, entries
+from .needle_tasks import needle_task
 from .questions import questions_task
-from .records import is_file_of_records, records_task
+from .record_tasks import is_file_of_records, records_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
+from .task import Example, ExampleRequest, Task
 from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
 
-__all__ = ["Example", "Request", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
+__all__ = ["Example", "ExampleRequest", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
 HaystackTask = Callable[[str, "str | None"], Task]
@@ -127,7 +127,7 @@ def find_tasks(
     Args:
         names: tasks, groups ('ruler', 'leval', ...), files of records ('mine.jsonl'), or 'fidelity:NAME' and 'agreement:NAME' for
             a task scored against what full attention answers.
-        haystacks: 'repeated', or what `samples.text.load_text` takes.
+        haystacks: 'repeated', or what `samples.haystack.load_text` takes.
         data: folders that hold the benchmarks' files; the Hub is asked for what they lack.
         samples: how many records to read of each data set.
 
@@ -143,7 +143,7 @@ def find_tasks(
                 raise ValueError(
                     f"{what}={other} and {place} have one name, which rows could not tell apart: rename one"
                 )
-    found: dict[tuple[str, str], Task] = {}
+    tasks: dict[tuple[str, str], Task] = {}
     for name in names:
         prefix, colon, _ = name.rpartition(":")
         if colon and prefix not in AGAINST_FULL:
@@ -153,8 +153,8 @@ def find_tasks(
         for full in [name] if is_file_of_records(name) else row_names(name):
             for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples):
                 task = AGAINST_FULL[prefix](task) if colon else task
-                found[task.name, task.haystack] = task
-    return list(found.values())
+                tasks[task.name, task.haystack] = task
+    return list(tasks.values())
 
 
 def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples: int) -> list[Task]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from .base import count_ids, too_short
+from .task import count_ids, too_short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,16 +1,16 @@
 """Several questions about one document, each of which goes on from the same cache: the document is read before any is known.
 
-`prefix` reads what the prompts of a document have in common once. So this is a session: read once, asked often.
+`shared_beginning` reads what the prompts of a document have in common once. So this is a session: read once, asked often.
 """
 
 from __future__ import annotations
 
 import random
 
+from ...samples.haystack import count, cut, starts
 from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
-from ...samples.needles import Task as Wording
-from ...samples.text import count, cut, starts
-from .base import Example, Request, Task, count_ids, ending_of, wrap
+from ...samples.needles import NeedleTask as Wording
+from .task import Example, ExampleRequest, Task, count_ids, ending_of, wrap
 
 QUESTIONS = 4
 """Questions about each document: examples 0 to 3 are of the first one, and so on."""
@@ -23,15 +23,15 @@ def questions_task(haystack: str, text: str | None) -> Task:
         text: the haystack; None repeats InfiniteBench's sentences.
     """
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         number, asked = divmod(request.sample, QUESTIONS)
         chat = request.wants_chat(False)
         state = f"questions:{haystack}:{request.length}:{number}:{request.seed}"
-        told = random.Random(state).sample(WORDINGS[1:], QUESTIONS)
+        wordings = random.Random(state).sample(WORDINGS[1:], QUESTIONS)
 
         def prompt_of(document: str, i: int) -> tuple[str, bool]:
-            question, form = told[i].question, ENDINGS[request.ending]
-            prefix = told[i].prefix if gives_first_words(form) else ""
+            question, form = wordings[i].question, ENDINGS[request.ending]
+            prefix = wordings[i].prefix if gives_first_words(form) else ""
             if chat:
                 return wrap(request, f"{document}\n\n{question}", prefix, chat=True)
             return document + form.format(question=question, prefix=prefix), True
@@ -39,14 +39,14 @@ def questions_task(haystack: str, text: str | None) -> Task:
         def longest(document: str) -> int:
             return max(count_ids(request.tokenizer, *prompt_of(document, i)) for i in range(QUESTIONS))
 
-        room = request.length - longest(_document("", told, ["00000"] * QUESTIONS))
+        room = request.length - longest(_document("", wordings, ["00000"] * QUESTIONS))
         if room < 1:
             raise ValueError(f"length={request.length} is too short for {QUESTIONS} needles and a question")
         while True:
             rng = random.Random(state)
             body = _repeated(request, room) if text is None else cut(text, request.tokenizer, room, rng)
             keys = _digits(rng, body)
-            document = _document(body, told, keys)
+            document = _document(body, wordings, keys)
             over = longest(document) - request.length
             if over <= 0:
                 break
@@ -62,19 +62,19 @@ def _depth(i: int) -> float:
     return (i + 0.5) / QUESTIONS
 
 
-def _repeated(request: Request, tokens: int) -> str:
+def _repeated(request: ExampleRequest, tokens: int) -> str:
     line = count(request.tokenizer, NOISE * 8) / 8
     return NOISE * max(1, int(tokens / line))
 
 
 def _digits(rng: random.Random, body: str) -> list[str]:
     """Different numbers of five digits, none of them in the text."""
-    found: list[str] = []
-    while len(found) < QUESTIONS:
+    digits: list[str] = []
+    while len(digits) < QUESTIONS:
         key = f"{rng.randrange(10**5):05}"
-        if key not in body and key not in found:
-            found.append(key)
-    return found
+        if key not in body and key not in digits:
+            digits.append(key)
+    return digits
 
 
 def _nearest(places: list[int], wanted: float) -> int:
@@ -82,7 +82,7 @@ def _nearest(places: list[int], wanted: float) -> int:
     return min(places, key=lambda place: abs(place - wanted))
 
 
-def _document(body: str, told: list[Wording], keys: list[str]) -> str:
+def _document(body: str, wordings: list[Wording], keys: list[str]) -> str:
     """The text with every needle at the line or sentence start nearest to its depth."""
     body = body.rstrip() + "\n" if body.strip() else ""
     places = [*starts(body), len(body)]
@@ -90,5 +90,5 @@ def _document(body: str, told: list[Wording], keys: list[str]) -> str:
     for i, at in reversed(list(enumerate(offsets))):
         head, tail = body[:at].rstrip(" "), body[at:]
         head += "\n" if head and not head.endswith("\n") else ""
-        body = head + told[i].needle.format(key=keys[i]) + tail
+        body = head + wordings[i].needle.format(key=keys[i]) + tail
     return body.rstrip("\n")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..metrics import Answer
-from .base import Example, Request, Task, spread_depth, wrap
 from .fitting import fit
+from .task import Example, ExampleRequest, Task, spread_depth, wrap
 
 LIST_MAX = 99
 FINDS = (
@@ -38,7 +38,9 @@ class Draft:
     """Beginning of the answer."""
 
 
-def synthetic(request: Request, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1) -> Example:
+def synthetic(
+    request: ExampleRequest, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1
+) -> Example:
     """The example whose draft ``build(rng, n)`` fits the length asked for."""
     chat = request.wants_chat(False)
     draft = fit(
@@ -61,7 +63,7 @@ def random_uuid(rng: random.Random) -> str:
 def kv_task() -> Task:
     """A JSON object of random identifiers; the value of one key is asked for."""
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         depth = spread_depth(request.sample)
 
         def build(rng: random.Random, n: int) -> Draft:
@@ -83,7 +85,7 @@ def kv_task() -> Task:
 def math_find_task() -> Task:
     """A long list of numbers; its largest, smallest or median one is asked for."""
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         which = FINDS[request.sample % len(FINDS)]
 
         def build(rng: random.Random, n: int) -> Draft:

@@ -10,9 +10,9 @@ import random
 import re
 from dataclasses import replace
 
-from ...samples.chat import encode
-from ...samples.text import next_start, starts, take
-from .base import Example, Request, Task, count_ids, spread_depth, wrap
+from ...samples.haystack import next_start, starts, take
+from ...text.spans import encode
+from .task import Example, ExampleRequest, Task, count_ids, spread_depth, wrap
 
 CONTINUATION = 128
 """Tokens whose likelihood 'perplexity' measures after the prompt."""
@@ -33,7 +33,7 @@ def fidelity_task(name: str, haystack: str, text: str) -> Task:
     piece's beginning, which is compared as well."""
     question, new_tokens = QUESTIONS[name]
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         chat = request.wants_chat(bool(question))
         title = "###\nArticle: " if question else ""
 
@@ -59,7 +59,7 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
     for here, which begins after a quotation at an evenly spread depth; over the examples every part of the text counts.
     """
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         chat = request.wants_chat(True)
 
         def prompt_of(piece: str, quote: str) -> tuple[str, bool]:
@@ -67,24 +67,24 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
             return wrap(request, f"###\nArticle: {piece}\n\n{asked}\n\n", quote, chat=chat)
 
         room = request.length - count_ids(request.tokenizer, *prompt_of("", ""))
-        found: dict[int, Example] = {}
+        examples: dict[int, Example] = {}
         for _ in range(8):  # another piece may have another quotation, of another length
             piece = _piece(request, haystack, text, room)
             quote, passage, depth = _passage(request, piece)
             prompt, special = prompt_of(piece, quote)
             over = count_ids(request.tokenizer, prompt, special) - request.length
-            found[over] = Example(prompt, passage, special, depth=depth)
+            examples[over] = Example(prompt, passage, special, depth=depth)
             if -0.01 * request.length <= over <= 0:
                 break
             room -= over
-        if (best := max((over for over in found if over <= 0), default=None)) is None:
+        if (best := max((over for over in examples if over <= 0), default=None)) is None:
             raise ValueError(f"length={request.length} cannot be met by a quotation of sample {request.sample}")
-        return found[best]
+        return examples[best]
 
     return Task(name, make, "reconstruction", PASSAGE, haystack)
 
 
-def _passage(request: Request, piece: str) -> tuple[str, str, float]:
+def _passage(request: ExampleRequest, piece: str) -> tuple[str, str, float]:
     """``(quotation, the tokens after it, its depth)``: words that stand once in the piece, from the start of a line or
     sentence on, the nearest to the depth of the example.
 
@@ -95,12 +95,12 @@ def _passage(request: Request, piece: str) -> tuple[str, str, float]:
     last = offsets[max(0, len(offsets) - 2 * PASSAGE)][0]
     wanted = spread_depth(request.sample) * last
     for at in sorted((start for start in starts(piece) if start <= last), key=lambda start: abs(start - wanted)):
-        found = QUOTE.match(piece, at)
-        if found and piece.count(found.group()) == 1:
-            rest = piece[found.end() :]
+        match = QUOTE.match(piece, at)
+        if match and piece.count(match.group()) == 1:
+            rest = piece[match.end() :]
             borders = encode(request.tokenizer, rest[: 16 * PASSAGE])[1]
             if len(borders) >= PASSAGE:
-                return found.group(), rest[: borders[PASSAGE - 1][1]], round(at / max(1, last), 4)
+                return match.group(), rest[: borders[PASSAGE - 1][1]], round(at / max(1, last), 4)
     raise ValueError(f"length={request.length} is too short for a quotation and {PASSAGE} tokens after it")
 
 
@@ -108,7 +108,7 @@ def perplexity_task(name: str, haystack: str, text: str) -> Task:
     """'perplexity': the text's next tokens after a prompt, one at a time; 'perplexity_prefill': the prompt's own second
     half while it is read."""
 
-    def make(request: Request) -> Example:
+    def make(request: ExampleRequest) -> Example:
         specials = count_ids(request.tokenizer, "a", True) - count_ids(request.tokenizer, "a", False)
         room = request.length - specials
         behind = 0 if name == "perplexity_prefill" else CONTINUATION
@@ -138,7 +138,7 @@ def agreement_of(task: Task) -> Task:
     return replace(task, name=f"agreement:{task.name}", metric="agreement", kind="agreement")
 
 
-def _piece(request: Request, haystack: str, text: str, n_tokens: int) -> str:
+def _piece(request: ExampleRequest, haystack: str, text: str, n_tokens: int) -> str:
     """A random piece of the text; its start depends on the request's numbers alone."""
     if n_tokens < 1:
         raise ValueError(f"length={request.length} is too short for this task")
@@ -146,7 +146,7 @@ def _piece(request: Request, haystack: str, text: str, n_tokens: int) -> str:
     return take(text, next_start(text, rng.randrange(len(text))), request.tokenizer, n_tokens)
 
 
-def _first_tokens(request: Request, piece: str, n_tokens: int) -> str:
+def _first_tokens(request: ExampleRequest, piece: str, n_tokens: int) -> str:
     """The piece's first tokens, up to a border that both parts share."""
     offsets = encode(request.tokenizer, piece)[1]
     return piece[: offsets[min(n_tokens, len(offsets) - 1)][0]]

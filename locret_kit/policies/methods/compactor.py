@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...backbones.rope import Rope, rotate
-from ..base import Count, Entry, Positive, Score, Slots, wide
+from ..base import Entry, Score, Slots, wide
+from ..parameters import Count, Positive
 from ..registry import part, register
 
 
@@ -67,7 +68,7 @@ class Compactor(Score):
     blend: Annotated[float, Ge(0)] = 1.0
     first: Count = 8
     last: Count = 4
-    needs_adapter: ClassVar[bool] = True
+    needs_unrotated: ClassVar[bool] = True
 
     def memory(self, seen: int) -> Mapping[str, str]:
         axes = {"q": "BQND", "k": "BHND", "norm": "BHN", "attention": "BHM?", "sketch": "BHDR?"}

@@ -8,7 +8,8 @@ from annotated_types import Ge
 from torch import Tensor
 
 from ...backbones.rope import rotate
-from ..base import Count, Entry, Positive, Score, Slots, wide
+from ..base import Entry, Score, Slots, wide
+from ..parameters import Count, Positive
 from ..registry import part, register
 
 
@@ -58,7 +59,7 @@ class ExpectedAttention(Score):
     future: Positive = 512
     epsilon: Annotated[float, Ge(0)] = 0.0
     value_norm: bool = True
-    needs_adapter: ClassVar[bool] = True
+    needs_unrotated: ClassVar[bool] = True
 
     def memory(self, seen: int) -> Mapping[str, str]:
         return {"count": "B", "mean": "BQD", "scatter": "BQDD"} if seen > self.sinks else {}
@@ -67,7 +68,7 @@ class ExpectedAttention(Score):
         add_moments(entry.state, entry.q[:, :, max(0, self.sinks - entry.position) :])
 
     def score_slots(self, slots: Slots) -> Tensor:
-        assert slots.rope is not None and slots.next_position is not None  # needs_adapter
+        assert slots.rope is not None and slots.next_position is not None  # needs_unrotated
         among_BHS = slots.valid & (slots.positions >= self.sinks)
         if slots.seen <= self.sinks:
             return slots.entry_scores

@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..base import Found, Positive, Recall, Slots, wide
+from ..base import Found, Recall, Slots, wide
+from ..parameters import Positive
 from ..registry import part, register
 from ..scopes import Sinks
 from .streaming import Recency
@@ -49,10 +50,10 @@ class Infllm(Recall):
     def views(self, slots: Slots, scores_BHS: Tensor) -> Sequence[Tensor]:
         return [one.stats["sum"] for one in slots.group]
 
-    def relevance(self, q_BQTD: Tensor, found: Found) -> Tensor:
-        B, H, _, _, D = found.index_BHNRD.shape
-        there_BHNGR = found.there_BHNR.unflatten(-1, (-1, self.representatives))
-        keys_BHNGRD = wide(found.index_BHNRD).unflatten(3, (-1, self.representatives))
+    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
+        B, H, _, _, D = index.index_BHNRD.shape
+        there_BHNGR = index.there_BHNR.unflatten(-1, (-1, self.representatives))
+        keys_BHNGRD = wide(index.index_BHNRD).unflatten(3, (-1, self.representatives))
         total_BHNGD = keys_BHNGRD.masked_fill(~there_BHNGR[..., None], 0).sum(-2)
         key_BHNGD = total_BHNGD / there_BHNGR.sum(-1).clamp(min=1)[..., None]
         q_BHGD = wide(q_BQTD).mean(2).view(B, H, -1, D)

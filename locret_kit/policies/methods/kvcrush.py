@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Positive, Ratio, Selection, Slots, best_of, share_of, wide
+from ..base import Selection, Slots, best_of, share_of, wide
+from ..parameters import Positive, Ratio
 from ..registry import part, register
 from .random import hashed
 
@@ -58,11 +59,11 @@ class Representatives(Selection):
     def by_query_head(self) -> bool:
         return self.bits == "kept"
 
-    def aside(self, budget: int) -> int:
+    def reserved_slots(self, budget: int) -> int:
         return int(budget * self.ratio) // LEVELS[self.level] * LEVELS[self.level]
 
     def shortfall(self, budget: int) -> str:
-        if self.ratio * budget < 1 or self.aside(budget):
+        if self.ratio * budget < 1 or self.reserved_slots(budget):
             return ""
         return f"has no room for a {self.level}: {self.ratio} of the budget is below {LEVELS[self.level]} tokens"
 
@@ -101,10 +102,10 @@ class Representatives(Selection):
         valid_HS: Tensor,
         free_HS: Tensor,
         wanted_H: Tensor,
-        most: int,
+        max_units: int,
         slots: Slots,
     ) -> Tensor:
-        """Boolean ``[H, S]`` of the slots of the ``wanted`` units, at most ``most``, that represent what each head evicts."""
+        """Boolean ``[H, S]`` of the slots of the ``wanted`` units, at most ``max_units``, that represent what a head evicts."""
         unit, (H, G, S) = LEVELS[self.level], bits_HGS.shape
         unit_U, unit_of_M = (position_HS[valid_HS] // unit).unique(return_inverse=True)
         unit_of_HS = torch.zeros_like(position_HS).masked_scatter(valid_HS, unit_of_M)
@@ -122,9 +123,9 @@ class Representatives(Selection):
         order_HU = distance_HU.masked_fill(~free_HU, float("inf")).argsort(dim=-1, stable=True)
         count_H1, groups_H1 = free_HU.sum(-1, keepdim=True), wanted_H[:, None]
         groups_H1 = groups_H1.minimum(count_H1)
-        edges_HJ = torch.arange(most + 1, device=count_H1.device) * count_H1 // groups_H1.clamp(min=1)
+        edges_HJ = torch.arange(max_units + 1, device=count_H1.device) * count_H1 // groups_H1.clamp(min=1)
         place_HJ = _places(self.pick, edges_HJ, slots)
-        there_HJ = torch.arange(most, device=count_H1.device) < groups_H1
+        there_HJ = torch.arange(max_units, device=count_H1.device) < groups_H1
         chosen_HU = torch.zeros_like(free_HU)
         picked_HJ = order_HU.gather(1, place_HJ.clamp(max=len(unit_U) - 1))
         chosen_HU[head_HS[:, :1].expand_as(picked_HJ)[there_HJ], picked_HJ[there_HJ]] = True
@@ -156,7 +157,7 @@ class KMeans(Selection):
     """The member of a cluster that stays: its oldest ('even') or a drawn one ('random')."""
     iterations: Positive = 10
 
-    def aside(self, budget: int) -> int:
+    def reserved_slots(self, budget: int) -> int:
         return int(budget * self.ratio)
 
     def select(

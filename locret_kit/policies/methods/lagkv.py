@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..base import Count, Entry, Positive, Score, Slots, wide
+from ..base import Entry, Score, Slots, wide
+from ..parameters import Count, Positive
 from ..registry import part, register
 
 

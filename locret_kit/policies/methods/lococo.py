@@ -31,11 +31,12 @@ from torch.nn import functional as F
 from ...files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
 from ...naming import blaming
 from ...validation import made
-from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
+from ..base import Folded, Merge, Score, Slots, rank_of
+from ..parameters import Odd, Part, Positive
 from ..registry import part
 
 if TYPE_CHECKING:
-    from ...backbones.families import BackboneSpec
+    from ...backbones.spec import BackboneSpec
 
 FORMAT = "locret_kit.lococo.v1"
 DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")
@@ -135,9 +136,9 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
     raw = read_json(folder / CONFIG)
-    found = raw.pop("format", None) if isinstance(raw, dict) else None
-    if not isinstance(raw, dict) or found != FORMAT:
-        raise ValueError(f"{folder / CONFIG} says format={found!r}, a pool says {FORMAT!r}")
+    version = raw.pop("format", None) if isinstance(raw, dict) else None
+    if not isinstance(raw, dict) or version != FORMAT:
+        raise ValueError(f"{folder / CONFIG} says format={version!r}, a pool says {FORMAT!r}")
     raw.pop(HASH, None)
     with blaming(str(folder / CONFIG), ValueError):
         return made(PoolConfig, raw, "field")

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ...cis import mean_of_next
 from ..allocation import Adaptive, Pyramid
-from ..base import Count, Entry, Score, Slots
+from ..base import Entry, Score, Slots
 from ..merging import Nearest
+from ..parameters import Count
+from ..passages import Passages
 from ..prefill_mask import Sliding
 from ..registry import Parts, part, register
-from ..reread import Passages
 from ..scopes import Sinks, Stabilizers, Window
 
 

@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from locret_kernels.sparse_attend import Blocks
 
 from ...files import read_json
-from ..base import Count, Positive, Sparse, wide
+from ..base import Sparse, wide
+from ..parameters import Count, Positive
 from ..registry import part, register
 from .streaming import Recency
 
 if TYPE_CHECKING:
-    from ...backbones.families import BackboneSpec
+    from ...backbones.spec import BackboneSpec
 
 BLOCK = 64
 """Queries of a block, and rows of a tile."""
@@ -36,7 +37,7 @@ class Pattern(NamedTuple):
     """Pattern of one head."""
 
     kind: str
-    """Of ``KINDS``."""
+    """One of ``KINDS``."""
     vertical: int
     """Columns; for ``stream_llm`` the first tokens."""
     slash: int
@@ -171,9 +172,9 @@ class VerticalSlash(Sparse):
             raise ValueError(
                 f"patterns={self.patterns!r} has {len(self._patterns)} layers, and the backbone {spec.n_layers}"
             )
-        most = max((head for one in self._patterns for head in one), default=0)
-        if most >= spec.n_heads:
-            raise ValueError(f"patterns={self.patterns!r} names head {most}, and the backbone has {spec.n_heads}")
+        max_head = max((head for one in self._patterns for head in one), default=0)
+        if max_head >= spec.n_heads:
+            raise ValueError(f"patterns={self.patterns!r} names head {max_head}, and the backbone has {spec.n_heads}")
 
     def of_heads(self, layer: int, heads: slice) -> list[Pattern]:
         """The patterns of some query heads of a layer."""

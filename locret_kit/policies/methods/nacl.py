@@ -8,24 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from locret_kernels.backend import function
-
 from ...backbones.rope import rotate
 from ..attention import Weight, recent_attention
-from ..base import (
-    Count,
-    Entry,
-    PositiveSize,
-    Ratio,
-    Scope,
-    Selection,
-    Size,
-    Slots,
-    best_of,
-    resolve_count,
-    share_of,
-    wanted_count,
-)
+from ..base import Entry, Scope, Selection, Slots, best_of, resolve_count, share_of, wanted_count
+from ..parameters import Count, PositiveSize, Ratio, Size
 from ..registry import part, register
 from ..scopes import Sinks
 from .random import hashed
@@ -77,7 +63,7 @@ class ProxyAttention(Weight):
         if slots.rope is not None:
             cos, sin = slots.rope.tables(torch.arange(n, device=q_BQND.device), q_BQND.dtype)
             q_BQND, k_BHND = rotate(q_BQND, cos, sin), rotate(k_BHND, cos, sin)
-        given_BHN = function("window_attention", slots.backend)(q_BQND, k_BHND, slots.scaling)
+        given_BHN = slots.attention(q_BQND, k_BHND)
         if n == self.first:
             state["given"] = given_BHN
             del state["q"], state["k"]
@@ -113,7 +99,7 @@ class Sampled(Selection):
     """A draw for each 'head', one for all heads of a 'layer' from the softmax of their mean score, or one for 'all' layers,
     whose noise is the same. Heads draw the same tokens as far as the same are left."""
 
-    def aside(self, budget: int) -> int:
+    def reserved_slots(self, budget: int) -> int:
         return int(budget * self.ratio)
 
     def select(

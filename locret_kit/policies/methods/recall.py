@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Count, Found, Positive, Recall, Size, wide
+from ..base import Found, Recall, wide
+from ..parameters import Count, Positive, Size
 from ..registry import part, register
 
 PIECE = 64
@@ -43,17 +44,17 @@ class Blocks(Recall):
     far: Count = 0
     """Distance (tokens) at which all slots stand that are further away; 0: where the run's positions place them."""
 
-    def relevance(self, q_BQTD: Tensor, found: Found) -> Tensor:
-        B, H, N, R, D = found.index_BHNRD.shape
-        stored_BHN = found.there_BHNR.any(-1)
+    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
+        B, H, N, R, D = index.index_BHNRD.shape
+        stored_BHN = index.there_BHNR.any(-1)
         any_BHN = stored_BHN if self.across == "head" else stored_BHN.any(1, keepdim=True).expand(B, H, N)
-        block_BHS = found.block_BHS.clamp(min=0)
-        counts_BHS = (found.block_BHS >= 0) & any_BHN.gather(-1, block_BHS)
-        keys_BHYD = wide(torch.cat((found.index_BHNRD.flatten(2, 3), found.kept_BHSD), 2))
-        shown_BHY = torch.cat((found.there_BHNR.flatten(2), counts_BHS), -1)
+        block_BHS = index.block_BHS.clamp(min=0)
+        counts_BHS = (index.block_BHS >= 0) & any_BHN.gather(-1, block_BHS)
+        keys_BHYD = wide(torch.cat((index.index_BHNRD.flatten(2, 3), index.kept_BHSD), 2))
+        shown_BHY = torch.cat((index.there_BHNR.flatten(2), counts_BHS), -1)
         worth_BHY = keys_BHYD.new_zeros(B, H, keys_BHYD.shape[2])
         for q_BQtD in wide(q_BQTD).split(PIECE, 2):
-            logits_BHXY = q_BQtD.reshape(B, H, -1, D) @ keys_BHYD.mT * found.scaling
+            logits_BHXY = q_BQtD.reshape(B, H, -1, D) @ keys_BHYD.mT * index.scaling
             share_BHXY = logits_BHXY.masked_fill(~shown_BHY[:, :, None], float("-inf")).softmax(-1)
             worth_BHY = torch.maximum(worth_BHY, share_BHXY.amax(2).nan_to_num(0.0))
         number_BHY = torch.cat((torch.arange(N * R, device=block_BHS.device).expand(B, H, -1) // R, block_BHS), -1)

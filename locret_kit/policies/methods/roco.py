@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..attention import Weight
-from ..base import Count, Scope, Size, Slots, best_of, resolve_count, wanted_count
+from ..base import Scope, Slots, best_of, resolve_count, wanted_count
+from ..parameters import Count, Size
 from ..registry import part, register
 
 

@@ -4,7 +4,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import Weight, recent_attention
-from ..base import Odd, Positive, Slots
+from ..base import Slots
+from ..parameters import Odd, Positive
 from ..registry import Parts, part, register
 from ..scopes import Window
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..base import Positive, Sparse, wide
+from ..base import Sparse, wide
+from ..parameters import Positive
 from ..registry import part, register
 from .streaming import Recency
 

@@ -1,0 +1,154 @@
+"""Backbone, heads and caches' settings of an evaluation, from what ``locret-eval`` was given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..settings import PUBLISHED
+
+if TYPE_CHECKING:
+    from ..config.eval_options import EvalConfig
+    from ..evals.engine.run_spec import Setup, Variant
+    from ..heads import RetainingHeads
+    from ..settings import Resolved
+
+
+@dataclass(frozen=True)
+class EvalParts:
+    """Policies, budgets and heads that an evaluation compares, before the backbone is loaded."""
+
+    model: str
+    """The backbone's name."""
+    adapter: str | None
+    heads: dict[str, RetainingHeads]
+    """Heads by the name that rows give them: the checkpoint's last name, or 'untrained'."""
+    hashes: dict[str, str]
+    """Hashes of the heads' weights."""
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the checkpoints."""
+        from ..evals.engine.run_spec import UNTRAINED
+
+        return [name for name in self.heads if name != UNTRAINED]
+
+    def facts(self) -> dict[str, dict[str, object]]:
+        """Facts of each heads' checkpoint for ``config.json``."""
+        return {
+            name: {"weights": self.hashes[name], "inference": one.config.inference} for name, one in self.heads.items()
+        }
+
+
+def load_parts(config: EvalConfig) -> EvalParts:
+    """Heads, and the names of backbone and adapter.
+
+    Raises:
+        ValueError: neither heads nor a backbone, heads of different backbones or adapters, or two of one name.
+    """
+    import torch
+
+    from ..evals.engine.run_spec import RANDOM_HEADS, UNTRAINED
+    from ..heads import RetainingHeads
+    from ..runtime.provenance import weights_hash
+
+    if not config.ckpt and not config.model:
+        raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")
+    heads = {Path(path).name: RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
+    if len(heads) < len(config.ckpt):
+        raise ValueError(f"ckpt={config.ckpt} must have different last names: rows tell them apart by these")
+    first = next(iter(heads.values()), None)
+    model = config.model or (first.config.backbone if first else "")
+    for name, one in heads.items():
+        if not config.model and one.config.backbone != model:
+            raise ValueError(f"ckpt={name} is for {one.config.backbone}, not for {model}: give model=NAME")
+    adapter = _adapter(config.adapter, heads)
+    if RANDOM_HEADS in config.policies:
+        if first is None:
+            raise ValueError(f"policy={RANDOM_HEADS} takes its sizes from heads: give ckpt=PATH_OR_REPO")
+        torch.manual_seed(config.seed)
+        heads[UNTRAINED] = RetainingHeads(first.config)
+    return EvalParts(model, adapter, heads, {name: weights_hash(one) for name, one in heads.items()})
+
+
+def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | None:
+    """The adapter to load: the given one, with a warning for heads that were trained with another; else the heads'.
+
+    Raises:
+        ValueError: none is given, and heads were trained with different ones.
+    """
+    from ..backbones.load import choose_adapter
+
+    recorded = [one.config.adapter for one in heads.values()]
+    adapter, _ = choose_adapter(recorded[0] if recorded else None, given)
+    for name, one in heads.items():
+        _, warning = choose_adapter(one.config.adapter, adapter or "none")
+        if warning and given is None:
+            raise ValueError(
+                f"ckpt={name} was trained with adapter={one.config.adapter or 'none'}, others with {adapter or 'none'}: "
+                "evaluate them apart, or give adapter=NAME or adapter=none"
+            )
+        if warning:
+            print(f"{name}: {warning}", file=sys.stderr)
+    return adapter
+
+
+def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
+    """The backbone with its heads on it.
+
+    Raises:
+        ValueError, OSError: see `load_backbone`; ValueError also for heads of another backbone.
+    """
+    from ..backbones.load import load_backbone
+    from ..backbones.probe import describe
+    from ..evals.engine.run_spec import Setup
+
+    model, tokenizer = load_backbone(
+        parts.model,
+        dtype=config.dtype,
+        device=_device(config.device),
+        adapter=parts.adapter,
+        weight_bits=config.weight_bits,
+    )
+    for one in parts.heads.values():
+        one.check_backbone(describe(model).spec)
+        one.to(model.device, model.dtype)
+    published = {name: one.config.inference for name, one in parts.heads.items()}
+    return Setup(
+        model, tokenizer, parts.model, lambda variant, tokens: settings_of(config, published, variant, tokens), 
+        parts.heads, parts.hashes, parts.adapter, chat=config.chat, ending=config.ending,
+        wording=config.wording, offset=config.offset, seed=config.seed, max_new_tokens=config.max_new_tokens,
+    )  # fmt: skip
+
+
+def settings_of(
+    config: EvalConfig, published: Mapping[str, Mapping[str, object]], variant: Variant, prompt_length: int | None
+) -> Resolved:
+    """A variant's settings as `locret-infer` scales them, from those that its heads are ``published`` with; policies without
+    heads take what all checkpoints agree on.
+
+    Raises:
+        ValueError: checkpoints differ in a setting that a policy without heads takes from them; names it.
+    """
+    given = replace(config.run, budget=variant.budget or None)
+    scaled = {name: given.resolved(one, prompt_length) for name, one in (published or {"-": {}}).items()}
+    settings = scaled.get(variant.heads, next(iter(scaled.values())))
+    for name in PUBLISHED[1:] if variant.budget and variant.heads not in scaled else ():
+        if len(several := {getattr(one, name) for one in scaled.values()}) > 1:
+            values = " and ".join(sorted(map(str, several)))
+            raise ValueError(f"policy={variant.policy}: the checkpoints have {name}={values}: give {name}=...")
+    return settings
+
+
+def _device(device: str | None) -> str | None:
+    """Each local process takes a CUDA device of its own, where there are several and none is named."""
+    import torch
+
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device in (None, "auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{local % torch.cuda.device_count()}"
+    return device

@@ -1,0 +1,146 @@
+"""The options of ``locret-read``, ``locret-info``, ``locret-ask`` and ``locret-kept``. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Interval
+
+from ..settings import Count, RunSettings, StoreSettings
+from .infer_options import Generation
+from .machine import Backbone, Machine
+from .schema import Command, Repeatable
+
+READ_USAGE = """usage: locret-read [FILE] -o BOOK.locret [--key value | key=value ...]
+
+Read a text once into a file that locret-ask and locret-chat ask about.
+
+  locret-read book.txt -o book.locret --ckpt checkpoints/smollm2-135m-locret --budget 1024
+  pdftotext paper.pdf - | locret-read -o paper.locret --model checkpoints/SmolLM2-135M-Instruct --policy snapkv
+  locret-read chapter-2.txt -o book.locret --append"""
+
+INFO_USAGE = """usage: locret-info BOOK.locret [--json]
+
+What a file of locret-read holds. No model is loaded.
+
+  locret-info book.locret
+  locret-info book.locret --json | python -m json.tool"""
+
+ASK_USAGE = """usage: locret-ask BOOK.locret [QUESTION ...] [--key value | key=value ...]
+
+Ask about a text that locret-read has read.
+
+  locret-ask book.locret "Who finds the key?" "Where is it hidden?"
+  locret-ask book.locret --question-file questions.txt --json > answers.jsonl
+  locret-ask from-a-friend.locret "Who finds the key?" --model ~/models/SmolLM2-135M-Instruct --ckpt ~/heads"""
+
+KEPT_USAGE = """usage: locret-kept BOOK.locret [-o PAGE.html] [--key value | key=value ...]
+
+The words that each layer and head kept of a text: in the terminal, or as a page for the browser.
+
+  locret-kept book.locret
+  locret-kept book.locret -o page.html
+  locret-kept book.locret --layer 12 --head 0"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """The text, and the file that it becomes."""
+
+    file: str | None = None
+    """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
+    out: str
+    """The file to write; -o is the same."""
+    append: bool = False
+    """Add the text to the end of the one that the file holds."""
+    overwrite: bool = False
+    """Replace the file if it is there."""
+    title: str | None = None
+    """A name for people. Default: the text's file name."""
+    text: bool = True
+    """Store the text's tokens. Without, the file answers the same questions, but no one can read the text out of it."""
+    chat: bool = True
+    """Put questions through the chat template; without, nothing follows a question."""
+    quiet: bool = False
+    """Nothing on stderr but errors and warnings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions(TextSource, Backbone, RunSettings, Machine):
+    """Options of ``locret-read``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions:
+    """The file."""
+
+    file: str
+    """A file that locret-read wrote."""
+    json: bool = False
+    """The whole record as JSON, as the file holds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The backbone and its retaining heads, which must be those that read the text."""
+
+    ckpt: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: what the file names."""
+    model: str | None = None
+    """The backbone: a folder or a Hub id. Default: what the file names."""
+    adapter: str | None = None
+    """PEFT adapter for the backbone, or none. Default: what the file names."""
+    policy: str | None = None
+    """The same policy, where the file cannot name it: one that merges by weights of a folder. Default: the file's."""
+    force: bool = False
+    """Go on in a wider dtype than the text was read in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Questions and answers."""
+
+    book: str
+    """A file that locret-read wrote."""
+    question: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """Asked about the text; each question starts from the text alone."""
+    question_file: str | None = None
+    """Questions from a file, one a line; - is stdin."""
+    json: bool = False
+    """One line of JSON for each answer, instead of its text as it is written."""
+    quiet: bool = False
+    """Nothing on stderr but errors and warnings."""
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None
+    """Seed of sampling. Default: the one that the text was read with."""
+    graph: bool = False
+    """Replay decoding steps as CUDA graphs; an error where the policy or the machine does not allow it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOptions(Questions, Names, Generation, StoreSettings, Machine):
+    """Options of ``locret-ask``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptOptions:
+    """The file, and what is shown of it."""
+
+    file: str
+    """A file that locret-read wrote, with its text."""
+    out: str | None = None
+    """The page to write; -o is the same. Default: the text in the terminal."""
+    overwrite: bool = False
+    """Replace the page if it is there."""
+    layer: Count | None = None
+    """Show one layer, from 0. Default: all. A page shows each."""
+    head: Count | None = None
+    """Show one key/value head, from 0. Default: all."""
+    model: str | None = None
+    """The backbone whose tokenizer made the tokens: a folder or a Hub id. Default: what the file names."""
+
+
+READ = Command("locret-read", ReadOptions, READ_USAGE, positional=("file",), short={"-o": "--out"})
+INFO = Command("locret-info", InfoOptions, INFO_USAGE, positional=("file",))
+ASK = Command("locret-ask", AskOptions, ASK_USAGE, positional=("book", "question"))
+KEPT = Command("locret-kept", KeptOptions, KEPT_USAGE, positional=("file",), short={"-o": "--out"})

@@ -1,0 +1,188 @@
+"""The configuration of ``locret-eval``: its schemas. Knows no model, imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Interval, MinLen
+
+from ..settings import Budget, Count, RunSettings, Slots
+from ..validation import check
+from .command_line import given_by
+from .machine import Machine
+from .schema import Command, build
+
+USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
+       locret-eval summary out=FOLDER
+       locret-eval report out=FOLDER
+       locret-eval table out=FOLDER [format=latex] [key=value ...]
+       locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]
+       locret-eval benchmark ckpt=[...] haystacks=[FOLDER] out=FOLDER [key=value ...]
+       locret-eval figure NAME out=FOLDER [formats=[pdf]] [key=value ...]
+       locret-eval kept out=FOLDER sample=N [key=value ...]
+       locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
+
+  locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
+      samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
+  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
+  locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
+  torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
+
+A rerun does only what is missing, and what prompts have in common at their beginning is read once.
+An unknown key, task or policy is an error that names the nearest; --help lists the keys, also of subcommands.
+Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies, and here also kvzip and
+kvzip(joint=true) (oracles that read the whole prompt first) and random-heads (locret with untrained heads).
+`locret-eval lm_eval` is lm-evaluation-harness's own command line (pip install 'locret-kit[harness]') with one model more,
+locret; its --model_args take policy=, budget= and this command's keys, such as ckpt= and chunk=."""
+
+Names = Annotated[list[str], MinLen(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(RunSettings, Machine):
+    """The evaluation."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ("budget", "backend")
+
+    tasks: Names
+    """Names, groups (ruler, infinitebench, leval, longbench), files of questions (mine.jsonl, records as locret-train takes
+    them), or fidelity:NAME and agreement:NAME."""
+    out: str
+    """Folder of the rows, the summary and the report."""
+    policies: Names = field(default_factory=lambda: ["full"])
+    """Names or expressions, as locret-infer takes them; 'random-heads' is locret with untrained heads, 'kvzip' and
+    'kvzip(joint=true)' are the unbounded oracle."""
+    budgets: Annotated[list[Budget], MinLen(1)] = field(default_factory=lambda: [1024])
+    """Slots kept per key/value head and layer, or with a point shares of the prompt, such as 0.1; `full` ignores them."""
+    lengths: Annotated[list[Slots], MinLen(1)] = field(default_factory=lambda: [4096])
+    """Prompt tokens: what synthetic prompts have, and documents are cut to."""
+    samples: Annotated[int, Ge(1)] = 20
+    """Examples of each task, at most."""
+    haystacks: Names = field(default_factory=lambda: ["repeated"])
+    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text (perplexity,
+    reconstruction, fidelity) leave 'repeated' out, and read 'pydoc' where it is all there is."""
+    data: list[str] = field(default_factory=list)
+    """Folders with the benchmarks' files; the Hub is asked for what they lack."""
+    ckpt: list[str] = field(default_factory=list)
+    """Retaining heads: folders, files or Hub repositories."""
+    model: str | None = None
+    """The backbone. Default: the one that the heads name."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone, or 'none'. Default: the one that the heads were trained with."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts go through the chat template; auto does as the benchmark does."""
+    ending: Literal["infinitebench", "line", "blank", "lines", "blanks", "labels", "open"] = "infinitebench"
+    """End of hidden-digits prompts: 'infinitebench' (blank lines around the question), 'line' (text, then question and answer
+    in one line), 'blank' (the same after a blank line), 'lines' (a line each), 'blanks' (two blank lines each), 'labels'
+    ('Question:', 'Answer:') or 'open' (the question without the answer's first words; through the chat template too)."""
+    wording: Annotated[int, Interval(ge=0, le=9)] = 0
+    """Words in which hidden digits are said and asked for: 0 is the benchmark's wording, 1 to 9 are others."""
+    offset: Count = 0
+    """Tokens of words without meaning in front of a hidden-digits prompt, which move it against the chunks."""
+    max_new_tokens: Annotated[int, Ge(1)] | None = None
+    """Answer tokens. Default: each task's own."""
+    keep: Annotated[int, Ge(0)] = 0
+    """For the first so many examples of each task: store what the cache holds after the prompt. A rerun leaves rows that
+    are there as they are, so to store more of them takes another ``out``."""
+    retry: Literal["never", "errors"] = "never"
+    """'errors' does examples again that ended with an error."""
+    share_prefix: bool = True
+    """Read what prompts have in common at their beginning once; scores are the same either way, without times each alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.out:
+            raise ValueError("out=... is missing")
+
+
+@dataclass(kw_only=True)
+class RowsConfig:
+    """Rows of a folder; an empty list is all."""
+
+    out: str
+    """Folder of the rows; a figure goes to its ``figures/``."""
+    tasks: list[str] = field(default_factory=list)
+    """Names as rows give them, or as `locret-eval` takes them."""
+    haystacks: list[str] = field(default_factory=list)
+    """Texts of synthetic tasks."""
+    policies: list[str] = field(default_factory=list)
+    """Names or expressions, as the rows give them."""
+    budgets: list[Budget] = field(default_factory=list)
+    """Slots kept per key/value head and layer, or shares; rows of `full` have none and always count."""
+    lengths: list[int] = field(default_factory=list)
+    """Prompt tokens asked for."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(kw_only=True)
+class PairedConfig(RowsConfig):
+    """The comparison, example by example."""
+
+    against: str
+    """A policy as tables name it, such as 'full' or 'locret (smollm2-135m-locret)'; `policies`, if given, must name it too."""
+    figure: str | None = None
+    """One of the rows' figures. Default: the main one of each task."""
+
+
+@dataclass(kw_only=True)
+class KeptConfig(RowsConfig):
+    """The example to show with what was kept of it."""
+
+    sample: Annotated[int, Ge(0)] = 0
+    """The example's number."""
+    layer: int | None = None
+    """One layer instead of all of them."""
+    color: Literal["auto", "always", "never"] = "auto"
+    """auto is on a terminal."""
+
+
+@dataclass(kw_only=True)
+class FolderConfig:
+    """The folder of a run."""
+
+    out: str
+    """Folder of the rows."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder. Raises FileNotFoundError where there is none."""
+        if not Path(self.out).is_dir():
+            raise FileNotFoundError(f"out={self.out} is no folder")
+        return Path(self.out)
+
+
+@dataclass(kw_only=True)
+class NoConfig:
+    """No options."""
+
+
+EVAL = Command("locret-eval", EvalConfig, USAGE)
+PAIRED = Command(
+    "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
+)
+KEPT = Command("locret-eval", KeptConfig, "usage: locret-eval kept out=FOLDER sample=N [key=value ...]")
+TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
+
+FROZEN_KEYS = (
+    *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
+    "model", "adapter", "chat", "ending", "wording", "offset", "max_new_tokens", "dtype", "weight_bits",
+)  # fmt: skip
+"""Keys that all rows of a folder share, and the heads of one name; the others may differ from one run to the next."""
+
+
+def load_eval_config(argv: list[str]) -> EvalConfig:
+    """The options of an evaluation.
+
+    Raises:
+        ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
+    """
+    return build(EvalConfig, given_by(EVAL, argv))
+
+
+def folder_command(name: str) -> Command[FolderConfig]:
+    """Options of subcommands that take ``out=FOLDER`` alone."""
+    return Command("locret-eval", FolderConfig, f"usage: locret-eval {name} out=FOLDER")

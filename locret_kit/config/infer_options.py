@@ -1,0 +1,129 @@
+"""The options of ``locret-infer``. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Interval
+
+from ..settings import Bytes, RunSettings
+from ..validation import Description, check
+from .machine import Backbone, Machine
+from .schema import Command, Repeatable
+
+USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
+
+Answer from a long text in a fixed key/value budget.
+
+  locret-infer long.txt --ckpt checkpoints/smollm2-135m-locret --budget 1024 --question "What is the pass key?"
+  locret-infer --ckpt user/heads --budget 0.1 --question "Who?" --question "When?" < long.txt
+  locret-infer book.txt --model checkpoints/SmolLM2-135M-Instruct --policy 'h2o(window=0.25)' --budget 512
+  locret-infer --batch prompts.jsonl -o answers.jsonl --ckpt checkpoints/smollm2-135m-locret"""
+
+Name = str | int
+"""Name of a line of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The text."""
+
+    file: str | None = None
+    """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
+    question: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """Asked about the text, through the chat template. Given several times, each is answered in turn; the text is read once,
+    unless the budget is a share of each prompt. Without one the text is continued."""
+    question_file: str | None = None
+    """The question, from a file."""
+    chat: bool = True
+    """Use the chat template; without, nothing follows the question: it may end with the answer's first words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Many:
+    """Many prompts at once."""
+
+    batch: str | None = None
+    """A file or a pipe of prompts, a JSON object per line: `prompt` (continued as it is), `text` and `question`, or `messages`
+    (`role` and `content`); if wanted `id` (default: the line's number), `seed`, `max_new_tokens`, `temperature`, `top_k`,
+    `top_p`, `repetition_penalty`. Each answer is what this prompt alone would get."""
+    out: str | None = None
+    """The file of --batch for answers, a JSON object per prompt, in the order in which they end; -o is the same. A prompt whose
+    id has an answer there is not run again, one with an error is. The exit status is 1 where a prompt has an error."""
+    batch_size: Annotated[int, Ge(1)] = 32
+    """Prompts of --batch at once, at most; each holds a cache of its own, of budget + chunk rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Generation."""
+
+    max_new_tokens: Annotated[int, Ge(1)] = 64
+    """Answer tokens, at most; an answer that is cut there says so."""
+    temperature: Annotated[float, Ge(0)] = 0.0
+    """0 is greedy."""
+    top_k: Annotated[int, Ge(0)] = 0
+    """Most likely tokens to draw from; 0 is all."""
+    top_p: float = 1.0
+    """Share of the likelihood to draw from."""
+    repetition_penalty: float = 1.0
+    """Divides the scores of tokens that were there already; 1 is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Output, and the memory that it takes."""
+
+    graph: bool = False
+    """Replay decoding steps as CUDA graphs; an error where the policy or the machine does not allow it."""
+    gpu_memory: Bytes | None = None
+    """Take no more of a CUDA device than this, such as 24GiB, and plan the chunk for it."""
+    report: str | None = None
+    """A JSON file for every figure of the run."""
+    quiet: bool = False
+    """Nothing on stderr but errors and warnings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferOptions(Text, Many, Backbone, Generation, Output, RunSettings, Machine):
+    """Options of ``locret-infer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPrompt(Generation):
+    """A line of ``--batch``.
+
+    Raises:
+        ValueError: a field of a wrong type or out of bounds, or not one way to write a prompt.
+    """
+
+    id: Annotated[Name | None, Description("a text or an integer")] = None
+    prompt: str | None = None
+    text: str | None = None
+    question: str | None = None
+    messages: Annotated[
+        list[dict[str, str]] | None, Description('a list of {"role": ..., "content": ...}, both texts')
+    ] = None
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+        asked = self.question if self.text is None else self.text
+        forms = {"prompt": self.prompt, "text and question": asked, "messages": self.messages}
+        given = [form for form, value in forms.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of: {', '.join(forms)}; found {' and '.join(given) or 'none'}")
+        if (self.text is None) != (self.question is None):
+            raise ValueError("text and question go together; a text that is to be continued is a prompt")
+
+
+_READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.locret answers about it"
+INFER = Command(
+    "locret-infer",
+    InferOptions,
+    USAGE,
+    positional=("file",),
+    short={"-o": "--out"},
+    gone={"save_cache": _READ_ONCE, "cache": _READ_ONCE},
+)

@@ -1,0 +1,79 @@
+"""The options of ``locret-serve``. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Interval
+
+from ..settings import Bytes, RunSettings
+from .machine import Machine
+from .schema import Command, Repeatable
+
+USAGE = """usage: locret-serve [--key value | key=value ...]
+
+Serve OpenAI's protocol with a fixed key/value budget per session.
+
+  locret-serve --ckpt checkpoints/smollm2-135m-locret --port 8000
+  locret-serve --ckpt user/heads --budget 4096 --sessions 16 --api-key-file keys.txt --host 0.0.0.0"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """The service."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback should have --api-key-file."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names by which requests may call a server without API keys, beside localhost and the address at which they arrive; * for
+    any. A proxy's public name is one. With --api-key-file any name will do."""
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8000
+    """Port; 0 takes a free one and prints it."""
+    sessions: Annotated[int, Ge(1)] = 8
+    """Caches at once: requests that run, and conversations that wait for their next turn."""
+    queue: Annotated[int, Ge(1)] = 64
+    """Requests that may wait; more get status 429."""
+    documents: Annotated[int, Ge(0)] = 8
+    """Documents in memory at once."""
+    beginnings: Annotated[int, Ge(0)] = 2
+    """Equal beginnings of prompts (system prompts) that are read once, in memory at once; 0 reads each prompt alone."""
+    share_beginnings: bool = False
+    """Share them among all API keys. Then the time of an answer tells whether another key's prompt began alike."""
+    session_dir: str | None = None
+    """Folder where every conversation is saved after each turn, and every document, so that they outlive the server and
+    leave memory for others. Default: none, they are in memory alone."""
+    share_session_dir: bool = False
+    """Share that folder with other servers of the same model, heads and settings (replicas): each goes on from what the others
+    have saved."""
+    session_disk: Bytes = "10GiB"
+    """Size of that folder, at most: files that were used least recently are removed."""
+    max_prompt_tokens: Annotated[int, Ge(1)] = 131072
+    """Tokens of a prompt, at most."""
+    max_answer_tokens: Annotated[int, Ge(1)] = 4096
+    """Tokens of an answer, at most."""
+    grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0
+    """Seconds that answers which run are given after Ctrl-C or SIGTERM; then they end with an error that says so."""
+    api_key_file: str | None = None
+    """A file with one API key per line. Default: no key is asked for."""
+    policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """A policy that requests may ask for; several times for several."""
+    model_name: str | None = None
+    """Name of the model in the protocol. Default: the last part of the heads' or the backbone's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Service, RunSettings, Machine):
+    """The backbone, its retaining heads and the policy."""
+
+    ckpt: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
+    model: str | None = None
+    """The backbone: a folder or a Hub id. Default: the one the heads name."""
+    adapter: str | None = None
+    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
+    policy: str | None = None
+    """A policy's name or an expression. Default: what the heads were published with; without heads streaming."""
+
+
+SERVE = Command("locret-serve", ServeOptions, USAGE)

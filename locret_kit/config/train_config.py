@@ -1,0 +1,267 @@
+"""The configuration of ``locret-train``: its schema. This module knows no model and imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Interval, Len, MinLen, Predicate
+
+from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
+from ..validation import Description
+from .machine import Dtype
+from .signal_config import Fraction, GatesSection, LossConfig, PoolSection, TargetConfig
+
+Betas = Annotated[
+    list[Annotated[float, Interval(ge=0, lt=1)]], Len(2, 2), Description("two numbers, each at least 0 and below 1")
+]
+Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
+
+
+@dataclass
+class BackboneConfig:
+    """The frozen language model."""
+
+    model: str
+    """Hub id or folder. A relative folder is looked for here first, then beside the installed project."""
+    dtype: Dtype = "auto"
+    """auto is bfloat16 where the hardware computes in it."""
+    weight_bits: Literal[8, 4] | None = None
+    """Bits of the layers' weights, quantised by bitsandbytes as they are loaded; null leaves them in ``dtype``."""
+    adapter: str | None = None
+    """PEFT adapter to put on the backbone: Hub id or folder."""
+    revision: str | None = None
+    """Hub revision of the model: branch, tag or commit."""
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    """For a backbone that no one GPU holds, in one process: 'auto', 'balanced', 'balanced_low_0' or 'sequential' spread
+    its layers over the GPUs, and over the CPU's memory what is left, as accelerate places them. Null: on one device."""
+    gpu_memory: Bytes | None = None
+    """Most of each GPU that a spread backbone's weights may take, such as 18GiB; null leaves accelerate's margin."""
+
+
+@dataclass
+class HeadsSection:
+    """The retaining heads."""
+
+    d_hidden: Slots = 1024
+    """Width of a head's hidden layer, or the rank of ``form=sink``; ``form=linear`` has none."""
+    form: Literal["mlp", "linear", "sink"] = "mlp"
+    """'mlp' (the paper's), 'linear' or 'sink' (low-rank attention to itself against learned sinks)."""
+    init: str | None = None
+    """Heads to begin with: a folder, a file or a Hub repository; null begins with random ones."""
+    dtype_saved: Literal["bfloat16", "float32"] = "bfloat16"
+    """'bfloat16' or 'float32': the type of the saved weights. Training is in float32."""
+
+
+@dataclass
+class DataConfig:
+    """The training samples."""
+
+    sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
+    """'synthetic', files or folders of records, or Hub data set ids."""
+    weights: list[Annotated[float, Gt(0)]] | None = None
+    """Share of samples from each source; null draws from all sources alike."""
+    texts: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["pydoc"])
+    """Real text that synthetic samples are made of: 'pydoc', 'jargon', files or folders."""
+    max_tokens: Annotated[int, Ge(2)] = 10240
+    """Longest sample, prompt and answer together, tokens."""
+    truncate: Literal["middle", "end"] = "middle"
+    """Part of a longer record's user message that is cut: its 'middle', so that a question at either end stays, or its 'end',
+    as Locret's published code cuts prompts."""
+    queries: Literal["answers", "replay", "both"] = "answers"
+    """Queries that targets are made of: the 'answers', a 'replay' of the prompt in their place (KVzip), or 'both'. With a
+    replay a sample has up to twice ``max_tokens`` and a few more, and a step needs the memory of as many."""
+    replay_chunk: Slots = 512
+    """Prompt tokens that one request to repeat them asks for."""
+    repetitive: Fraction = 0.3
+    """Share of synthetic samples whose haystack is one repeated paragraph."""
+    val_samples: Count = 8
+    """Validation samples. What they are made of is set aside, and never trained on: a record each, or a tenth of each text.
+    0 skips validation and sets nothing aside."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    batch: Slots = 1
+    """Samples of one forward, those of like length together, padded to the longest; a divisor of ``optim.accumulate``.
+    It changes speed and memory, not the curve: targets and loss never see the padding."""
+    num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
+    """Processes that make training samples ahead of each device; 0 makes them in the training process."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with linear warm-up and decay."""
+
+    lr: Annotated[float, Interval(gt=0, le=1)] = 5e-4
+    """Peak learning rate."""
+    betas: Betas = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two decay rates."""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_value: Annotated[float, Ge(0)] = 0.5
+    """Largest absolute value of a gradient element; 0 does not clip."""
+    warmup_steps: Count = 2000
+    """Optimiser steps of linear warm-up; the peak is not reached in a run of fewer steps."""
+    steps: Slots = 3000
+    """Optimiser steps of the whole run."""
+    accumulate: Slots = 1
+    """Samples on each device whose gradients make one optimiser step."""
+
+
+@dataclass
+class TrainerConfig:
+    """The machine, and what training writes when."""
+
+    accelerator: str = "auto"
+    """Lightning's name: 'auto', 'cpu', 'gpu', ..."""
+    devices: Slots = 1
+    """Devices on each node."""
+    strategy: Strategy = "auto"
+    """'auto' (one device), 'ddp' (copies on every device), 'fsdp' (heads and backbone sharded), 'deepspeed_stage_2'
+    (copies, optimiser sharded), 'deepspeed_stage_3' (all sharded) or 'deepspeed_stage_3_offload' (in the CPU's memory)."""
+    num_nodes: Slots = 1
+    """Machines."""
+    log_every: Slots = 1
+    """Optimiser steps between log lines."""
+    val_every: Slots = 100
+    """Optimiser steps between validations."""
+    save_every: Slots = 100
+    """Optimiser steps between checkpoints."""
+    keep_best: Count = 2
+    """Heads of the highest validation recall kept in ``out/best``, ready for inference; 0 keeps none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(RunSettings):
+    """Defaults for inference, written into the checkpoint."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = tuple(item.name for item in fields(RunSettings) if item.name not in PUBLISHED)
+
+    budget: Slots = 6000
+    """Slots a KV head keeps in one layer, everything counted."""
+    chunk: Slots = 3072
+    """Tokens of one prefill chunk."""
+    stabilizers: Count = 2500
+    """Newest slots that no eviction touches during prefill (n_s); part of the budget."""
+    local_len: Count = 100
+    """Last prompt tokens that are never evicted."""
+    positions: Annotated[str, Predicate(is_positions)] = "compact"
+    """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between)."""
+    policy: str | None = None
+    """A policy's name or an expression of the grammar; null is locret."""
+
+    def published(self) -> dict[str, object]:
+        """The settings that a checkpoint brings to inference."""
+        return {name: getattr(self, name) for name in PUBLISHED}
+
+
+@dataclass
+class TrialsSection:
+    """Several sets of heads that learn from the same forwards, each by settings of its own."""
+
+    file: str | None = None
+    """YAML file of trials: settings by name (sections heads, target, loss and infer, and optim.lr, betas and weight_decay), or
+    the name of one of ``recipes/trials``. Every trial equals the same run alone, and its last heads are in ``out/heads/NAME``."""
+    only: list[str] = field(default_factory=list)
+    """Names of the trials to run; an empty list is all."""
+    rates: list[Annotated[float, Interval(gt=0, le=1)]] = field(default_factory=list)
+    """Learning rates that every trial is run with, once each, as NAME@RATE; an empty list runs each with its ``optim.lr``."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Everything a training run needs."""
+
+    recipe: str
+    """Name of the recipe, or path of its YAML file."""
+    trains: Literal["heads", "end_to_end", "pool"] = "heads"
+    """'heads' (retaining heads, from each layer's targets), 'end_to_end' (retaining heads, from the model's output; the section
+    ``gates`` in place of ``target`` and ``loss``) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``; the sections ``heads``,
+    ``target`` and ``loss`` are not used then). ``data.batch`` and ``trainer.keep_best`` are of 'heads' alone."""
+    backbone: BackboneConfig
+    heads: HeadsSection = field(default_factory=HeadsSection)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    infer: InferConfig = field(default_factory=InferConfig)
+    pool: PoolSection = field(default_factory=PoolSection)
+    gates: GatesSection = field(default_factory=GatesSection)
+    trials: TrialsSection = field(default_factory=TrialsSection)
+    out: str = "runs/${recipe}"
+    """Folder for checkpoints and logs."""
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
+    """Seeds the heads and the samples."""
+    resume: str = "never"
+    """'auto' (the newest checkpoint in ``out``, if any), 'never' (an ``out`` that holds a run is refused), or a
+    checkpoint's path."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError at fields that do not go together, naming them."""
+        self.recipe = Path(self.recipe).stem if self.recipe.endswith((".yaml", ".yml")) else self.recipe
+        self.out = self.out.replace("${recipe}", self.recipe)
+        if "${" in self.out:
+            raise ValueError(f"out={self.out}: of all names only ${{recipe}} is filled in")
+        if self.target.window and self.target.kind != "log_mass":
+            raise ValueError(f"target.window={self.target.window} has no effect on target.kind={self.target.kind}")
+        if self.target.window >= self.data.max_tokens:
+            raise ValueError(
+                f"target.window={self.target.window} must be below data.max_tokens={self.data.max_tokens}: no query would count"
+            )
+        if self.loss.kind == "bce_mass" and (self.target.kind == "logit" or self.target.values):
+            raise ValueError(
+                "loss.kind=bce_mass needs probabilities: target.kind=log_prob or log_mass, without target.values"
+            )
+        if self.target.queries != "all" and self.data.queries != "both":
+            raise ValueError(f"target.queries={self.target.queries} needs data.queries=both, not {self.data.queries}")
+        if self.trials.file is not None and (self.trains != "heads" or self.trainer.strategy not in ("auto", "ddp")):
+            raise ValueError(
+                f"trials.file={self.trials.file} needs trains=heads and trainer.strategy=auto or ddp, not "
+                f"trains={self.trains} with {self.trainer.strategy}"
+            )
+        if self.trials.file is None and (self.trials.only or self.trials.rates):
+            raise ValueError("trials.only and trials.rates have no effect without trials.file")
+        if self.trains != "heads" and self.data.queries != "answers":
+            raise ValueError(
+                f"data.queries={self.data.queries} has no effect on trains={self.trains}: it learns from answers"
+            )
+        if self.trains == "end_to_end" and self.trainer.strategy not in ("auto", "ddp"):
+            raise ValueError(f"trainer.strategy={self.trainer.strategy} must be auto or ddp where trains=end_to_end")
+        weights, sources, infer = self.data.weights, self.data.sources, self.infer
+        if weights is not None and len(weights) != len(sources):
+            raise ValueError(
+                f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources"
+            )
+        if self.optim.accumulate % self.data.batch:
+            raise ValueError(
+                f"optim.accumulate={self.optim.accumulate} must be a multiple of data.batch={self.data.batch}"
+            )
+        spread, strategy = self.backbone.device_map, self.trainer.strategy
+        if spread and strategy != "auto":
+            raise ValueError(
+                f"backbone.device_map={spread} spreads one process's backbone, trainer.strategy={strategy} runs one process "
+                "a device: choose trainer.strategy=auto, or fsdp or deepspeed_stage_3 without a map, which shard the backbone"
+            )
+        if self.backbone.weight_bits and strategy in ("fsdp", "deepspeed_stage_3", "deepspeed_stage_3_offload"):
+            raise ValueError(
+                f"backbone.weight_bits={self.backbone.weight_bits} packs weights, which trainer.strategy={strategy} would shard: "
+                "choose auto, ddp or deepspeed_stage_2"
+            )
+        if self.backbone.gpu_memory and not spread:
+            raise ValueError(
+                f"backbone.gpu_memory={self.backbone.gpu_memory} needs a backbone.device_map, such as auto"
+            )
+        if self.trains == "pool" and self.infer.policy is not None:
+            raise ValueError(f"infer.policy={self.infer.policy} has no effect on a pool: name pool.policy")
+        if self.trains == "pool" and self.pool.slots >= infer.budget:
+            raise ValueError(f"pool.slots={self.pool.slots} must be below infer.budget={infer.budget}")
+        for name in ("stabilizers", "local_len"):
+            if getattr(infer, name) >= infer.budget:
+                raise ValueError(f"infer.{name}={getattr(infer, name)} must be below infer.budget={infer.budget}")
+        if self.resume not in ("auto", "never") and not Path(self.resume).exists():
+            raise ValueError(f"resume={self.resume} must be 'auto', 'never' or the path of a checkpoint")
+        if self.infer.policy is not None:
+            from ..policies.grammar import parse_policy
+
+            parse_policy(self.infer.policy)

@@ -1,0 +1,134 @@
+"""Text of a document as tokens: those that are settled, the end that hangs on what follows, and those that nobody knows."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..runtime.tokens import IdStream
+from ..text.template import has_template, render_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class DocumentText:
+    """The text of a document behind what a chat template puts before it.
+
+    Args:
+        stream: its tokens. chat: questions go through the chat template. before: the template's text before the document.
+        unknown: first tokens whose ids are not known, where a file was written without its text.
+    """
+
+    def __init__(self, stream: IdStream, *, chat: bool, before: str, unknown: int = 0) -> None:
+        self.stream, self.chat, self.before, self.unknown = stream, chat, before, unknown
+
+    @classmethod
+    def begin(cls, tokenizer: PreTrainedTokenizerBase, chat: bool) -> DocumentText:
+        """A text without a word. Raises ValueError for a slow tokenizer."""
+        before = render_prompt(tokenizer, "", "", chat=chat)[0]
+        stream = open_stream(tokenizer, chat)
+        stream.feed(before)
+        return cls(stream, chat=chat, before=before)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.stream.tokenizer
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, the template's before the text included."""
+        return self.unknown + len(self.stream.finish())
+
+    @property
+    def ids(self) -> array[int]:
+        """Token ids; zeros for those that are not known."""
+        return self.ids_before("")
+
+    @property
+    def settled(self) -> array[int]:
+        """Token ids that no later text can change; zeros for those that are not known."""
+        return self._with_unknown(self.stream.ids)
+
+    @property
+    def bare(self) -> bool:
+        """Whether nothing of the text is at hand: a file without its text, to which nothing was added."""
+        stream = self.stream
+        return bool(self.unknown) and not stream.ids and not stream.text[stream.done :].strip()
+
+    def copy(self) -> DocumentText:
+        """A text of its own, to which more is added."""
+        stream = copy(self.stream)
+        stream.ids = array("i", stream.ids)
+        return DocumentText(stream, chat=self.chat, before=self.before, unknown=self.unknown)
+
+    def feed(self, text: str | Path | Iterable[str]) -> bool:
+        """Add a text, pieces of it, or the file at a path (see ``text.reader``) at the end; whether it holds a word.
+
+        Raises:
+            OSError, ValueError: the file cannot be read.
+        """
+        if isinstance(text, Path):
+            from ..text.reader import read_document
+
+            text = read_document(text)
+        words = False
+        for piece in [text] if isinstance(text, str) else text:
+            words = words or bool(piece.strip())
+            self.stream.feed(piece)
+        return words
+
+    def settle(self) -> None:
+        """Settle every token that no later text can change."""
+        self.stream.settle()
+
+    def ids_before(self, after: str) -> array[int]:
+        """Token ids of the document and the text ``after`` it; zeros for those that are not known."""
+        return self._with_unknown(self.stream.finish(after))
+
+    def prompt(self, question: str) -> array[int]:
+        """Token ids of the whole prompt; zeros for those that are not known.
+
+        Raises:
+            ValueError: the chat template puts something else before the document than without the question.
+        """
+        # What was read stays what it is, also where a template tells the date.
+        empty, _ = render_prompt(self.tokenizer, "", "", chat=self.chat)
+        before, after = render_prompt(self.tokenizer, "", question, chat=self.chat)
+        if before != empty:
+            raise ValueError("the chat template's text before the document depends on the question")
+        return self.ids_before(after)
+
+    def before_questions(self, local_len: int) -> int:
+        """Number of tokens before the tail of ``local_len`` tokens that even the shortest question holds back."""
+        after = render_prompt(self.tokenizer, "", "?", chat=self.chat)[1]
+        # Some tokenizers join a question's first letters to what precedes: two tokens fewer.
+        return self.unknown + min(len(self.stream.finish(after)) - local_len - 2, len(self.stream.ids))
+
+    def forgotten(self) -> tuple[array[int], DocumentText]:
+        """Every token's id, zeros for those that are not known, and the text without them.
+
+        Raises:
+            ValueError: its last token hangs on what follows.
+        """
+        text = self.copy()
+        stream = text.stream
+        stream.forget()
+        question = render_prompt(self.tokenizer, "", "What?", chat=self.chat)[1]
+        if stream.finish(question) != self.stream.finish(question):
+            raise ValueError("the last token of the text hangs on the question: it cannot be saved without its text")
+        ids, stream.ids = text.settled, array("i")
+        text.unknown = len(ids)
+        return ids, text
+
+    def _with_unknown(self, ids: array[int]) -> array[int]:
+        """Ids after zeros in the place of those that are not known, which the cache has read."""
+        return array("i", bytes(4 * self.unknown)) + ids
+
+
+def open_stream(tokenizer: PreTrainedTokenizerBase, chat: bool) -> IdStream:
+    """The stream of a prompt's tokens. A chat template writes the special tokens itself."""
+    return IdStream(tokenizer, special=not (chat and has_template(tokenizer)))

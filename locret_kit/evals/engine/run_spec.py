@@ -1,0 +1,166 @@
+"""Plain data of a run: backbone, tasks, variants; built by the command line, or by hand from Python."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...settings import Resolved
+from ..tasks.task import Example, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ...heads import RetainingHeads
+
+RANDOM_HEADS = "random-heads"
+"""The policy `locret` with untrained heads."""
+UNTRAINED = "untrained"
+"""Its heads, as rows name them."""
+ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
+"""Unbounded oracles, see `oracle`: whether heads and layers share the slots among them."""
+
+
+@dataclass
+class Setup:
+    """The backbone, the heads and the settings of every cache of a run."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """The backbone, as it was named."""
+    settings_for: Callable[[Variant, int | None], Resolved]
+    """Settings of a variant's cache for a prompt of so many tokens (None: not known): those of its heads scaled to its
+    budget, of `full` at their own budget."""
+    heads: dict[str, RetainingHeads] = field(default_factory=dict)
+    """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Hashes of the heads' weights, see `provenance.weights_hash`."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone, as it was named."""
+    chat: str = "auto"
+    ending: str = "infinitebench"
+    wording: int = 0
+    offset: int = 0
+    seed: int = 0
+    max_new_tokens: int | None = None
+    """Answer tokens of every task; None takes each task's own."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of the comparison."""
+
+    policy: str
+    heads: str
+    budget: int | float
+    """Slots, or a share of the prompt; 0 for `full`."""
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """One prompt, which every variant reads: a task's example by its number; see `runner.make` for the rest."""
+
+    task: Task
+    length: int
+    sample: int
+    example: Example = field(default_factory=lambda: Example(""))
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    """Token ids (int32); none before it is made."""
+    error: Exception | None = None
+    """The reason why it cannot be made."""
+
+    def key(self, variant: Variant) -> tuple[str | int | float, ...]:
+        """The key of its row, see `result_rows.KEY`."""
+        task = self.task
+        return task.name, task.haystack, self.length, variant.budget, variant.policy, variant.heads, self.sample
+
+
+@dataclass
+class Run:
+    """Everything that `runner.answer` does."""
+
+    setup: Setup
+    tasks: list[Task]
+    variants: list[Variant]
+    lengths: list[int]
+    samples: int
+    out: Path
+    keep: int = 0
+    """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
+    retry_errors: bool = False
+    """Do examples again that ended with an error."""
+    share_prefix: bool = True
+    """Read what prompts about one document have in common once, see `shared_beginning`."""
+    rank: int = 0
+    world_size: int = 1
+
+    def batches(self) -> list[list[EvalPrompt]]:
+        """All prompts, in the same order in every process: those of a task that begin alike together, the others one by
+        one, first numbers of every task and length first."""
+        by_beginning: dict[tuple[str, str, int, int], list[EvalPrompt]] = defaultdict(list)
+        for prompt in self.prompts():
+            task, alike = prompt.task, self.share_prefix and prompt.task.begins_alike
+            by_beginning[task.name, task.haystack, prompt.length, -1 if alike else prompt.sample].append(prompt)
+        return list(by_beginning.values())
+
+    def prompts(self) -> Iterator[EvalPrompt]:
+        """All prompts, before they are made: first numbers of every task and length first."""
+        for sample in range(self.samples):
+            for length in self.lengths:
+                for task in self.tasks:
+                    if task.size is None or sample < task.size:
+                        yield EvalPrompt(task, length, sample)
+
+
+def is_oracle(policy: str) -> bool:
+    """Whether a policy is one of `ORACLES`.
+
+    Raises:
+        ValueError: an oracle with other parameters.
+    """
+    if policy not in ORACLES and policy.split("(")[0].strip() == "kvzip":
+        raise ValueError(f"policy={policy} must be one of: {', '.join(ORACLES)}")
+    return policy in ORACLES
+
+
+def check_policies(policies: list[str], kv_bits: int | None) -> None:
+    """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
+    ``kv_bits`` bits."""
+    from ...cache.storage.quantised import check_bits, check_storage
+    from ...policies.grammar import parse_policy
+
+    check_bits(kv_bits)
+    for policy in policies:
+        if policy != RANDOM_HEADS and not is_oracle(policy):
+            check_storage(kv_bits, parse_policy(policy))
+
+
+def variants(policies: list[str], budgets: Sequence[int | float], heads: list[str]) -> list[Variant]:
+    """Policies by budgets, in the order given; policies that need heads once for each checkpoint.
+
+    Raises:
+        ValueError: an unknown policy, or one that needs heads where there are none.
+    """
+    from ...policies.grammar import parse_policy
+
+    columns = []
+    for policy in policies:
+        if policy == RANDOM_HEADS:
+            names = [UNTRAINED]
+        elif is_oracle(policy):
+            names = ["-"]
+        else:
+            parsed = parse_policy(policy)
+            if parsed.needs_heads and not heads:
+                raise ValueError(f"policy={policy} needs retaining heads: give ckpt=PATH_OR_REPO")
+            names = heads if parsed.needs_heads else ["-"]
+            if parsed.keeps_everything:
+                columns += [Variant(policy, name, 0) for name in names]
+                continue
+        columns += [Variant(policy, name, budget) for name in names for budget in budgets]
+    return list(dict.fromkeys(columns))

@@ -1,0 +1,276 @@
+"""Tasks that bring their own documents: one YAML table a benchmark, one entry a task.
+
+The files come from local folders (``data=``) or from the Hub. An entry's fields, beside those of `Task`:
+``file`` (its name without ending; the task's own name by default), ``hub`` (arguments of `datasets.load_dataset`),
+``prompt`` (a format string over the record's fields), ``prefix`` (the answer's first words), ``answer`` (a field, or
+'option': the text and letter of one of the record's ``options``), ``each`` (lists of the record that are walked
+together), ``extract`` (fields made of others by a pattern), ``words`` (the field whose words are counted as
+``{words}``), ``extra`` (what the metric needs: fields or plain values), ``truncate`` ('middle' of the prompt, the
+document's 'end' or 'start', or 'never'), ``document`` (the field cut), ``shots`` and ``shot`` (examples in front, from
+the training split).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from ...naming import first_line
+from ...samples.records import SUFFIXES, read_records
+from ...text.spans import encode
+from ..metrics import Answer, Extra
+from .task import Example, ExampleRequest, Task, count_ids, wrap
+
+BENCHMARKS = {"infinitebench": "infinitebench.", "leval": "leval.", "longbench": "longbench.", "short": ""}
+"""Tables by name, and what their tasks' names begin with."""
+Record = dict[str, Any]
+"""A document with its questions and answers, as the data set has it."""
+Numbered = tuple[int, Record]
+"""A record with its document's number."""
+PromptOf = Callable[[str], tuple[str, bool]]
+"""Gives the prompt of a text, and whether the tokenizer adds its special tokens to it."""
+TRUNCATE = ("middle", "end", "start", "never")
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """One entry of a table."""
+
+    name: str
+    prompt: str
+    metric: str
+    file: str
+    hub: Mapping[str, str]
+    answer: str | None = None
+    prefix: str = ""
+    kind: str = "answer"
+    max_new_tokens: int = 64
+    chat: bool = True
+    truncate: str = "middle"
+    document: str = ""
+    each: Mapping[str, str] = field(default_factory=dict)
+    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    words: str | None = None
+    extra: Extra = field(default_factory=dict)
+    shots: int = 0
+    shot: str = ""
+
+
+@lru_cache(maxsize=1)
+def entries() -> dict[str, TaskEntry]:
+    """Every task of every table, by its full name."""
+    import yaml
+
+    by_name = {}
+    for table, start in BENCHMARKS.items():
+        loaded = yaml.safe_load(resources.files(__package__).joinpath(f"{table}.yaml").read_text(encoding="utf-8"))
+        for name, values in loaded["tasks"].items():
+            merged = {"file": name, **loaded["defaults"], **values}
+            by_name[start + name] = TaskEntry(name=start + name, **merged)
+    return by_name
+
+
+def document_task(name: str, data: Sequence[str], samples: int) -> Task:
+    """The task of an entry, its first ``samples`` examples read.
+
+    Raises:
+        FileNotFoundError: the files are neither in a folder of ``data`` nor to be had from the Hub.
+        ValueError: a record lacks a field that the prompt, the answer or the metric names.
+    """
+    entry = entries()[name]
+    return task_of(entry, _examples(entry, _records(entry, data)), samples, _shots(entry, data))
+
+
+def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
+    """The task of an entry over records, of which the first ``samples`` are read; ``shots`` stands in front of each prompt.
+
+    Raises:
+        ValueError: there is no record, or the first lacks a field that the prompt, the answer or the metric names.
+    """
+    examples = list(islice(records, samples))
+    if not examples:
+        raise ValueError(f"task={entry.name}: its data set holds no example")
+
+    def make(request: ExampleRequest) -> Example:
+        number, record = examples[request.sample]
+        return replace(_example(entry, record, shots, request), document=0 if shots else number)
+
+    _rendered(entry, examples[0][1], shots)  # a missing field shows before the run
+    return Task(
+        entry.name, make, entry.metric, entry.max_new_tokens, kind=entry.kind, size=len(examples),
+        begins_alike=bool(entry.each or entry.shots),
+    )  # fmt: skip
+
+
+# ---- records -------------------------------------------------------------------------------------------------------
+
+
+def _records(entry: TaskEntry, data: Sequence[str], split: str | None = None) -> Iterator[Record]:
+    """Records of a split, by default the task's own, from the first folder that has them, else from the Hub."""
+    for folder in data:
+        if paths := _find_files(entry, Path(folder), split):
+            return chain.from_iterable(map(read_records, paths))
+    return _hub_records(entry, data, split)
+
+
+def _find_files(entry: TaskEntry, folder: Path, split: str | None) -> list[Path]:
+    """The task's own ``file.jsonl`` (.json, .parquet) anywhere below the folder; or, in a folder by that name, the split's
+    file or its shards in order, first where the data set's version (the Hub's ``name``) has a folder.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data={folder} is no folder")
+    for path in sorted(folder.rglob(f"{entry.file}*")) if split is None else ():
+        if path.is_file() and path.suffix in SUFFIXES and path.stem == entry.file:
+            return [path]
+    split = split or entry.hub.get("split", "test")
+    named = [path for path in (folder, *sorted(folder.rglob(entry.file))) if path.is_dir() and path.name == entry.file]
+    for place in (place for path in named for place in (path / entry.hub.get("name", ""), path)):
+        files = [path for path in sorted(place.rglob("*")) if path.suffix in SUFFIXES]
+        of_split = [path for path in files if path.name.startswith(split) or path.parent.name == split]
+        if of_split:
+            return [path for path in of_split if _series(path) == _series(of_split[0])]
+    return []
+
+
+def _series(path: Path) -> tuple[Path, str, str]:
+    """The common part of a file's shards: ``train`` of ``train-00000-of-00080.parquet``, nothing of ``0000.parquet``."""
+    return path.parent, re.sub(r"(^|[-_])\d.*$", "", path.stem), path.suffix
+
+
+def _hub_records(entry: TaskEntry, data: Sequence[str], split: str | None) -> Iterator[Record]:
+    import datasets
+
+    where = {key: value.format(file=entry.file) for key, value in entry.hub.items()}
+    if where["path"] == "json":
+        where["split"] = "train"  # the name that a single file's records get
+    elif split is not None:
+        where["split"] = split
+    try:
+        rows = datasets.load_dataset(**where, streaming=True)
+        yield from (dict(row) for row in rows)
+    except Exception as error:  # the client's and its transport's own kinds
+        said = first_line(error)
+        looked = f"in {', '.join(map(str, data))}" if data else "in no folder (give data=[FOLDER])"
+        raise FileNotFoundError(
+            f"task={entry.name}: no {entry.file}{{{','.join(SUFFIXES)}}} {looked}, and the Hub says: {said}"
+        ) from error
+
+
+def _examples(entry: TaskEntry, records: Iterator[Record]) -> Iterator[Numbered]:
+    """Records, or with ``each`` the n-th items of every record's lists for n = 0, 1, ..."""
+    if not entry.each:
+        yield from enumerate(records)
+        return
+    everything = list(records)
+    for record in everything:
+        if missing := [many for many in entry.each.values() if many not in record]:
+            raise ValueError(f"task={entry.name}: a record has no {missing[0]!r}; it has {', '.join(map(str, record))}")
+    counts = [min(len(record[many]) for many in entry.each.values()) for record in everything]
+    for n in range(max(counts, default=0)):
+        for number, (record, count) in enumerate(zip(everything, counts, strict=True)):
+            if n < count:
+                yield number, {**record, **{one: record[many][n] for one, many in entry.each.items()}}
+
+
+def _shots(entry: TaskEntry, data: Sequence[str]) -> str:
+    if not entry.shots:
+        return ""
+    records = islice(_records(entry, data, split="train"), entry.shots)
+    return "".join(entry.shot.format(**record) for record in records)
+
+
+# ---- prompts -------------------------------------------------------------------------------------------------------
+
+
+def _rendered(entry: TaskEntry, record: Record, shots: str) -> tuple[str, Record, Answer, Record]:
+    """Text, fields, answer and the metric's extras of a record."""
+    try:
+        fields = _fields(entry, record)
+        text = shots + entry.prompt.format(**fields)
+        extra = {key: record[value] if isinstance(value, str) else value for key, value in entry.extra.items()}
+        return text, fields, _answer(entry, record), extra
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"task={entry.name}: a record has no {error}; it has {', '.join(map(str, record))}") from error
+
+
+def _example(entry: TaskEntry, record: Record, shots: str, request: ExampleRequest) -> Example:
+    text, fields, answer, extra = _rendered(entry, record, shots)
+    if entry.kind == "nll":
+        return _split_for_likelihood(entry, text, request)
+    chat = request.wants_chat(entry.chat)
+
+    def prompt_of(text: str) -> tuple[str, bool]:
+        return wrap(request, text, entry.prefix, chat=True) if chat else (text + entry.prefix, True)
+
+    text, cut = _shorten(entry, text, shots, fields, prompt_of, request)
+    prompt, special = prompt_of(text)
+    return Example(prompt, answer, special, cut=cut, extra=extra)
+
+
+def _fields(entry: TaskEntry, record: Record) -> Record:
+    fields = dict(record)
+    for name, (source, pattern) in entry.extract.items():
+        match = re.search(pattern, record[source])
+        if match is None:
+            raise ValueError(f"task={entry.name}: {source}={record[source]!r:.80} must match {pattern!r}")
+        fields[name] = match.group(1)
+    if entry.words:
+        fields["words"] = len(str(record[entry.words]).split())
+    return fields
+
+
+def _answer(entry: TaskEntry, record: Record) -> Answer:
+    if entry.answer is None:
+        return ""
+    if entry.answer != "option":
+        return record[entry.answer]
+    given = record["answer"]
+    text = given if isinstance(given, str) else given[0]
+    return [text, "ABCD"[record["options"].index(text)]]
+
+
+def _shorten(
+    entry: TaskEntry, text: str, shots: str, fields: Record, prompt_of: PromptOf, request: ExampleRequest
+) -> tuple[str, int]:
+    """The text with at most ``request.length`` tokens in its prompt, and how many tokens were cut."""
+    tokenizer, cut = request.tokenizer, 0
+    over = count_ids(tokenizer, *prompt_of(text)) - request.length
+    if over <= 0:
+        return text, 0
+    if entry.truncate == "never":
+        raise ValueError(f"length={request.length} must be at least {over + request.length}: {entry.name} is never cut")
+    whole = text if entry.truncate == "middle" else str(fields[entry.document])
+    offsets = encode(tokenizer, whole)[1]
+    while over > 0:
+        cut += over
+        keep = len(offsets) - cut
+        if keep < 2:
+            raise ValueError(f"length={request.length} is too short for the task {entry.name}: no document is left")
+        if entry.truncate == "middle":
+            head, tail = keep // 2, keep - keep // 2
+            text = whole[: offsets[head - 1][1]] + whole[offsets[len(offsets) - tail][0] :]
+        else:
+            part = whole[: offsets[keep - 1][1]] if entry.truncate == "end" else whole[offsets[cut][0] :]
+            text = shots + entry.prompt.format(**{**fields, entry.document: part})
+        over = count_ids(tokenizer, *prompt_of(text)) - request.length
+    return text, cut
+
+
+def _split_for_likelihood(entry: TaskEntry, text: str, request: ExampleRequest) -> Example:
+    """The first ``length`` tokens (at most all but the continuation's) as prompt, and the next as continuation."""
+    offsets = encode(request.tokenizer, text)[1]
+    behind = min(entry.max_new_tokens, max(1, len(offsets) // 4))
+    before = min(request.length, len(offsets) - behind)
+    if before < 1:
+        raise ValueError(f"task={entry.name}, sample={request.sample}: the text has {len(offsets)} tokens")
+    at = offsets[before][0]
+    return Example(text[:at], continuation=text[at : offsets[min(before + behind, len(offsets)) - 1][1]])

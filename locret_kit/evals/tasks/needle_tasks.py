@@ -1,0 +1,48 @@
+"""InfiniteBench's R.PassKey and R.Number, and the grid of depth by length, around `samples.needles`."""
+
+from __future__ import annotations
+
+from ...samples.haystack import TooShort
+from ...samples.needles import make_needle
+from .task import Example, ExampleRequest, Task, asked_depth, count_ids, ending_of, too_short, wrap
+
+
+def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
+    """Digits hidden in the haystack.
+
+    Args:
+        words: 'R.PassKey' or 'R.Number'.
+        text: the haystack; None repeats InfiniteBench's sentences.
+    """
+
+    def make(request: ExampleRequest) -> Example:
+        chat = request.wants_chat(False)
+        overhead = _overhead(request, chat)
+        try:
+            needle = make_needle(
+                words,
+                request.tokenizer,
+                n_tokens=request.length - overhead,
+                depth=asked_depth(name, request.sample),
+                seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
+                haystack=text,
+                ending=request.ending,
+                wording=request.wording,
+                offset=request.offset,
+            )
+        except TooShort as error:
+            raise too_short(request.length, error.least + overhead) from error
+        depth = round(needle.depth, 4)
+        form = {"ending": ending_of(request, chat), "wording": request.wording, "offset": request.offset}
+        if not chat:
+            return Example(needle.prompt, needle.answer, depth=depth, extra=form)
+        prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
+        return Example(prompt, needle.answer, special, depth=depth, extra=form)
+
+    return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
+
+
+def _overhead(request: ExampleRequest, chat: bool) -> int:
+    """Tokens that the template, or the tokenizer's special tokens, add to a prompt's own."""
+    prompt, special = wrap(request, "a", "b", chat=chat)
+    return count_ids(request.tokenizer, prompt, special) - count_ids(request.tokenizer, "a b", False)

@@ -1,0 +1,132 @@
+"""Task: a numbered family of examples, a way to read them, and a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...samples.haystack import TooShort
+from ...samples.needles import ENDINGS, gives_first_words
+from ...text.template import has_template, render_prompt
+from ..metrics import Answer, Extra
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHAT = ("auto", "always", "never")
+NEEDS_REFERENCE = ("fidelity", "agreement")
+"""Kinds whose reference is what full attention writes."""
+
+
+@dataclass(frozen=True)
+class ExampleRequest:
+    """Request for one example. The same request gives the same bytes in every process."""
+
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    """Tokens the prompt shall have (synthetic tasks), or at most have (documents); special tokens included."""
+    sample: int
+    """Number of the example, from 0."""
+    seed: int = 0
+    chat: str = "auto"
+    """'always' and 'never' use the tokenizer's chat template or not; 'auto' leaves it to the task."""
+    ending: str = "infinitebench"
+    """End of a hidden-digits prompt: one of `samples.needles.ENDINGS`. Of a prompt through the chat template it says only
+    whether the answer's first words are there ('open': no)."""
+    wording: int = 0
+    """Number of the words in which digits are said and asked for, one in `samples.needles.WORDINGS`."""
+    offset: int = 0
+    """Tokens in front of a hidden-digits prompt that move it against the chunks."""
+
+    def wants_chat(self, default: bool) -> bool:
+        """Whether the prompt goes through the chat template."""
+        wanted = default if self.chat == "auto" else self.chat == "always"
+        return wanted and has_template(self.tokenizer)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and what is expected of the model."""
+
+    prompt: str
+    answer: Answer = ""
+    special: bool = True
+    """Whether the tokenizer adds its special tokens (a BOS); a rendered chat template brings its own."""
+    depth: float | None = None
+    """Place of the one needle, as a fraction of the haystack."""
+    cut: int = 0
+    """Tokens that were cut out of the document."""
+    continuation: str = ""
+    """The text whose likelihood is measured (kind 'nll')."""
+    extra: Extra = field(default_factory=dict)
+    document: int | None = None
+    """Number of the document that it asks about; None where its text is its own, or a haystack that others share."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A numbered family of examples.
+
+    Kinds: 'answer' generates and scores against the reference; 'fidelity' generates and scores against what full
+    attention generates; 'agreement' is given what full attention generates, token by token, and counts the tokens that
+    it would have chosen too; 'nll' measures the likelihood of a continuation while decoding, 'nll_prefill' that of the
+    prompt's second half while it is read.
+    """
+
+    name: str
+    make: Callable[[ExampleRequest], Example]
+    metric: str
+    """A name in `metrics.METRICS`; of no use to agreement and the likelihood kinds."""
+    max_new_tokens: int = 64
+    haystack: str = "-"
+    kind: str = "answer"
+    size: int | None = None
+    """Number of examples; None for tasks that make as many as are asked for."""
+    text_hash: str = ""
+    """Hash of the haystack's text, see `result_rows.Row.text_hash`."""
+    begins_alike: bool = False
+    """Whether many of its prompts have a long beginning in common."""
+
+
+def wrap(request: ExampleRequest, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
+    """``(prompt, special)``: the text with the answer's first words after it, through the chat template with ``chat``."""
+    if not chat:
+        return f"{text} {prefix}" if prefix else text, True
+    before, after = render_prompt(request.tokenizer, "", "", chat=True)
+    return before + text + after.removeprefix("\n\n") + prefix, False
+
+
+def ending_of(request: ExampleRequest, chat: bool) -> str:
+    """The name of a hidden-digits prompt's end in rows: one of `samples.needles.ENDINGS`, 'chat' or 'open chat'."""
+    if not chat:
+        return request.ending
+    return "chat" if gives_first_words(ENDINGS[request.ending]) else "open chat"
+
+
+def too_short(length: int, least: int) -> TooShort:
+    """Error of a length that cannot hold a task's shortest prompt, of ``least`` tokens."""
+    return TooShort(f"length={length} must be at least {least} for the task's shortest prompt", least)
+
+
+def count_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, special: bool) -> int:
+    """Tokens of a prompt, special tokens included."""
+    return len(tokenizer(prompt, add_special_tokens=special, verbose=False).input_ids)
+
+
+def spread_depth(sample: int) -> float:
+    """A depth in (0, 1) for each number: halves, quarters, eighths, ... so that any first few are spread evenly, and a
+    depth does not depend on how many there will be (van der Corput's sequence)."""
+    depth, step, n = 0.0, 0.5, sample + 1
+    while n:
+        depth, step, n = depth + step * (n & 1), step / 2, n >> 1
+    return depth
+
+
+GRID_DEPTHS = 11
+"""Rows of the grid: depths 0, 0.1, ..., 1."""
+
+
+def asked_depth(task: str, sample: int) -> float:
+    """The depth at which a task is asked to hide its needle; the text's lines and tokens move it a little from there."""
+    return sample % GRID_DEPTHS / (GRID_DEPTHS - 1) if task == "grid" else spread_depth(sample)

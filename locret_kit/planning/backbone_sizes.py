@@ -1,0 +1,102 @@
+"""Sizes of a backbone that memory depends on, from a transformers configuration alone."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ..backbones.slices import SLICE
+from ..backbones.spec import BackboneSpec, field_of, spec_of
+from ..backbones.weight_bits import scratch_bytes, stored_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class BackboneSizes:
+    """The sizes of a backbone that memory depends on."""
+
+    spec: BackboneSpec
+    vocab: int
+    hidden: int
+    intermediate: int
+    parameters: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> BackboneSizes:
+        """Read a (text) configuration. The workspace is that of a like model of Llama's form."""
+        hidden = field_of(config, "hidden_size", "n_embd", "d_model")
+        inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
+        return cls(spec_of(config), config.vocab_size, hidden, inter, parameters_of(config))
+
+    @property
+    def fused(self) -> bool:
+        """Whether q, k, v come from one projection, and gate and up from another (Phi-3)."""
+        return self.spec.model_type == "phi3"
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every matrix of a layer."""
+        q, kv = self.spec.n_heads * self.spec.head_dim, self.spec.n_kv_heads * self.spec.head_dim
+        inward = [self.spec.qkv_dim, 2 * self.intermediate] if self.fused else [q, kv, kv, *[self.intermediate] * 2]
+        return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
+
+    def weights(self, item: int, bits: int | None) -> int:
+        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them."""
+        if bits is None:
+            return self.parameters * item
+        layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
+        return self.parameters * item - self.spec.n_layers * layer
+
+    def stream(self, T: int) -> int:
+        """Elements alive through a whole layer: embeddings, residual, normalised hidden states."""
+        return 3 * T * self.hidden
+
+    def mlp(self, T: int, item: int, bits: int | None) -> int:
+        """Bytes alive at the MLP's widest moment: the layer's input and what the first slice needs, or from the second on also
+        what all of them give."""
+        stream = T * self.hidden * item
+        first = stream + self._mlp_slice(min(T, SLICE), item, bits)
+        return first if T <= SLICE else max(first, 2 * stream + self._mlp_slice(min(T - SLICE, SLICE), item, bits))
+
+    def _mlp_slice(self, rows: int, item: int, bits: int | None) -> int:
+        """Bytes between an MLP's two products: activation, up and their product; a fused projection keeps gate too. With few
+        bits, if that is more, as up is made: beside the activation, or together with gate."""
+        wide = self.intermediate
+        product = rows * (4 if self.fused else 3) * wide * item
+        if bits is None:
+            return product
+        scratch = scratch_bytes(rows, self.hidden, 2 * wide if self.fused else wide, bits, item)
+        return max(product, rows * 2 * wide * item + scratch)
+
+    def projection(self, T: int, item: int, bits: int, before: int, after: int) -> int:
+        """Bytes alive as few-bit matrices make queries, with ``before`` elements beside, or take attention's output, with
+        ``after`` elements."""
+        hidden, q = self.hidden, self.spec.n_heads * self.spec.head_dim
+        made = self.spec.qkv_dim if self.fused else q
+        return max(
+            (before + T * made) * item + scratch_bytes(T, hidden, made, bits, item),
+            (after + T * hidden) * item + scratch_bytes(T, q, hidden, bits, item),
+        )
+
+
+def parameters_of(config: PretrainedConfig) -> int:
+    """Weights of the language model, tied embeddings once, made without memory for them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):  # of a copy, and in float32, since transformers writes the type into the configuration
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
+    """Weights of all retaining heads."""
+    return d_hidden * sum(layer.qkv_dim + layer.n_kv_heads for layer in spec.layers)

@@ -1,0 +1,126 @@
+"""Settings that fit a number of bytes: the largest, and the nearest to one that does not."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..backbones.weight_bits import WEIGHT_BITS
+from ..cache.storage.packing import BITS
+from ..sizes import show
+from .backbone_sizes import ITEM_BYTES, BackboneSizes
+from .inference_plan import Plan, Setting, plan_inference
+from .training_plan import TrainSetting, plan_training
+
+STEP = 64
+"""Budgets and chunks that are proposed are multiples of this."""
+RESERVE = 2**30
+"""Bytes kept free for the CUDA context, libraries and fragmentation: an assumption."""
+
+
+class DoesNotFit(ValueError):
+    """A plan above its cap; the message names settings that would fit."""
+
+
+def resized(setting: Setting, budget: int) -> Setting:
+    """The setting with a smaller budget; lengths that were made for the larger one shrink with it."""
+
+    def scaled(length: int | None) -> int | None:
+        return None if length is None else min(length, length * budget // setting.budget)
+
+    run = setting.run
+    return setting.with_run(budget=budget, stabilizers=scaled(run.stabilizers), local_len=scaled(run.local_len))
+
+
+def largest(fits: Callable[[int], bool], max_value: int) -> int:
+    """The largest value in ``1..most`` for which a predicate that never turns true again holds; 0 if none does."""
+    return bisect_right(range(1, max_value + 1), False, key=lambda n: not fits(n))
+
+
+def largest_budget(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
+    """The largest budget (a multiple of ``STEP``, at most the context) that fits ``cap`` bytes at the setting's chunk;
+    0 if none does."""
+    return _largest_setting(backbone, cap, setting.context, lambda n: resized(setting, n))
+
+
+def largest_chunk(backbone: BackboneSizes, setting: Setting, cap: int) -> int:
+    """The largest chunk (likewise) that fits ``cap`` bytes at the setting's budget; 0 if none does."""
+    return _largest_setting(backbone, cap, setting.context, lambda n: setting.with_run(chunk=n))
+
+
+def _largest_setting(backbone: BackboneSizes, cap: int, max_value: int, at: Callable[[int], Setting]) -> int:
+    return STEP * largest(lambda n: plan_inference(backbone, at(STEP * n)).peak <= cap, max_value // STEP)
+
+
+def largest_sample(backbone: BackboneSizes, setting: TrainSetting, cap: int, max_value: int = 2**20) -> int:
+    """The longest training sample (tokens, at most ``max_value``) that fits ``cap`` bytes; 0 if none does."""
+    low = setting.answer + 1
+    more = largest(lambda n: plan_training(backbone, replace(setting, tokens=low + n)).peak <= cap, max_value - low)
+    return low + more if more else 0
+
+
+def nearest_fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
+    """Up to three settings below ``cap``: the largest smaller chunk alone, the largest smaller budget alone, and fewer bits
+    alone. Where one of these does not help: both lengths in the same proportion, then budgets at a half, a quarter, ... of
+    the chunk. Where nothing does: weights of 8 and of 4 bits alone, else of 4 with these."""
+    if near := _nearest(backbone, setting, cap):
+        return near
+    fewer = [replace(setting, weight_bits=bits) for bits in WEIGHT_BITS if bits < (setting.weight_bits or 16)]
+    fitting = [s for s in fewer if plan_inference(backbone, s).peak <= cap]
+    return fitting or (_nearest(backbone, fewer[-1], cap) if fewer else [])
+
+
+def _nearest(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
+    bits = [s for s in fewer_bits(setting) if plan_inference(backbone, s).peak <= cap][:1]
+    if setting.policy.keeps_everything:
+        return bits
+
+    def scaled(n: int) -> Setting:
+        budget, chunk = (max(1, x * n // whole) for x in (setting.budget, setting.chunk))
+        return resized(setting, budget).with_run(chunk=chunk)
+
+    whole = setting.budget + setting.chunk
+    halves = [setting.with_run(chunk=setting.chunk >> n) for n in range(setting.chunk.bit_length())]
+    if setting.run.one_shot:  # the prompt is the chunk; reading in chunks needs less
+        chunks, halves = [], [setting, setting.with_run(one_shot=False)]
+    else:
+        chunks = [setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or 1)]
+    smaller = [resized(s, min(largest_budget(backbone, s, cap), s.budget) or 1) for s in halves]
+    candidates = [*chunks, *smaller[:1], *bits, *smaller[1:]]
+    if not setting.run.one_shot and (rows := _largest_setting(backbone, cap, whole, scaled)):
+        candidates.insert(len(candidates) - len(smaller) + 1, scaled(rows))
+    return [s for s in dict.fromkeys(candidates) if plan_inference(backbone, s).peak <= cap][:3]
+
+
+def listed(backbone: BackboneSizes, settings: list[Setting]) -> str:
+    """Settings and their peaks, for a message."""
+    return "; ".join(f"{s} ({show(plan_inference(backbone, s).peak)})" for s in settings)
+
+
+def fewer_bits(setting: Setting) -> list[Setting]:
+    """The same lengths in half precision, then with keys and values in 4 and in 2 bits."""
+    half = replace(setting, dtype="bfloat16") if setting.dtype == "float32" else setting
+    packed = [b for b in BITS if setting.policy.merge is None and b < (setting.run.kv_bits or 16)]
+    return [half] * (half is not setting) + [half.with_run(kv_bits=b) for b in packed]
+
+
+def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
+    """The plan, if it fits ``cap`` bytes.
+
+    Raises:
+        DoesNotFit: with the three nearest settings that would, or the bytes that no setting can go below.
+    """
+    plan = plan_inference(backbone, setting)
+    if plan.peak <= cap:
+        return plan
+    said = f"{setting} at context {setting.context} needs {show(plan.peak)}, above the cap of {show(cap)}"
+    if near := nearest_fitting(backbone, setting, cap):
+        raise DoesNotFit(f"{said}. These fit: {listed(backbone, near)}")
+    least = f"weights and heads alone take {show(plan.weights + plan.heads)}"
+    if setting.weight_bits != min(WEIGHT_BITS):
+        fewest = backbone.weights(ITEM_BYTES[setting.dtype], min(WEIGHT_BITS))
+        least += f", with {min(WEIGHT_BITS)}-bit weights {show(fewest + plan.heads)}"
+    if setting.policy.keeps_everything:
+        least += f", and policy={setting.policy.name!r} evicts nothing"
+    raise DoesNotFit(f"{said}. No setting fits: {least}")

@@ -1,0 +1,153 @@
+"""Documents: uploaded, read once among other requests, listed, shown and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from array import array
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated, BinaryIO
+
+from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
+from fastapi.responses import JSONResponse, Response
+from transformers import PreTrainedModel
+
+from ..cache.bounded import BoundedCache
+from ..documents.document import Document, Progress
+from ..naming import first_line
+from .convert import Unwanted, convert
+from .engine import Engine
+from .errors import problem
+from .page import kept_page
+from .state import Server, UploadedDocument
+
+LOG = logging.getLogger("locret_kit.serving")
+SAVED = (".locret", ".safetensors")
+"""Ends of the names of saved caches."""
+
+
+def add_documents(app: FastAPI, server: Server) -> None:
+    """Serve ``/v1/documents``."""
+
+    @app.post("/v1/documents")
+    async def create(file: UploadFile, request: Request) -> Response:
+        owner, engine = server.owner(request), server.ready()
+        saved = (file.filename or "").lower().endswith(SAVED)
+        try:
+            data: bytes | Path = await asyncio.to_thread(save_upload, file.file) if saved else await file.read()
+        except OSError as error:
+            return problem(507, f"the upload cannot be put on disk: {error.strerror}")
+        if len(server.documents) >= server.limits.documents:  # after the last await: two uploads cannot both pass
+            discard(data)
+            said = f"{len(server.documents)} documents are held already: delete one first"
+            return problem(429, said, headers={"retry-after": "60"})
+        upload = UploadedDocument(
+            f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time())
+        )
+        server.documents[upload.id] = upload
+        task = asyncio.create_task(read_document(server, engine, upload, data))
+        server.tasks.add(task)
+        task.add_done_callback(server.tasks.discard)
+        return JSONResponse(upload.shown(), 202)
+
+    @app.get("/v1/documents")
+    async def documents(request: Request) -> dict[str, object]:
+        owner = await server.asks(request)
+        return {"object": "list", "data": await asyncio.to_thread(server.listed, owner)}
+
+    @app.get("/v1/documents/{name}")
+    async def document(name: str, request: Request) -> dict[str, object]:
+        return server.document(await server.asks(request, name), name).shown()
+
+    @app.get("/v1/documents/{name}/kept")
+    async def kept(
+        name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
+    ) -> dict[str, object]:  # fmt: skip
+        upload = server.document(await server.asks(request, name), name)
+        if upload.document is None:
+            raise HTTPException(409, f"document {upload.id} is {upload.shown()['status']}")
+        return {"id": upload.id, "object": "document.kept"} | await asyncio.to_thread(
+            kept_page, upload.document, start, limit
+        )
+
+    @app.delete("/v1/documents/{name}")
+    async def delete(name: str, request: Request) -> dict[str, object]:
+        upload = server.document(await server.asks(request, name), name)
+        upload.deleted = True
+        if upload.document is not None or upload.error is not None:
+            server.documents.pop(upload.id, None)  # another thread may have seen first that its file is gone
+        server.ready().forget(upload.id)
+        return {"id": upload.id, "object": "document", "deleted": True}
+
+
+def save_upload(file: BinaryIO) -> Path:
+    """A temporary copy of an upload, for its owner alone. Raises OSError where the disk has no room."""
+    with NamedTemporaryFile(prefix="locret-", suffix=SAVED[0], delete=False) as copy:
+        path = Path(copy.name)
+        try:
+            shutil.copyfileobj(file, copy)
+        except OSError:
+            path.unlink()
+            raise
+    return path
+
+
+def discard(data: bytes | Path) -> None:
+    """Remove a temporary copy."""
+    if isinstance(data, Path):
+        data.unlink(missing_ok=True)
+
+
+async def read_document(server: Server, engine: Engine, upload: UploadedDocument, data: bytes | Path) -> None:
+    """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
+    deleted meanwhile ends here."""
+
+    def progress(done: int, total: int) -> None:
+        if upload.deleted:
+            raise Unwanted
+        upload.read, upload.total = done, total
+
+    def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
+        if len(ids) > server.limits.prompt_tokens:
+            raise ValueError(f"it has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken")
+        engine.read(model, ids, cache, progress)
+
+    def read(text: str) -> Document:
+        heads = engine.heads if engine.policy.needs_heads else None
+        return Document.read(
+            engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=upload.title,
+            progress=progress, reader=reader, ahead=True,
+        )  # fmt: skip
+
+    loop = asyncio.get_running_loop()
+    try:
+        async with server.converting:
+            if isinstance(data, Path):
+                document = await loop.run_in_executor(server.readers, engine.load_document, data)
+            else:
+                text = await loop.run_in_executor(
+                    server.readers, partial(convert, data, upload.title, unwanted=lambda: upload.deleted)
+                )
+        upload.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
+    except ImportError as error:  # its words name files of this machine
+        upload.error = f"{upload.title}: the server lacks a library that this format needs, which its log names"
+        LOG.warning("document %s failed: %s", upload.id, first_line(error).encode("unicode_escape").decode())
+    except Exception as error:
+        upload.error = (
+            first_line(error).replace(str(data), upload.title) if isinstance(data, Path) else first_line(error)
+        )
+        LOG.info("document %s failed: %s", upload.id, type(error).__name__)
+    else:
+        if not upload.deleted:
+            engine.save_document(upload.id, upload.owner, upload.document)
+    finally:
+        discard(data)
+    if upload.deleted:
+        server.documents.pop(upload.id, None)
+        engine.forget(upload.id)

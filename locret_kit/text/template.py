@@ -1,0 +1,174 @@
+"""Chat templates: the text of a conversation, and what a template puts around a message.
+
+A message is told from what stands around it by rendering the conversation with a marker, which no text holds, in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..settings import read_protect
+from .spans import Span, encode, token_span
+
+
+def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
+    """The text before and after a long document, so that `before + document + after` is the prompt.
+
+    The document comes first, then a blank line, then the question. With `chat` the prompt is the chat template's
+    rendering of one user message, with generation prompt; without a template, "{document}\\n\\n{question}\\n".
+    `chat=False` gives ("", "\\n\\n" + question): nothing is added, so an answer prefix may end the question.
+
+    Raises:
+        ValueError: if the template does not show the message exactly once.
+    """
+    if not chat:
+        return "", f"\n\n{question}"
+    if not has_template(tokenizer):
+        return "", f"\n\n{question}\n"
+    marker = _marker([document, question])
+    text = render(tokenizer, [{"role": "user", "content": f"{marker}\n\n{question}"}], generation=True)
+    return _split(text, marker, "the document")
+
+
+def protected_spans(tokenizer, ids: Sequence[int], protect: str | None, system: str | None = None) -> list[Span]:
+    """Token spans of a prompt that ``protect`` names (see ``RunSettings``), but for 'first': of the system prompt, the
+    template's own or the one given, and of all that the template puts around a user's message, the generation prompt included.
+
+    A token in which template and message meet belongs to the message. The first words of an answer may follow the template.
+
+    Args:
+        ids: the chat template's rendering of one user message (see `render_prompt`), with generation prompt.
+
+    Raises:
+        ValueError: an unknown name, a slow tokenizer, or a template that does not show the message exactly once.
+    """
+    names = read_protect(protect) - {"first"}
+    if not names or not has_template(tokenizer):
+        return []
+    marker = _marker([system or ""])
+    before, after = _split(render_first(tokenizer, marker, system), marker, "the message")
+    tokens, offsets = encode(tokenizer, before)
+    head, tail = spans_around(ids, tokens, encode(tokenizer, after)[0])
+    start, end = token_span(offsets[: head[1]], *_system_span(tokenizer, before), inner=True)
+    spans = [(start, end)] if "system" in names else []
+    if "markers" in names:
+        spans += [(0, start), (end, head[1]), tail]
+    return [(a, b) for a, b in spans if a < b]
+
+
+def spans_around(ids: Sequence[int], head: list[int], tail: list[int]) -> tuple[Span, Span]:
+    """Token spans of the template's text around a message: as much of ``head`` as ``ids`` begin with, and the last stretch that
+    equals ``tail``, empty where there is none."""
+    same = next((i for i, (a, b) in enumerate(zip(head, ids, strict=False)) if a != b), min(len(head), len(ids)))
+    # Where the message's end and the template make one token, the rest of the template follows it.
+    return (0, same), _last_occurrence(ids, tail) or _last_occurrence(ids, tail[1:]) or (0, 0)
+
+
+def _system_span(tokenizer, before: str) -> Span:
+    """Half-open character span of the system prompt in the rendering ``before`` a user's message; empty where there is none."""
+    user = {"role": "user", "content": "U"}
+    try:
+        head, tail = around_message(tokenizer, [{"role": "system", "content": "S"}, user], 0)
+    except ValueError:  # a template that takes no system message, and so shows none
+        return 0, 0
+    tail = tail[: len(tail) - len(around_message(tokenizer, [user], 0)[1])].removesuffix("U")
+    fits = len(head) + len(tail) <= len(before) and before.startswith(head) and before.endswith(tail)
+    return (len(head), len(before) - len(tail)) if fits else (0, 0)
+
+
+def _last_occurrence(ids: Sequence[int], part: list[int]) -> Span | None:
+    """Span of the last stretch of ``ids`` that equals ``part``; None where there is none."""
+    n = len(part)
+    starts = range(len(ids) - n, -1, -1) if n else ()
+    return next(((i, i + n) for i in starts if list(ids[i : i + n]) == part), None)
+
+
+def render_first(tokenizer, question: str, system: str | None = None) -> str:
+    """The text of a conversation up to its first answer.
+
+    Raises:
+        ValueError: if the template refuses the conversation, as some do with a system prompt.
+    """
+    if not has_template(tokenizer):
+        return (f"{system}\n\n" if system else "") + f"{question}\n"
+    messages = [{"role": "system", "content": system}] if system else []
+    return render(tokenizer, [*messages, {"role": "user", "content": question}], generation=True)
+
+
+def render_messages(tokenizer, messages: Sequence[dict], *, about: bool = False) -> tuple[str, str]:
+    """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
+    stands, with a blank line, before the first user message's text (``about``).
+
+    Raises:
+        ValueError: if the template refuses the conversation, or there is no user message for the document.
+    """
+    if not has_template(tokenizer):
+        text = "".join(f"{message['content']}\n" for message in messages)
+        return "", f"\n\n{text}" if about else text
+    if not about:
+        return "", render(tokenizer, messages, generation=True)
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise ValueError("a question about a document needs a user message")
+    marker, changed = _marker([message["content"] for message in messages]), [dict(message) for message in messages]
+    changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
+    return _split(render(tokenizer, changed, generation=True), marker, "the document")
+
+
+def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
+    """The text between the end of an answer and the next one's beginning: the next question in its turn.
+
+    Raises:
+        ValueError: if the template does not show the answer exactly once.
+    """
+    if not chat or not has_template(tokenizer):
+        return f"\n\n{question}" + ("\n" if chat else "")
+    marker = _marker([question])
+    turns = [("user", "Hello"), ("assistant", marker), ("user", question)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return _split(render(tokenizer, messages, generation=True), marker, "the answer")[1]
+
+
+def around_turn(tokenizer) -> tuple[str, str]:
+    """Text that `render_turn` puts before and after the question; '' without a template. Raises ValueError as it does."""
+    if not has_template(tokenizer):
+        return "", ""
+    marker = _marker([])
+    return _split(render_turn(tokenizer, marker), marker, "the message")
+
+
+def has_template(tokenizer) -> bool:
+    """Whether the tokenizer has a chat template."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def render(tokenizer, messages: Sequence[dict], generation: bool = False) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def _marker(contents: Sequence[str]) -> str:
+    """A word that occurs in none of the texts."""
+    n = 0
+    while any(f"LOCRETMARK{n}X" in content for content in contents):
+        n += 1
+    return f"LOCRETMARK{n}X"
+
+
+def _split(text: str, marker: str, what: str) -> tuple[str, str]:
+    if text.count(marker) != 1:
+        raise ValueError(f"the chat template shows {what} {text.count(marker)} times; it must show it once")
+    before, after = text.split(marker)
+    return before, after
+
+
+def around_message(tokenizer, messages: Sequence[dict], index: int) -> tuple[str, str]:
+    """The rendering before and after message `index`."""
+    marker = _marker([message["content"] for message in messages])
+    changed = [dict(message) for message in messages]
+    changed[index]["content"] = marker
+    return _split(render(tokenizer, changed), marker, f"messages[{index}] ({changed[index]['role']})")

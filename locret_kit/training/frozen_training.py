@@ -1,0 +1,152 @@
+"""Base of every training on a frozen backbone: the optimiser, its schedule, and resuming from a state file."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from locret_kernels.provenance import peak_memory
+
+from ..backbones.intercept import attach
+from ..config.train_config import TrainConfig
+from .board import flat
+from .strategy import finish_gradients
+
+T = TypeVar("T")
+TRAINING = "training.json"
+"""File beside trained weights: the settings that made them."""
+BAR = ("loss", "recall", "tok/s")
+"""Figures that the progress bar shows, where a training has them."""
+
+
+def trained_with(cfg: TrainConfig) -> dict[str, object]:
+    """The content of ``TRAINING``: every setting, and the samples that were set aside."""
+    return {**asdict(cfg), "set_aside": cfg.data.val_samples}
+
+
+class FrozenTraining(L.LightningModule, ABC):
+    """Trains a module beside a frozen backbone.
+
+    The backbone is not a submodule: it is in no checkpoint and sees no optimiser. Scalars are logged at the number of the
+    optimiser step that they belong to.
+    """
+
+    watched = ""
+    """The figure of a validation that the board compares runs by."""
+
+    def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.cfg = cfg
+        self._backbone = [backbone]
+        self._validation: list[Tensor] = []
+        self.validated: dict[str, float] = {}
+        """Means of the last validation, by tag."""
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        return self._backbone[0]
+
+    # ---- what a training says of its module ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
+        """The trained module on the CPU, from this module's gathered state."""
+
+    @abstractmethod
+    def export(self, trained: nn.Module, out: Path) -> Path:
+        """Write what is ready for inference, and return its folder."""
+
+    @abstractmethod
+    def used(self) -> nn.Module:
+        """The part of the backbone that a step runs."""
+
+    def groups(self) -> list[dict[str, object]]:
+        """Weights that share an optimiser's settings, with those that are not the configuration's."""
+        return [{"params": list(self.parameters())}]
+
+    # ---- hooks of Lightning ----------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        if not hasattr(self.backbone, "hf_device_map"):
+            self.used().to(self.device)
+        self._attachment = attach(self.backbone)
+        if self.trainer.is_global_zero:
+            from torch.utils.tensorboard.summary import hparams
+
+            for summary in hparams(flat(self.cfg), {self.watched: 0.0}):
+                self.logger.experiment.file_writer.add_summary(summary)  # type: ignore[union-attr]
+
+    def teardown(self, stage: str) -> None:
+        if hasattr(self, "_attachment"):
+            self._attachment.detach()
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Scalars of the steps that a checkpoint holds must not be lost after it."""
+        if self.trainer.is_global_zero:
+            self.logger.experiment.flush()  # type: ignore[union-attr]
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Lightning places validations by its count of items, which are steps here: set it to the steps that are done."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for scope in ("total", "current"):
+            progress[scope] = dict.fromkeys(progress[scope], checkpoint["global_step"])
+
+    def transfer_batch_to_device(self, batch: T, device: torch.device, dataloader_idx: int) -> T:
+        """Samples are integers; a step makes the tensor where it is needed."""
+        return batch
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation, self.validated = [], {}
+
+    def require_finite(self, loss: float, lr: float | None = None, trial: str = "") -> None:
+        """Raise ValueError for the loss of a step that is no finite number, before the update. It is the same in every
+        process."""
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"loss={loss} after {self.global_step} steps: the training {f'of trial {trial} ' if trial else ''}has diverged; "
+                f"begin again in another out with less than optim.lr={lr or self.cfg.optim.lr}"
+            )
+
+    def _update(self) -> float:
+        """One optimiser step with the gradients of every process; the learning rate it was made with."""
+        optimiser: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
+        rate = schedule.get_last_lr()[0]
+        finish_gradients(self.trainer.strategy, list(self.parameters()), self.cfg.optim.clip_value)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
+        return rate
+
+    def log_step(self, scalars: dict[str, float]) -> None:
+        """Log the figures of a finished step: some in the progress bar, all on the board."""
+        for name in BAR:
+            if name in scalars:
+                self.log(name, scalars[name], prog_bar=True, logger=False)
+        if self.global_step % self.cfg.trainer.log_every == 0:
+            scalars = {**scalars, "memory/peak_MiB": peak_memory(self.device) / 2**20}
+            self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optim = self.cfg.optim
+        adamw = torch.optim.AdamW(
+            self.groups(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+        )
+
+        def factor(step: int) -> float:
+            if step < optim.warmup_steps:
+                return (step + 1) / (optim.warmup_steps + 1)
+            return max(0.0, (optim.steps - step) / max(1, optim.steps - optim.warmup_steps))
+
+        return {"optimizer": adamw, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(adamw, factor)}
