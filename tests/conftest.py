@@ -32,6 +32,7 @@ browser or a terminal."""
 SAMPLED = (
     "test_policies_oracle", "test_bounded_cache", "test_attention", "test_cis", "test_positions", "test_families",
     "test_attach", "test_decoding", "test_batch", "test_quantised", "test_documents", "test_kernels_attend",
+    "test_architectures", "test_rope_scalings",
 )  # fmt: skip
 """Files of whose tests ``--fast`` runs ``SETS`` sets of parameters; of the oracle's (the first), as many of each policy."""
 SETS = 2

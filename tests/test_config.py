@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.config.recipes import known_recipes, load_config
-from locret_kit.config.schema import options_of
+from locret_kit.config.command_line import given_by
+from locret_kit.config.recipes import TRAIN, known_recipes, load_config, read_recipe, with_recipe
+from locret_kit.config.schema import build, options_of
 from locret_kit.config.train_config import TrainConfig
 from locret_kit.validation import choices, metadata_of, parts
 
 ROOT = Path(__file__).resolve().parents[1]
+ANY_MODEL = {"auto", "paper", "small", "tiny"}
+"""Recipes without a model; others begin with them."""
 TINY = ["recipe=tiny", "backbone.model=some/model"]
 
 
@@ -25,7 +28,9 @@ def test_recipes_are_found():
 
 @pytest.mark.parametrize("name", known_recipes())
 def test_every_recipe_loads(name):
-    config = load_config([f"recipe={name}", *(["backbone.model=some/model"] if name == "tiny" else [])])
+    of_any_model = "backbone.model" not in read_recipe(name).values
+    assert of_any_model == (name in ANY_MODEL)
+    config = load_config([f"recipe={name}", *(["model=some/model"] if of_any_model else [])])
     assert config.recipe == name
     assert config.out == f"runs/{name}"
     assert config.backbone.model
@@ -93,6 +98,10 @@ def test_recipe_from_a_path(tmp_path):
         ("optim: {step: 5}", "unknown key 'optim.step' in recipe 'mine'. Did you mean 'optim.steps'?"),
         ("optim: {steps: many}", "optim.steps=many in recipe 'mine' must be an integer"),
         ("recipe: other", "recipe in recipe 'mine' must not be set there: it is the recipe's own name"),
+        ("base: papper", "recipe=papper is unknown; known: "),
+        ("base: [paper]", "base=['paper'] in recipe 'mine' must be a recipe's name"),
+        ("choose: [heads.form]", "choose=['heads.form'] in recipe 'mine' must be a list of some of: heads.d_hidden, "),
+        ("choose: heads.d_hidden", "choose=heads.d_hidden in recipe 'mine' must be a list of some of: "),
         ("- a\n- b", "must hold sections of key: value"),
         ("a: [", "is not valid YAML"),
     ],
@@ -102,10 +111,52 @@ def test_errors_in_a_recipe(tmp_path, text, message):
     _fails([f"recipe={tmp_path / 'mine.yaml'}"], message)
 
 
+def test_a_recipe_begins_with_its_base(tmp_path):
+    (tmp_path / "low.yaml").write_text("base: paper\nbackbone: {model: a/b}\noptim: {steps: 5}\n")
+    (tmp_path / "high.yaml").write_text(f"base: {tmp_path}/low.yaml\noptim: {{steps: 7}}\ninfer: {{policy: null}}\n")
+    config = load_config([f"recipe={tmp_path / 'high.yaml'}", "optim.lr=1e-4"])
+    assert (config.recipe, config.backbone.model, config.optim.steps, config.optim.lr) == ("high", "a/b", 7, 1e-4)
+    assert config.loss.smoothing == 0.08, "of the paper, two files below"
+    (tmp_path / "low.yaml").write_text(f"base: {tmp_path}/high.yaml")
+    _fails([f"recipe={tmp_path / 'high.yaml'}"], "leads back to itself: ")
+
+
+def test_a_recipe_of_a_model_is_a_few_lines():
+    for path in (ROOT / "recipes").glob("*.yaml"):
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        if path.stem not in ANY_MODEL and not path.stem.startswith("lococo"):
+            assert lines[0].startswith("base: ") and len(lines) <= 8, path.stem
+
+
+def test_a_model_without_a_recipe():
+    """Another name of one key; what the device decides is asked for unless it is given."""
+    values = given_by(TRAIN, ["--model", "Some/Model-4B", "data.batch=2"])
+    assert values == {"backbone.model": "Some/Model-4B", "data.batch": 2}
+    asked = []
+
+    def choose(known, names):
+        asked.extend((known["backbone.model"], *names))
+        return dict.fromkeys(names, 64)
+
+    made = with_recipe(values, choose)
+    assert asked == ["Some/Model-4B", "heads.d_hidden", "data.max_tokens"]
+    config = build(TrainConfig, made)
+    assert (config.recipe, config.out) == ("auto", "runs/model-4b")
+    assert (config.heads.d_hidden, config.data.max_tokens, config.data.batch) == (64, 64, 2)
+
+
+def test_what_is_given_by_a_recipe_is_not_chosen():
+    def choose(known, names):
+        raise AssertionError(names)
+
+    assert with_recipe({"recipe": "llama3.1-8b"}, choose)["heads.d_hidden"] == 1024
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "recipe=NAME is missing; known recipes: gemma3-270m, "),
+        ([], "recipe=NAME is missing, or model=NAME for recipe=auto; known recipes: auto, deepseek-v2-lite, "),
+        ([*TINY, "model=b"], "backbone.model is given twice: backbone.model=some/model and backbone.model=b"),
         (["recipe=phi3mini"], "recipe=phi3mini is unknown; known: "),
         (["recipe=phi3mini"], "Did you mean 'phi3-mini'?"),
         (["recipe=nowhere.yaml"], "recipe=nowhere.yaml cannot be read: No such file"),

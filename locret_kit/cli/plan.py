@@ -40,7 +40,8 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
 
     recipe: Values = {}
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
-        stem, recipe = read_recipe(name)
+        read = read_recipe(name)
+        stem, recipe = read.name, read.values
         name = str(recipe.get("backbone.model") or "")
         if not name:
             raise ValueError(f"model={stem}: this recipe names no backbone; give a folder or a Hub id")

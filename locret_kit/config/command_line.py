@@ -92,6 +92,7 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
             continue
         name, equals, text = word[2 * dashes :].partition("=")
         name = name.replace("-", "_")
+        name = command.aliases.get(name, name)
         if not equals and _is_switch(known, name):
             text = rest.popleft() if rest and rest[0] in ("true", "false") else "true"
         elif not equals and name.startswith("no_") and _is_switch(known, name[3:]):

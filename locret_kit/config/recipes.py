@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -12,36 +17,119 @@ from .train_config import TrainConfig
 from .yaml_values import read_yaml, values_of
 
 USAGE = """usage: locret-train recipe=NAME [key=value ...]
+       locret-train model=NAME [key=value ...]
 
   locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
   locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
+  locret-train model=Qwen/Qwen3-4B out=runs/qwen3-4b
 
+model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the device.
 Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the nearest;
 --help lists the keys."""
 
 
-def with_recipe(given: Values) -> Values:
-    """The recipe's values, and the ``given`` ones over them.
+AUTO = "auto"
+"""The recipe of a model that is named without one."""
+CHOSEN = ("heads.d_hidden", "data.max_tokens", "data.batch")
+"""Keys that a recipe may let the device choose."""
+Choose = Callable[[Values, Sequence[str]], Values]
+"""Makes values of keys from all others."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A YAML file of settings, with those of its base."""
+
+    name: str
+    values: Values
+    """By dotted key."""
+    choose: tuple[str, ...] = ()
+    """Keys of ``CHOSEN`` that the device decides where nobody gives them."""
+
+
+def with_recipe(given: Values, choose: Choose | None = None) -> Values:
+    """The recipe's values, and the ``given`` ones over them; those that it lets the device choose are left to ``choose``.
 
     Raises:
         ValueError: no recipe, an unknown one, or no backbone.
     """
     if not given.get("recipe"):
-        raise UsageError(f"recipe=NAME is missing; known recipes: {', '.join(known_recipes())}")
-    name, values = read_recipe(str(given["recipe"]))
-    values |= given
+        if not given.get("backbone.model"):
+            raise UsageError(
+                f"recipe=NAME is missing, or model=NAME for recipe={AUTO}; known recipes: {', '.join(known_recipes())}"
+            )
+        folder = str(given["backbone.model"]).rstrip("/").rpartition("/")[2]
+        given = {"out": f"runs/{folder.lower()}", **given, "recipe": AUTO}
+    recipe = read_recipe(str(given["recipe"]))
+    values = recipe.values | given
     if not values.get("backbone.model"):
-        raise ValueError(f"recipe={name} names no model: add backbone.model=NAME (a Hub id or a folder)")
-    return values
+        raise ValueError(f"recipe={recipe.name} names no model: add backbone.model=NAME (a Hub id or a folder)")
+    names = [name for name in recipe.choose if name not in values]
+    return values | (choose(values, names) if choose is not None and names else {})
 
 
-TRAIN = Command("locret-train", TrainConfig, USAGE, complete=with_recipe)
+def choose_for_device(values: Values, names: Sequence[str]) -> Values:
+    """Values for the device that training runs on; says on stderr which, and why.
+
+    Raises:
+        ValueError: no such model, or nothing that fits the device. FileNotFoundError: no configuration.
+    """
+    import torch
+
+    from ..backbones.load import load_config, pick_device, pick_dtype
+    from ..planning.backbone_sizes import BackboneSizes
+    from ..planning.chosen_step import LONGEST, LONGEST_ON_CPU, choose_step, choose_width
+    from ..planning.fitting_settings import RESERVE
+    from ..planning.training_plan import TrainSetting, plan_training
+    from ..sizes import show
+
+    cfg = build(TrainConfig, values)
+    device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)
+    on_card = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
+    config = load_config(cfg.backbone.model, cfg.backbone.revision)
+    backbone, dtype = BackboneSizes.of(config), str(pick_dtype(cfg.backbone.dtype, device)).removeprefix("torch.")
+    width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
+    longest = min(LONGEST if on_card else LONGEST_ON_CPU, getattr(config, "max_position_embeddings", LONGEST))
+    step = choose_step(
+        backbone,
+        TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits),
+        memory - RESERVE,
+        tokens=cfg.data.max_tokens if "data.max_tokens" in values else None,
+        batch=cfg.data.batch if "data.batch" in values else None,
+        max_tokens=longest,
+        samples=cfg.optim.accumulate,
+    )
+    chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
+    words = " ".join(f"{name}={chosen[name]}" for name in names)
+    where = torch.cuda.get_device_name(device) if on_card else "this CPU"
+    size = f"{backbone.parameters / 1e9:.2f}e9 parameters, {dtype}"
+    peak = show(plan_training(backbone, step).peak)
+    print(
+        f"{cfg.backbone.model} ({size}) on {where} ({show(memory)}): chose {words}; a step is planned at {peak}", file=sys.stderr
+    )  # fmt: skip
+    return {name: chosen[name] for name in names}
+
+
+def machine_memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+TRAIN = Command(
+    "locret-train",
+    TrainConfig,
+    USAGE,
+    aliases={"model": "backbone.model"},
+    complete=partial(with_recipe, choose=choose_for_device),
+)
 
 
 def load_config(argv: list[str]) -> TrainConfig:
     """The validated configuration of ``recipe=NAME key=value ...``; arguments may come in any order.
 
-    Defaults are the schema's, the recipe overrides them, and the other arguments override the recipe.
+    Defaults are the schema's, the recipe overrides them, and the other arguments override the recipe. Nothing is chosen for
+    a device.
     """
     return build(TrainConfig, with_recipe(given_by(TRAIN, argv)))
 
@@ -51,15 +139,29 @@ def known_recipes() -> list[str]:
     return sorted(file.stem for file in recipes_folder().glob("*.yaml"))
 
 
-def read_recipe(recipe: str) -> tuple[str, Values]:
-    """``(name, {dotted key: value})`` of a recipe that ships, or of the YAML file at a path."""
+def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
+    """A recipe that ships, or the YAML file at a path. Where it gives no value, that of its ``base: NAME`` stands.
+
+    Raises:
+        ValueError: no such recipe, or what it holds is no recipe; bases go round in a circle.
+    """
     path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_folder() / f"{recipe}.yaml"
     if not recipe.endswith((".yaml", ".yml")) and recipe not in (known := known_recipes()):
         raise ValueError(f"recipe={recipe} is unknown; known: {', '.join(known)}.{nearest(recipe, known)}")
-    tree = read_yaml(path, f"recipe={recipe}")
+    if recipe in below:
+        raise ValueError(f"base={recipe} in recipe {below[-1]!r} leads back to itself: {' -> '.join((*below, recipe))}")
+    tree, where = read_yaml(path, f"recipe={recipe}"), f" in recipe {path.stem!r}"
     if "recipe" in tree:
-        raise ValueError(f"recipe in recipe {path.stem!r} must not be set there: it is the recipe's own name")
-    return path.stem, values_of(TrainConfig, tree, f" in recipe {path.stem!r}")
+        raise ValueError(f"recipe{where} must not be set there: it is the recipe's own name")
+    base, choose = tree.pop("base", None), tree.pop("choose", None)
+    if not isinstance(base, str | None):
+        raise ValueError(f"base={base!r}{where} must be a recipe's name")
+    if choose is not None and not (isinstance(choose, list) and set(map(str, choose)) <= set(CHOSEN)):
+        raise ValueError(f"choose={choose}{where} must be a list of some of: {', '.join(CHOSEN)}")
+    low = Recipe(path.stem, {}) if base is None else read_recipe(base, (*below, recipe))
+    return Recipe(
+        path.stem, low.values | values_of(TrainConfig, tree, where), low.choose if choose is None else tuple(choose)
+    )
 
 
 def recipes_folder() -> Path:

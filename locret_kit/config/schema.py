@@ -46,6 +46,8 @@ class Command(Generic[T]):
     """The options that bare words are, in order; the last takes the rest of them."""
     short: Mapping[str, str] = field(default_factory=dict)
     """Options by short flag, such as ``{"-o": "--out"}``."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Options by another name that stands for them."""
     gone: Mapping[str, str] = field(default_factory=dict)
     """Options that there were, and the command that does their work."""
     complete: Callable[[Values], Values] = dict

@@ -1,0 +1,102 @@
+"""Width, length and batch that are chosen for a model and a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from locret_kit.cli.plan import resolve, shipped_configs
+from locret_kit.config import recipes
+from locret_kit.config.recipes import choose_for_device, known_recipes, read_recipe
+from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
+from locret_kit.planning.chosen_step import LONGEST, SHARE, WIDTHS, choose_step, choose_width
+from locret_kit.planning.fitting_settings import DoesNotFit
+from locret_kit.planning.training_plan import TrainSetting, plan_training
+
+GIB = 2**30
+
+
+def backbone(name):
+    return BackboneSizes.of(resolve(name)[0])
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_the_width_is_the_largest_within_its_share(name):
+    own = backbone(name)
+    width = choose_width(own)
+    assert head_parameters(own.spec, width) <= SHARE * own.parameters
+    assert width == WIDTHS[-1] or head_parameters(own.spec, 2 * width) > SHARE * own.parameters
+
+
+def test_the_demo_and_the_paper_get_their_own_widths():
+    assert choose_width(backbone("smollm2-135m")) == 256 and choose_width(backbone("llama3.1-8b")) == 1024
+
+
+@pytest.mark.parametrize("memory", [17, 20, 24, 80])
+def test_the_longest_samples_then_the_most_of_them(memory):
+    own, cap = backbone("llama3.1-8b"), memory * GIB
+    setting = TrainSetting(LONGEST, d_hidden=1024)
+    try:
+        step = choose_step(own, setting, cap, tokens=None, batch=None, max_tokens=LONGEST, samples=4)
+    except DoesNotFit as error:
+        assert plan_training(own, replace(setting, tokens=256)).peak > cap and "backbone.weight_bits=4" in str(error)
+        return
+    assert plan_training(own, step).peak <= cap and step.tokens % 256 == 0 and 4 % step.batch == 0
+    assert step.tokens == LONGEST or plan_training(own, replace(step, tokens=step.tokens + 256)).peak > cap
+    assert step.batch == 4 or plan_training(own, replace(step, batch=2 * step.batch)).peak > cap
+
+
+def test_a_number_that_is_given_stays():
+    own, setting = backbone("llama3.1-8b"), TrainSetting(LONGEST, d_hidden=1024)
+    step = choose_step(own, setting, 24 * GIB, tokens=1000, batch=None, max_tokens=LONGEST, samples=6)
+    assert (step.tokens, step.batch) == (1000, 6)
+    step = choose_step(own, setting, 24 * GIB, tokens=None, batch=3, max_tokens=LONGEST, samples=6)
+    assert step.batch == 3 and plan_training(own, step).peak <= 24 * GIB
+    with pytest.raises(DoesNotFit, match="a training step of 10000 tokens, 64 of them the answer needs"):
+        choose_step(own, setting, 16 * GIB, tokens=10000, batch=None, max_tokens=LONGEST, samples=1)
+
+
+def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):
+    config, _ = resolve("smollm2-135m")
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(recipes, "machine_memory", lambda: 16 * GIB)
+    values = {"recipe": "auto", "backbone.model": str(tmp_path), "backbone.dtype": "float32", "optim.accumulate": 2}
+    chosen = choose_for_device(values, ["heads.d_hidden", "data.max_tokens", "data.batch"])
+    assert chosen == {"heads.d_hidden": 256, "data.max_tokens": 2048, "data.batch": 2}
+    said = capsys.readouterr().err
+    assert (
+        "0.13e9 parameters, float32) on this CPU (16.00 GiB): chose heads.d_hidden=256 data.max_tokens=2048 data.batch=2; "
+        in said
+    )
+    assert choose_for_device(values | {"data.max_tokens": 512}, ["data.batch"]) == {"data.batch": 2}
+    assert "chose data.batch=2;" in capsys.readouterr().err
+
+
+def test_on_a_card(monkeypatch, capsys, tmp_path):
+    config, _ = resolve("llama3.1-8b")
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4090")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * GIB))
+    values = {"recipe": "auto", "backbone.model": str(tmp_path), "optim.accumulate": 2}
+    assert choose_for_device(values, ["heads.d_hidden", "data.max_tokens"]) == {
+        "heads.d_hidden": 1024,
+        "data.max_tokens": 10240,
+    }
+    assert "8.03e9 parameters, bfloat16) on RTX 4090 (24.00 GiB): chose heads.d_hidden=1024 " in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=12 * GIB))
+    with pytest.raises(DoesNotFit, match=r"above the 11.00 GiB of the device: choose backbone.weight_bits=4"):
+        choose_for_device(values, ["data.max_tokens"])
+    assert choose_for_device(values | {"backbone.weight_bits": 4}, ["data.max_tokens"])["data.max_tokens"] >= 1024
+
+
+def test_ten_models_leave_it_to_the_device():
+    made = [name for name in known_recipes() if read_recipe(name).choose and name != "auto"]
+    assert len(made) == 10
+    for name in made:
+        recipe, auto = read_recipe(name), read_recipe("auto")
+        assert recipe.values == auto.values | {"backbone.model": recipe.values["backbone.model"]}

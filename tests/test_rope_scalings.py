@@ -1,0 +1,93 @@
+"""Scaled rotary frequencies at both position schemes, against an oracle in float64 from the papers' formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from rope_oracle import Oracle, frequencies
+from tiny_decoders.simulation import Plan
+from tiny_models import tiny_model
+
+from locret_kit import BoundedCache, attach
+from locret_kit.runtime.decoders import Decoding
+from locret_kit.runtime.session import prefill
+
+ORIGINAL, CONTEXT = 64, 256
+"""Tokens of the original training, and those that the scaling is for."""
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 4.0, 5.0]
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": ORIGINAL,
+    "short_factor": SHORT,
+    "long_factor": LONG,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+SCALINGS = {
+    "default": ("llama", {"rope_type": "default"}),
+    "linear": ("llama", {"rope_type": "linear", "factor": 4.0}),
+    "dynamic": ("llama", {"rope_type": "dynamic", "factor": 4.0}),
+    "yarn": ("llama", YARN),
+    "yarn with a factor on cos and sin": ("llama", {**YARN, "attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}),
+    "llama3": (
+        "llama",
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    ),
+    "longrope": ("llama", LONGROPE),
+    "longrope of a fused projection": ("phi3", LONGROPE),
+    "part of a head": ("phi3", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+    "longrope of part of a head": (
+        "phi3", {**LONGROPE, "short_factor": SHORT[:2], "long_factor": LONG[:2], "partial_rotary_factor": 0.5},
+    ),
+}  # fmt: skip
+NEW = 3
+
+
+def tiny(name):
+    family, rope = SCALINGS[name]
+    context = ORIGINAL if rope["rope_type"] == "dynamic" else CONTEXT
+    original = {"original_max_position_embeddings": ORIGINAL} if family == "phi3" else {}
+    rope = {"rope_theta": 10000.0, **rope}
+    return tiny_model(family, max_position_embeddings=context, rope_parameters=rope, **original).double()
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize(("prompt", "budget"), [(48, 56), (160, 168), (160, 40)])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_scaling_is_the_formula(name, prompt, budget, positions):
+    model, chunk, tail = tiny(name), 32, 8
+    ids = torch.randint(2, 97, (prompt + NEW,), generator=torch.Generator().manual_seed(prompt)).tolist()
+    weights = {key: value.numpy() for key, value in model.state_dict().items()}
+    want = Oracle(weights, model.config).logits(ids, Plan("streaming", budget, chunk, tail, prompt), positions)
+    cache = BoundedCache(
+        budget, "streaming", chunk=chunk, local_len=tail, prompt_length=prompt, positions=positions, backend="reference"
+    )  # fmt: skip
+    with attach(model), torch.inference_mode():
+        got = [prefill(model, ids[:prompt], cache)]
+        step = Decoding(model, cache)
+        got += [step(token) for token in ids[prompt:]]
+    off = np.abs(torch.stack(got).numpy() - want[prompt - 1 :]).max() / want.std()
+    assert off < 1e-4
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_oracle_without_a_cache_is_transformers(name):
+    """The oracle itself: a text that nothing is evicted from, read at once by the model alone."""
+    model = tiny(name)
+    ids = torch.randint(2, 97, (1, 100), generator=torch.Generator().manual_seed(0))
+    weights = {key: value.numpy() for key, value in model.state_dict().items()}
+    want = Oracle(weights, model.config).logits(ids[0].tolist(), Plan("full", 100, 100, 0, 100), "original")
+    off = np.abs(model(ids).logits[0].numpy() - want).max() / want.std()
+    assert off < 1e-4
+
+
+def test_scalings_differ():
+    """Every scaling turns otherwise than the plain frequencies, for a text beyond the original length."""
+    plain, _ = frequencies({"rope_type": "default", "rope_theta": 10000.0}, 8, CONTEXT, 160)
+    for name, (_, rope) in SCALINGS.items():
+        if rope["rope_type"] != "default":
+            rates, factor = frequencies({"rope_theta": 10000.0, **rope}, 8, ORIGINAL, 160)
+            assert len(rates) != len(plain) or np.abs(rates - plain).max() > 1e-3 or factor != 1.0, name
