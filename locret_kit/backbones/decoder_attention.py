@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from .rope import Rope
 from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, text_config
+from .undo import Undo, replace_forward
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class Rotation:
     """Whether positions turn the other way."""
     order: tuple[int, ...] | None = None
     """Channels of a head in the order in which halves are rotated, from the first one on; None as they come."""
+
+    def measured(self, decoder: nn.Module) -> Rope:
+        """The rotation of a text of a few tokens."""
+        if not self.module:
+            return Rope(torch.zeros(1, device=next(decoder.parameters()).device))
+        module = decoder.get_submodule(self.module)
+        inv_freq: Tensor = getattr(module, self.buffer).float()
+        return Rope(-inv_freq if self.reversed else inv_freq, scaling_of(module, self.buffer))
 
     def __str__(self) -> str:
         return "none" if not self.module else f"{self.module}.{self.buffer}" + (" reversed" if self.reversed else "")
@@ -58,6 +67,8 @@ class DecoderAttention:
     """Whether a token's place in the text is what its position id says, not the order of the forward."""
     in_pieces: bool = True
     """Whether a text that is read in pieces is what it is in one."""
+    answers_in_halves: bool = field(default=False, compare=False)
+    """Whether rotary modules answer cos and sin ``[B, T, R]`` of every channel that they turn, as Llama's."""
     skips_rotation: bool = field(default=False, compare=False)
     """Whether the rotation may be left out rather than made one by zero (see ``fused``)."""
     fuses_layers: bool = field(default=False, compare=False)
@@ -164,6 +175,28 @@ def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span
 def scaling_of(module: Any, buffer: str) -> float:
     """Factor of a rotary module on cos and sin."""
     return float(getattr(module, buffer.replace("inv_freq", "attention_scaling"), 1.0))
+
+
+def answer_in_halves(undo: Undo, rotary: Any, when: Callable[[], bool]) -> None:
+    """Let a rotary module answer cos = 1, sin = 0 of every channel ``when`` wanted, until ``undo``. Its own forward is not
+    called then: of LongRoPE it makes the host wait for the largest position."""
+
+    def answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if not when():
+            return forward(*args, **named)
+        x, position_ids, *kind = (*args, *named.values())
+        if position_ids.dim() != 2:  # places in several dimensions
+            return unturned(forward(*args, **named))
+        inv_freq = getattr(rotary, "_".join((*kind, "inv_freq")))  # a layer's type, where types differ
+        cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
+        return cos_BTR, torch.zeros_like(cos_BTR)
+
+    replace_forward(undo, rotary, answer)
+
+
+def unturned_answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """A rotary module's answer to its arguments where no token is turned."""
+    return unturned(forward(*args, **named))
 
 
 def unturned(answer: Any) -> Any:

@@ -25,7 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .blocks_of_forward import read_blocks
-from .decoder_attention import AttentionCall, DecoderAttention, rotaries_of, unturned
+from .decoder_attention import AttentionCall, DecoderAttention, answer_in_halves, rotaries_of, unturned_answer
 from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
 from .last_layer import give_rows
@@ -159,28 +159,27 @@ def operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
     return handler.operations(x)
 
 
-def unrotated(undo: Undo, rotary: Any, *, standard: bool) -> None:
-    """Let a rotary module answer cos = 1, sin = 0 while a handler wants q and k before RoPE, until ``undo``. Where it is of the
-    ``standard`` form its own forward is not called then: of LongRoPE it makes the host wait for the largest position."""
+def _wants_unrotated() -> bool:
+    """Whether the handler of the forward that runs now in this thread wants q and k before RoPE."""
+    handler = _ACTIVE.handler
+    return handler is not None and handler.wants_unrotated
+
+
+def unrotated(undo: Undo, rotary: Any, *, in_halves: bool) -> None:
+    """Let a rotary module turn nothing while a handler wants q and k before RoPE, until ``undo``."""
+    if in_halves:
+        answer_in_halves(undo, rotary, _wants_unrotated)
+        return
 
     def answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        handler = _ACTIVE.handler
-        if handler is None or not handler.wants_unrotated:
-            return forward(*args, **named)
-        x, position_ids, *kind = (*args, *named.values())
-        if not standard or position_ids.dim() != 2:  # places in several dimensions
-            return unturned(forward(*args, **named))
-        inv_freq = getattr(rotary, "_".join((*kind, "inv_freq")))  # a layer's type, where types differ
-        cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
-        return cos_BTR, torch.zeros_like(cos_BTR)
+        return unturned_answer(forward, *args, **named) if _wants_unrotated() else forward(*args, **named)
 
     replace_forward(undo, rotary, answer)
 
 
 def _unrotated_operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
     """``operations`` where the forward's handler wants q and k before RoPE: rotations are left out then."""
-    handler = _ACTIVE.handler
-    return operations(x, *others) if handler is not None and handler.wants_unrotated else None
+    return operations(x, *others) if _wants_unrotated() else None
 
 
 class Attachment:
@@ -219,7 +218,7 @@ class Attachment:
             self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)
             for rotary in rotaries_of(decoder).values():
-                unrotated(undo, rotary, standard=description.skips_rotation)
+                unrotated(undo, rotary, in_halves=description.answers_in_halves)
             if description.skips_rotation:
                 skip_rotations(undo, decoder, _unrotated_operations)
             if description.fuses_layers:

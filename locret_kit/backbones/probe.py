@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +27,12 @@ from .decoder_attention import (
     frequencies_of,
     rotaries_of,
     scaling_of,
-    unturned,
+    unturned_answer,
 )
-from .fused import REFERENCE, fuse_layers, skip_rotations
-from .recording import NOW, Call, IndexedCache, RecordedRun, observed, run_recorded
-from .releases import CACHE, holds_states
+from .recording import Call, RecordedRun, close, observed, run_recorded
+from .releases import holds_states
 from .rope import Rope, rotate
+from .shortcuts import reads_pieces, with_shortcuts
 from .spec import (
     AttentionLayer,
     BackboneSpec,
@@ -152,8 +152,8 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
             for name, state in States(first.cache).tensors().items()
         )
         found = replace(found, spec=replace(spec, state_sizes=sizes))
-        return replace(found, in_pieces=_reads_pieces(decoder, config, ids_1T, first))
-    return _with_fusions(decoder, config, ids_1T, first, found)
+        return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
+    return with_shortcuts(decoder, config, ids_1T, first, found)
 
 
 def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:
@@ -169,9 +169,9 @@ def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, fir
     hidden, moved = (
         run_recorded(decoder, config, ids_1T, first.outputs, position_ids=at).hidden for at in (at_1T, at_1T.flip(1))
     )
-    if not _close(hidden, first.hidden, 2):
+    if not close(hidden, first.hidden, 2):
         raise UnsupportedArchitecture("it counts the positions of a text otherwise than from 0")
-    return not _close(moved, hidden)
+    return not close(moved, hidden)
 
 
 def _layers(
@@ -229,7 +229,7 @@ def _rotations(
     undo = Undo()
     try:
         for module in rotaries.values():
-            replace_forward(undo, module, lambda own, *args, **named: unturned(own(*args, **named)))
+            replace_forward(undo, module, unturned_answer)
         second = run_recorded(decoder, config, ids_1T, first.outputs)
     except UnsupportedArchitecture as error:
         return str(error)
@@ -254,7 +254,7 @@ def _rotations(
 def _rotation(rotaries: dict[str, nn.Module], before: Call, after: Call, *, with_keys: bool) -> Rotation | None:
     """The form that turns queries and keys without a rotation into those with it; None for none of the known ones."""
     pairs = [(before.q, after.q), (before.k, after.k)]
-    if all(_close(a, b) for a, b in pairs):
+    if all(close(a, b) for a, b in pairs):
         return Rotation()
     D = before.q.shape[-1]
     for path, module in rotaries.items():
@@ -265,7 +265,7 @@ def _rotation(rotaries: dict[str, nn.Module], before: Call, after: Call, *, with
             for order in _orders(D, 2 * len(inv_freq)):
                 for sense in (1, -1):
                     rope = Rope(sense * inv_freq, scaling_of(module, buffer))
-                    if all(_close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
+                    if all(close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
                         same = order == list(range(D))
                         return Rotation(path, buffer, sense < 0, None if same else tuple(order))
     return None
@@ -285,71 +285,8 @@ def _turned(x_BHTD: Tensor, rope: Rope, order: list[int]) -> Tensor:
     return rotate(x_BHTD[..., order], cos, sin)
 
 
-ROUNDING = {torch.float64: 2e-5, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Differences within which numbers of a type count as equal, relative to the largest. Norms and rotations of a model in float64
-are in float32."""
-
-
-def _close(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
-    """Equal up to the rounding of their type."""
-    if a.shape != b.shape:
-        return False
-    largest = b.float().abs().max().clamp(min=1e-6)
-    return bool((a.float() - b.float()).abs().max() <= times * ROUNDING[b.dtype] * largest)
-
-
 def _turns_by_itself(call: Call) -> bool:
     """Whether queries of equal tokens, whose attention was nothing, are one vector that is turned with the position."""
     q_TE = call.q[0].transpose(0, 1).flatten(1).float()
     norms_T = q_TE.norm(dim=-1)
-    return _close(norms_T, norms_T[:1].expand_as(norms_T)) and not _close(q_TE, q_TE[:1].expand_as(q_TE))
-
-
-# ---- a layer beside its attention -------------------------------------------------------------------------------------------
-
-
-def _with_fusions(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
-) -> DecoderAttention:
-    """The description with what ``fused`` may do: tried, and compared with the decoder's own."""
-    skips = fuses = False
-    rotations = () if isinstance(found.rotations, str) else found.rotations
-    if all(one.order is None for one in rotations) and any(one.module for one in rotations):
-        skips = _runs_alike(decoder, config, ids_1T, first, skip_rotations, rotated=False)
-    if skips:
-        fuses = _runs_alike(decoder, config, ids_1T, first, fuse_layers, rotated=True)
-    return replace(found, skips_rotation=skips, fuses_layers=fuses)
-
-
-def _runs_alike(
-    decoder: Any,
-    config: PreTrainedConfig,
-    ids_1T: Tensor,
-    first: RecordedRun,
-    change: Callable[..., None],
-    *,
-    rotated: bool,
-) -> bool:
-    """Whether a changed decoder gives the same hidden states where attention is what it was, and the same queries."""
-    undo = Undo()
-    try:
-        change(undo, decoder, lambda *x: REFERENCE)
-        run = run_recorded(decoder, config, ids_1T, first.outputs)
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
-        return False
-    finally:
-        undo.run()
-    alike = [_close(a.q, b.q) and _close(a.k, b.k) for a, b in zip(run.calls, first.calls, strict=True) if rotated]
-    return _close(run.hidden, first.hidden, 2) and all(alike)
-
-
-# ---- states --------------------------------------------------------------------------------------------------------------
-
-
-def _reads_pieces(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
-    """Whether layers with states go on where a piece ended, with more than one token."""
-    NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, IndexedCache(config=config)
-    hidden = []
-    for piece in (ids_1T[:, :5], ids_1T[:, 5:]):
-        hidden.append(decoder(input_ids=piece, use_cache=True, **{CACHE: NOW.cache}).last_hidden_state)
-    return _close(torch.cat(hidden, 1), whole.hidden, 2)
+    return close(norms_T, norms_T[:1].expand_as(norms_T)) and not close(q_TE, q_TE[:1].expand_as(q_TE))

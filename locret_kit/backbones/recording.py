@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
 from transformers.masking_utils import eager_mask
@@ -144,3 +145,16 @@ def run_recorded(
     NOW.cache = IndexedCache(config=config)
     hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: NOW.cache}, **more).last_hidden_state
     return RecordedRun(NOW.calls, NOW.outputs, hidden, NOW.cache)
+
+
+ROUNDING = {torch.float64: 2e-5, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Differences within which numbers of a type count as equal, relative to the largest. Norms and rotations of a model in float64
+are in float32."""
+
+
+def close(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
+    """Equal up to the rounding of their type."""
+    if a.shape != b.shape:
+        return False
+    largest = b.float().abs().max().clamp(min=1e-6)
+    return bool((a.float() - b.float()).abs().max() <= times * ROUNDING[b.dtype] * largest)

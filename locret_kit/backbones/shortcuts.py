@@ -1,0 +1,85 @@
+"""Shortcuts that a decoder allows: each is tried, and taken where the decoder gives what it gives by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .decoder_attention import DecoderAttention, answer_in_halves, rotaries_of
+from .fused import REFERENCE, fuse_layers, skip_rotations
+from .handler import Choice
+from .recording import NOW, IndexedCache, RecordedRun, close, run_recorded
+from .releases import CACHE
+from .rope import rotate
+from .undo import Undo
+
+Change = Callable[[Undo, Any, Choice], None]
+"""A change of a decoder that can be taken back."""
+
+
+def with_shortcuts(
+    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
+) -> DecoderAttention:
+    """The description of a decoder with the shortcuts that it allows."""
+
+    def run(change: Change) -> RecordedRun | None:
+        undo = Undo()
+        try:
+            change(undo, decoder, lambda *x: REFERENCE)
+            return run_recorded(decoder, config, ids_1T, first.outputs)
+        except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
+            return None
+        finally:
+            undo.run()
+
+    rotations = () if isinstance(found.rotations, str) else found.rotations
+    if not any(rotation.module for rotation in rotations):
+        return found
+    answers = _is_unturned(run(_answer_in_halves), first, decoder, found)
+    standard = all(rotation.order is None for rotation in rotations)
+    skips = standard and answers and _is_unturned(run(skip_rotations), first, decoder, found)
+    fuses = skips and _is_alike(run(fuse_layers), first)
+    return replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
+
+
+def _answer_in_halves(undo: Undo, decoder: Any, choice: Choice) -> None:
+    for rotary in rotaries_of(decoder).values():
+        answer_in_halves(undo, rotary, lambda: True)
+
+
+def _is_alike(run: RecordedRun | None, first: RecordedRun) -> bool:
+    """Whether hidden states, queries and keys are what they were; attention gave what it had given."""
+    if run is None:
+        return False
+    pairs = zip(run.calls, first.calls, strict=True)
+    return close(run.hidden, first.hidden, 2) and all(close(a.q, b.q) and close(a.k, b.k) for a, b in pairs)
+
+
+def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: Any, found: DecoderAttention) -> bool:
+    """Whether queries and keys are those before the rotation."""
+    if run is None:
+        return False
+    for call, a, b in zip(found.calls, run.calls, first.calls, strict=True):
+        rotation = found.require_rotations()[call.layer]
+        order = list(range(a.q.shape[-1])) if rotation.order is None else list(rotation.order)
+        for x, y in ((a.q, b.q), (a.k, b.k)):
+            if x.shape != y.shape:
+                return False
+            cos, sin = rotation.measured(decoder).tables(torch.arange(x.shape[2], device=x.device), x.dtype)
+            if not close(rotate(x[..., order], cos, sin), y[..., order]):
+                return False
+    return close(run.hidden, first.hidden, 2)
+
+
+def reads_pieces(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
+    """Whether layers with states go on where a piece ended, with more than one token."""
+    NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, IndexedCache(config=config)
+    hidden = []
+    for piece in (ids_1T[:, :5], ids_1T[:, 5:]):
+        hidden.append(decoder(input_ids=piece, use_cache=True, **{CACHE: NOW.cache}).last_hidden_state)
+    return close(torch.cat(hidden, 1), whole.hidden, 2)
