@@ -40,7 +40,8 @@ ROWS, PAGE = (ROOT / "docs" / "reference" / name for name in ("models.jsonl", "m
 LIMIT = 240
 """Seconds of one row."""
 GROUPS = {
-    "policies": ("plain", "generate", "long", "streaming", "h2o", "snapkv"),
+    "policies": ("plain", "long", "streaming", "h2o", "snapkv"),
+    "generate": ("generate",),
     "heads, compact": ("heads compact",),
     "heads, original": ("heads original", "heads kept"),
     "training": ("training",),
@@ -52,8 +53,9 @@ GROUPS = {
 INTRODUCTION = """Every causal language model of transformers {version}, built tiny with random weights and read with a bounded
 cache: what is right, and for what is refused the sentence that you get. Nothing here is about speed, half precision or quality.
 
-- **policies**: with a long budget `generate` and the kit's own reading give the model's own tokens and logits; with a short one
-  `streaming`, `h2o` and `snapkv` keep the slots, and give the logits, of a simulation that shares no code with the kit.
+- **policies**: with a long budget the kit's own reading gives the model's own tokens and logits; with a short one `streaming`,
+  `h2o` and `snapkv` keep the slots, and give the logits, of a simulation that shares no code with the kit.
+- **generate**: transformers' `generate` with a bounded cache, in chunks, gives the model's own tokens and logits too.
 - **heads**: random retaining heads, at both position schemes: exact with a long budget, within it with a short one; at original
   positions the slots are those of the simulation.
 - **training**: a step gives gradients to every head, and the model's hidden states stay.

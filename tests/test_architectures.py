@@ -270,10 +270,10 @@ def test_the_page(script):
         {"name": "d", "model_type": "d", "decoder": True, "verdicts": {}, "not built": "ImportError: timm"},
     ]  # fmt: skip
     text = script.page(records, "5.0")
-    assert "Of 3 decoders of text: policies 2, heads, compact 2" in text
-    assert "| `a` | `A` | yes | yes | yes | yes | yes | yes | yes |" in text
-    assert "| `b` | `B` | yes | no | no | yes | yes | yes | yes |" in text
-    assert "| `c` | `C` | **not right** | yes | yes | yes | yes | yes | yes |" in text
+    assert "Of 3 decoders of text: policies 2, generate 3, heads, compact 2" in text
+    assert "| `a` | `A` | yes | yes | yes | yes | yes | yes | yes | yes |" in text
+    assert "| `b` | `B` | yes | yes | no | no | yes | yes | yes | yes |" in text
+    assert "| `c` | `C` | **not right** | yes | yes | yes | yes | yes | yes | yes |" in text
     assert "| model_type=... rotates &#124; otherwise | `b` (heads, compact; heads, original) |" in text
     assert "| wrong: by 2 | `c` (policies) |" in text and "- `d`: ImportError: timm" in text
 

@@ -24,6 +24,7 @@ import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import BackboneSpec, decoder_of, spec_of, text_config
+from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.batch import Batch, Request
@@ -163,25 +164,27 @@ class Subject:
         )  # fmt: skip
         return out.sequences[0, PROMPT:].tolist(), torch.cat(out.logits)
 
-    def _same_answer(self, tokens: list[int], logits: Tensor) -> None:
-        """Raise ``Wrong`` where an answer is not the model's own. Where transformers differs from itself, its answer in chunks
-        will do, or that of one forward without a cache."""
-        try:
-            self._compare(tokens, logits, *self.answer)
-        except Wrong as error:
+    def _same_answer(self, logits: Tensor, tokens: list[int]) -> None:
+        """Raise ``Wrong`` where ``logits`` of an answer's ``tokens`` are not the model's own. Where transformers differs from
+        itself, its answer in chunks will do, or that of one forward without a cache."""
+
+        def whole() -> Tensor:
             with torch.no_grad():
-                whole = self.model(input_ids=torch.tensor([self.ids + tokens[:-1]]), use_cache=False).logits[
-                    0, PROMPT - 1 :
-                ]
-            for other in ((whole.argmax(-1).tolist(), whole), self._generated(prefill_chunk_size=CHUNK)):
-                with suppress(Wrong):
-                    return self._compare(tokens, logits, *other)
+                ids = torch.tensor([self.ids + tokens[:-1]])
+                return self.model(input_ids=ids, use_cache=False).logits[0, PROMPT - 1 :]
+
+        try:
+            self._compare(logits, self.answer[1])
+        except Wrong as error:
+            for other in (whole, lambda: self._generated(prefill_chunk_size=CHUNK)[1]):
+                with suppress(Exception):
+                    return self._compare(logits, other())
             raise error
 
     @staticmethod
-    def _compare(tokens: list[int], logits: Tensor, right: list[int], want: Tensor) -> None:
+    def _compare(logits: Tensor, want: Tensor) -> None:
         same(logits[0], want[0], "after the prompt")
-        if tokens != right:
+        if (tokens := logits.argmax(-1).tolist()) != (right := want.argmax(-1).tolist()):
             raise Wrong(f"tokens {tokens} instead of {right}")
         same(logits, want, "while decoding")
 
@@ -217,16 +220,28 @@ class Subject:
 
     def generate(self) -> None:
         """``model.generate`` with a long budget gives the model's own tokens and logits."""
-        with attach(self.model):
-            given = {"past_key_values": self.cache("streaming", "original", PROMPT + NEW), "prefill_chunk_size": CHUNK}
-            got = self._generated(**given)
-        self._same_answer(*got)
+        cache = self.cache("streaming", "original", PROMPT + NEW)
+        try:
+            with attach(self.model):
+                tokens, logits = self._generated(past_key_values=cache, prefill_chunk_size=CHUNK)
+        except Exception as error:
+            if not is_refusal(error):
+                self._require_chunks()
+            raise
+        self._same_answer(logits, tokens)
+
+    def _require_chunks(self) -> None:
+        """Raise ``NotChecked`` where the model itself cannot generate in chunks."""
+        try:
+            self._generated(prefill_chunk_size=CHUNK)
+        except Exception as error:
+            raise NotChecked(f"generate fails in chunks without the kit too: {first_line(error)}") from error
 
     def long(self, policy: str = "streaming", positions: str = "original") -> None:
         """The kit's own reading and decoding with a long budget give the model's own logits."""
         tokens, _ = self.answer
         logits = self.read(self.model, self.cache(policy, positions, PROMPT + NEW), tokens[:-1])
-        self._same_answer(logits.argmax(-1).tolist(), logits)
+        self._same_answer(logits, tokens)
 
     def plain(self) -> None:
         """An attached model without a bounded cache is the model."""
