@@ -34,9 +34,17 @@ def connector(folder) -> KVTransferConfig:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["locret", "snapkv", "h2o"])
-def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, policy):
-    """Alone and among strangers, whose pages are others; preempted, it takes its document again."""
+@pytest.mark.parametrize(
+    ("policy", "ranks"),
+    [
+        ("locret", 1),
+        ("snapkv", 1),
+        ("h2o", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("locret", "snapkv")),
+    ],
+)
+def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, policy, ranks):
+    """Alone and among strangers, whose pages are others; on two processes each has the rows of its own heads."""
     model = tiny.make(tmp_path / "model", "llama")
     own = {"heads": tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")} if policy == "locret" else {}
     (book,), (short, long) = tiny.prompts([400]), ([8001, 8002, 8003], range(8010, 8080))
@@ -52,7 +60,8 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, po
     wanted = [tiny.kit(model, ids, 24, document.open(len(ids))) for ids in asked]
     wanted += [tiny.kit(model, ids, 24, policy=policy, **SETTINGS, **own) for ids in strangers]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-    with tiny.started(tmp_path / "model", section, kv_transfer_config=connector(tmp_path / "library")) as llm:
+    rest = {"kv_transfer_config": connector(tmp_path / "library"), "tensor_parallel_size": ranks}
+    with tiny.started(tmp_path / "model", section, **rest) as llm:
         answers = llm.generate([{"prompt_token_ids": ids} for ids in (*asked, *strangers)], params, use_tqdm=False)
         assert [list(answer.outputs[0].token_ids) for answer in answers] == wanted
         assert [answer.num_cached_tokens for answer in answers] == [read, read, 0, 0]

@@ -98,7 +98,9 @@ class Engine:
         self.server, self.dtype, self.device, self.ranks = server, dtype, device, ranks
         if server.heads is not None:
             server.heads.check_backbone(spec_of(config))
-        self.heads = None if server.heads is None else heads_of_rank(server.heads, ranks).to(device, dtype)
+        # A copy: documents are checked with the server's own, on the host.
+        own = None if server.heads is None else heads_of_rank(deepcopy(server.heads), ranks)
+        self.heads = own and own.to(device, dtype)
         self.model = Standin(config, ranks, dtype, device)
         self.spec = spec_of(text_config(self.model))  # type: ignore[arg-type]
         self.shape: PageShape = page_shape(self.spec, server.settings, server.policies.values(), dtype)

@@ -48,7 +48,9 @@ def refuse(facts: Mapping[str, Any]) -> None:
     if at("enable_lora"):
         raise ValueError("enable_lora: it was not tried with a bounded cache: merge the adapter into the weights")
     if at("enable_prompt_embeds"):
-        raise ValueError("enable_prompt_embeds: the length of a prompt is known by its tokens alone: send tokens or text")
+        raise ValueError(
+            "enable_prompt_embeds: the length of a prompt is known by its tokens alone: send tokens or text"
+        )
     if at("runner", "auto") not in ("auto", "generate"):
         raise ValueError(f"runner={at('runner')} must be generate: nothing is evicted from what is read once")
     for name in at("architectures", ()):

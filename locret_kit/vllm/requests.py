@@ -20,7 +20,7 @@ from .engine import Told
 from .plugin import registered
 from .refusals import refuse_engine
 from .state import engine_of, server_here
-from .versions import check_version
+from .versions import check_version, release
 
 
 class Requests(LogitsProcessor):
@@ -36,7 +36,7 @@ class Requests(LogitsProcessor):
 
         if sampling_params.seed is not None and current_platform.is_cpu():
             raise ValueError(
-                f"seed={sampling_params.seed}: vLLM {_version()} on a CPU fails at seeds where a prompt is read in pieces"
+                f"seed={sampling_params.seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces"
             )
         server.request(sampling_params.extra_args or {}, 1)
 
@@ -89,9 +89,3 @@ def check_layers(layers: Mapping[str, Any]) -> None:
                 f"attention of {name} is {kind.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
                 "process builds one engine"
             )
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
