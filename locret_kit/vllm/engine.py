@@ -70,7 +70,7 @@ class Text:
     context: Context
     layers: list[BoundedLayer]
     seen: int = 0
-    """Tokens before the step that runs."""
+    """Tokens that it has read, those of the step that runs included."""
 
 
 @dataclass
@@ -125,14 +125,13 @@ class Engine:
 
     def _shared(self, ropes: Any) -> Any:
         """Rotations that are equal are the same object, so that texts share tables."""
+        if ropes is None:
+            return None
         for known in self._ropes:
-            if ropes is None or all(
-                a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq)
-                for a, b in zip(known, ropes, strict=True)
-            ):
-                return ropes and known
-        if ropes is not None:
-            self._ropes.append(ropes)
+            pairs = zip(known, ropes, strict=True)
+            if all(a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq) for a, b in pairs):
+                return known
+        self._ropes.append(ropes)
         return ropes
 
     def begin(self, told: Told, page: int) -> Text:
@@ -143,16 +142,14 @@ class Engine:
 
     def take(self, told: Told, page: int, document: BoundedCache, kv_caches: Mapping[int, Tensor]) -> None:
         """A new request, that has read a document of all ranks."""
-        text, H = self.begin(told, page), self.spec.n_kv_heads
+        text = self.begin(told, page)
         for number, kv_cache in kv_caches.items():
-            self.pool(number, kv_cache)
+            empty = self.pool(number, kv_cache).keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
             rows, (counts, tensors) = self.layer(text, number, page), document.bounded[number].export()
-            own = {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}
-            empty, queries = (
-                self.pools[number].keys.new_empty(1, H, 0, self.spec.head_dim),
-                rows.queries if rows.recent else None,
+            queries = rows.queries if rows.recent else None
+            rows.restore(
+                counts, {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}, empty, empty
             )
-            rows.restore(counts, own, empty, empty)
             if queries is not None:  # they stay in the page
                 queries.copy_(rows.queries)
                 rows.queries = queries

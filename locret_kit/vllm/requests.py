@@ -19,7 +19,7 @@ from .choice import asked
 from .engine import Told
 from .plugin import registered
 from .refusals import refuse_engine
-from .state import engine_of, server_here
+from .state import engine_of, server_here, server_of
 from .versions import check_version, release
 
 
@@ -50,7 +50,7 @@ class Requests(LogitsProcessor):
                 "locret_kit's plugin did not load, so vLLM would use full attention: it is an entry point of "
                 "vllm.general_plugins; VLLM_PLUGINS, if it is set, must name locret"
             )
-        refuse_engine(vllm_config)
+        refuse_engine(vllm_config, server_of(vllm_config).served.documents)
         self.told = engine_of(vllm_config).rows
         self.told.clear()
         self.layers = vllm_config.compilation_config.static_forward_context
