@@ -27,16 +27,23 @@ def words(ids: Sequence[int]) -> str:
     return " ".join(f"w{i}" for i in ids)
 
 
-def connector(folder) -> KVTransferConfig:
+def connector() -> KVTransferConfig:
     return KVTransferConfig(
-        kv_connector="Documents", kv_connector_module_path="locret_kit.vllm.documents", kv_role="kv_both",
-        kv_connector_extra_config={"folder": str(folder)},
-    )  # fmt: skip
+        kv_connector="Documents", kv_connector_module_path="locret_kit.vllm.documents", kv_role="kv_both"
+    )
 
 
-@pytest.mark.parametrize("policy", ["locret", "snapkv", "h2o"])
-def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, policy):
-    """Alone and among strangers, whose pages are others; preempted, it takes its document again."""
+@pytest.mark.parametrize(
+    ("policy", "ranks"),
+    [
+        ("locret", 1),
+        ("snapkv", 1),
+        ("h2o", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("locret", "snapkv")),
+    ],
+)
+def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, policy, ranks):
+    """Alone and among strangers, whose pages are others; on two processes each has the rows of its own heads."""
     model = tiny.make(tmp_path / "model", "llama")
     own = {"heads": tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")} if policy == "locret" else {}
     (book,), (short, long) = tiny.prompts([400]), ([8001, 8002, 8003], range(8010, 8080))
@@ -52,7 +59,8 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, po
     wanted = [tiny.kit(model, ids, 24, document.open(len(ids))) for ids in asked]
     wanted += [tiny.kit(model, ids, 24, policy=policy, **SETTINGS, **own) for ids in strangers]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-    with tiny.started(tmp_path / "model", section, kv_transfer_config=connector(tmp_path / "library")) as llm:
+    rest = {"kv_transfer_config": connector(), "tensor_parallel_size": ranks}
+    with tiny.started(tmp_path / "model", section, **rest) as llm:
         answers = llm.generate([{"prompt_token_ids": ids} for ids in (*asked, *strangers)], params, use_tqdm=False)
         assert [list(answer.outputs[0].token_ids) for answer in answers] == wanted
         assert [answer.num_cached_tokens for answer in answers] == [read, read, 0, 0]
@@ -67,22 +75,23 @@ def test_documents_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "library").mkdir()
     path = tmp_path / "library" / "boats.locret"
     document.save(path)
+    library = {"documents": str(path.parent)}
     for section, said in (
-        ({**SETTINGS, "policy": "streaming"}, "boats.locret: policy='knorm' in the file, here streaming"),
-        ({**SETTINGS, "policy": "knorm", "budget": 96}, "boats.locret: budget: 64 in the file, 96 here"),
+        ({**SETTINGS, **library, "policy": "streaming"}, "boats.locret: policy='knorm' in the file, here streaming"),
+        ({**SETTINGS, **library, "policy": "knorm", "budget": 96}, "boats.locret: budget: 64 in the file, 96 here"),
     ):
         with pytest.raises(Exception, match=said):
-            with tiny.started(tmp_path / "model", section, kv_transfer_config=connector(path.parent)):
+            with tiny.started(tmp_path / "model", section, kv_transfer_config=connector()):
                 pass
     tiny.make(tmp_path / "other", "wide")
     with pytest.raises(Exception, match=r"boats\.locret: model\.config.head_dim: 16 in the file, 64 here"):
         with tiny.started(
-            tmp_path / "other", {**SETTINGS, "policy": "knorm"}, kv_transfer_config=connector(path.parent)
+            tmp_path / "other", {**SETTINGS, **library, "policy": "knorm"}, kv_transfer_config=connector()
         ):
             pass
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(Exception, match=r"boats\.locret is damaged"):
         with tiny.started(
-            tmp_path / "model", {**SETTINGS, "policy": "knorm"}, kv_transfer_config=connector(path.parent)
+            tmp_path / "model", {**SETTINGS, **library, "policy": "knorm"}, kv_transfer_config=connector()
         ):
             pass

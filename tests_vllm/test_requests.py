@@ -77,6 +77,8 @@ def test_what_a_server_cannot_have_is_refused(served, said):
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 must be auto"),
         ({"enable_lora": True}, "enable_lora: it was not tried"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds: the length"),
+        ({"connector": "NixlConnector"}, "kv_connector=NixlConnector must be Documents"),
+        ({"documents": "library"}, "documents=library needs vLLM's connector Documents"),
         ({"runner": "pooling"}, "runner=pooling must be generate"),
         ({"architectures": ["OPTForCausalLM"]}, "architecture OPTForCausalLM was not tried"),
     ],

@@ -15,7 +15,7 @@ from .loading import check_run, choose
 
 if TYPE_CHECKING:
     from ..vllm.page import Pages
-    from ..vllm.settings import Served
+    from ..vllm.settings import Server
 
 GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins")
 """Entry points by which vLLM finds the kit."""
@@ -33,7 +33,7 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
             raise RuntimeError(
                 f"vLLM does not see locret_kit's entry point {group}: install the kit with pip into this environment"
             )
-    served, model = served_by(args)
+    server, model = served_by(args)
     prepare_environment()
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -42,13 +42,13 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="locret-vllm"))
     options = parser.parse_args([*theirs, "--model", model])
-    pages = settle(options, served, args.sessions, theirs)
+    pages = settle(options, server, args.sessions, theirs)
     validate_parsed_serve_args(options)
     asyncio.run(serve(options, pages))
     return 0
 
 
-def served_by(args: VllmOptions) -> tuple[Served, str]:
+def served_by(args: VllmOptions) -> tuple[Server, str]:
     """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
     from ..backbones.load import resolve_model
     from ..vllm.settings import Served, Server
@@ -65,8 +65,7 @@ def served_by(args: VllmOptions) -> tuple[Served, str]:
         **vars(args.run), heads=args.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
         plugin=args.plugin,
     )  # fmt: skip
-    Server(served)
-    return served, resolve_model(chosen.backbone)
+    return Server(served), resolve_model(chosen.backbone)
 
 
 def prepare_environment() -> None:
@@ -78,7 +77,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
-def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]) -> Pages:
+def settle(options: Any, server: Server, sessions: int | None, theirs: list[str]) -> Pages:
     """Set in vLLM's options what must go together, and refuse what cannot; the pages of a request."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -88,13 +87,13 @@ def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]
     from ..vllm import SECTION
     from ..vllm.page import Pages, pages_of
     from ..vllm.refusals import refuse
-    from ..vllm.settings import Server, settings_of
+    from ..vllm.settings import settings_of
 
     refuse(vars(options))
     if options.headless or (options.api_server_count or 1) > 1 or options.data_parallel_size > 1:
         raise ValueError("locret-vllm starts one server: data parallelism is several of them, see docs/howto/scale.md")
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}
-    server, config = Server(served), load_config(options.model, options.revision)
+    served, config = server.served, load_config(options.model, options.revision)
     options.additional_config = {**(options.additional_config or {}), SECTION: settings_of(served)}
     options.enable_prefix_caching = False
     if "long_prefill_token_threshold" not in given:  # one long prompt leaves room in a step for others
@@ -110,7 +109,7 @@ def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]
         # Ranks alone are rotated: a text may be as long as it likes.
         options.hf_overrides = {**(options.hf_overrides or {}), "max_position_embeddings": options.max_model_len}
     if served.documents is not None:
-        options.kv_transfer_config = documents_config(served.documents, options.kv_transfer_config)
+        options.kv_transfer_config = documents_config(options.kv_transfer_config)
         options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
     refuse({"architectures": [model.architecture], "runner": model.runner_type})
@@ -123,15 +122,16 @@ def settle(options: Any, served: Served, sessions: int | None, theirs: list[str]
     return pages
 
 
-def documents_config(folder: str, given: Any) -> Any:
+def documents_config(given: Any) -> Any:
     """vLLM's configuration of a connector that reads documents."""
     from vllm.config import KVTransferConfig
+
+    from ..vllm.refusals import DOCUMENTS
 
     if given is not None:
         raise ValueError("documents=... and --kv-transfer-config: vLLM has one connector: leave one out")
     return KVTransferConfig(
-        kv_connector="Documents", kv_connector_module_path="locret_kit.vllm.documents", kv_role="kv_both",
-        kv_connector_extra_config={"folder": folder},
+        kv_connector=DOCUMENTS, kv_connector_module_path="locret_kit.vllm.documents", kv_role="kv_both"
     )  # fmt: skip
 
 

@@ -120,10 +120,12 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         self.loads: list[Load] = []
         self.known: list[Known] = []
         if role == KVConnectorRole.SCHEDULER:
-            self.folder = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["folder"])
+            folder = self.shelf.server.served.documents
+            if folder is None:
+                raise ValueError("the connector of documents needs a folder: documents=... in the section locret")
             model = vllm_config.model_config
             self.checks = Engine(self.shelf.server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
-            self.known = [self._known(str(path)) for path in sorted(self.folder.glob("*.locret"))]
+            self.known = [self._known(str(path)) for path in sorted(Path(folder).glob("*.locret"))]
         else:
             self.engine = engine_of(vllm_config)
             self.at_hand: OrderedDict[str, BoundedCache] = OrderedDict()

@@ -31,7 +31,7 @@ def page_shape(spec: BackboneSpec, settings: Resolved, policies: Iterable[Policy
 
 
 def pages_of(config: Any, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1) -> int:
-    """Bytes of a request's pages on one rank, of a model that is whose heads are split over ``ranks``."""
+    """Bytes of a request's pages on one rank, of a model whose heads are split over ``ranks``."""
     spec = spec_of(config_of_rank(config, Ranks(0, ranks)))
     return page_shape(spec, settings, policies, dtype).nbytes * spec.n_layers
 

@@ -6,14 +6,12 @@ error is in ``requests``: another entry point, which vLLM does not leave aside.
 
 from __future__ import annotations
 
-from . import VERSIONS
+from .versions import is_taken
 
 
 def register() -> None:
     """Put attention and rotary embedding in the place of vLLM's own, for engines that ask for it."""
-    import vllm
-
-    if vllm.__version__.partition("+")[0] not in VERSIONS:
+    if not is_taken():
         return  # said where an engine asks for it: others may use this vLLM without the kit
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

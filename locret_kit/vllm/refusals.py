@@ -16,6 +16,10 @@ MODELS = {
 """Architectures whose tokens were compared with the kit's own."""
 
 
+DOCUMENTS = "Documents"
+"""vLLM's connector that reads documents."""
+
+
 def refuse(facts: Mapping[str, Any]) -> None:
     """Raise ValueError for the first of vLLM's settings that does not go with a bounded cache.
 
@@ -51,6 +55,12 @@ def refuse(facts: Mapping[str, Any]) -> None:
         raise ValueError(
             "enable_prompt_embeds: the length of a prompt is known by its tokens alone: send tokens or text"
         )
+    if at("connector", DOCUMENTS) != DOCUMENTS:
+        raise ValueError(
+            f"kv_connector={at('connector')} must be {DOCUMENTS}: a page is of use to the same model and settings alone"
+        )
+    if at("documents") and not at("connector"):
+        raise ValueError(f"documents={at('documents')} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
     if at("runner", "auto") not in ("auto", "generate"):
         raise ValueError(f"runner={at('runner')} must be generate: nothing is evicted from what is read once")
     for name in at("architectures", ()):
@@ -60,8 +70,8 @@ def refuse(facts: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_engine(vllm_config: Any) -> None:
-    """``refuse`` an engine by its configuration."""
+def refuse_engine(vllm_config: Any, documents: str | None) -> None:
+    """``refuse`` an engine by its configuration, and by the folder of documents that it is asked to read."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     refuse(
         {
@@ -73,6 +83,12 @@ def refuse_engine(vllm_config: Any) -> None:
             "kv_cache_dtype": cache.cache_dtype,
             "enable_lora": vllm_config.lora_config,
             "enable_prompt_embeds": model.enable_prompt_embeds,
+            **(
+                {}
+                if vllm_config.kv_transfer_config is None
+                else {"connector": vllm_config.kv_transfer_config.kv_connector}
+            ),
+            "documents": documents,
             "runner": model.runner_type,
             "architectures": [model.architecture],
         }

@@ -19,8 +19,8 @@ from .choice import asked
 from .engine import Told
 from .plugin import registered
 from .refusals import refuse_engine
-from .state import engine_of, server_here
-from .versions import check_version
+from .state import engine_of, server_here, server_of
+from .versions import check_version, release
 
 
 class Requests(LogitsProcessor):
@@ -36,7 +36,7 @@ class Requests(LogitsProcessor):
 
         if sampling_params.seed is not None and current_platform.is_cpu():
             raise ValueError(
-                f"seed={sampling_params.seed}: vLLM {_version()} on a CPU fails at seeds where a prompt is read in pieces"
+                f"seed={sampling_params.seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces"
             )
         server.request(sampling_params.extra_args or {}, 1)
 
@@ -50,7 +50,7 @@ class Requests(LogitsProcessor):
                 "locret_kit's plugin did not load, so vLLM would use full attention: it is an entry point of "
                 "vllm.general_plugins; VLLM_PLUGINS, if it is set, must name locret"
             )
-        refuse_engine(vllm_config)
+        refuse_engine(vllm_config, server_of(vllm_config).served.documents)
         self.told = engine_of(vllm_config).rows
         self.told.clear()
         self.layers = vllm_config.compilation_config.static_forward_context
@@ -89,9 +89,3 @@ def check_layers(layers: Mapping[str, Any]) -> None:
                 f"attention of {name} is {kind.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
                 "process builds one engine"
             )
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)

@@ -15,8 +15,6 @@ from ..policies.registry import load_plugin
 from ..settings import Resolved, RunSettings, read_protect
 from ..validation import made
 
-OWN = ("budget", "policy")
-"""What a request may ask for by itself (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args``)."""
 LEFT_OUT = {
     "one_shot": "the prompt would be one chunk, whose size no page bounds",
     "kv_bits": "pages hold keys and values in the model's type",
@@ -42,7 +40,7 @@ class Served(RunSettings):
     policies: list[str] = field(default_factory=list)
     """Others that requests may ask for."""
     documents: str | None = None
-    """Folder of ``.locret`` documents, from which prompts go on that begin with one."""
+    """Folder of ``.locret`` documents, from which prompts go on that begin with one. It needs the connector of ``documents``."""
     plugin: str | None = None
     """A module, or a Python file, that brings policies of your own."""
 
@@ -89,7 +87,8 @@ class Server:
         return self.served.run.resolved(self.inference, None)
 
     def request(self, own: Mapping[str, object], prompt_length: int) -> tuple[Policy, Resolved]:
-        """Policy and settings of a request of so many tokens.
+        """Policy and settings of a request of so many tokens, which asks for a ``budget`` or a ``policy`` of its ``own``
+        (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args``).
 
         Raises:
             ValueError: a budget above the server's, a policy that is not allowed, settings that cannot be met.
