@@ -40,7 +40,8 @@ def identity_of(model: PreTrainedModel) -> dict[str, object]:
         ValueError: weights lie on no device, as after an offload.
     """
     config = text_config(model)
-    fields = {name: getattr(config, name, None) for name in CONFIG}
+    known = config.to_dict()  # a size that differs from layer to layer is no attribute
+    fields = {name: known[name] if name in known else getattr(config, name, None) for name in CONFIG}
     return {
         "name": Path(str(config._name_or_path)).name
         if Path(str(config._name_or_path)).is_absolute()

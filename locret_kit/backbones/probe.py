@@ -29,10 +29,10 @@ from .decoder_attention import (
     scaling_of,
     unturned_answer,
 )
-from .recording import Call, RecordedRun, close, observed, run_recorded
+from .recording import Call, IndexedCache, RecordedRun, close, observed, run_recorded
 from .releases import holds_states
 from .rope import Rope, rotate
-from .shortcuts import reads_pieces, with_shortcuts
+from .shortcuts import keeps_texts_apart, reads_pieces, with_shortcuts
 from .spec import (
     AttentionLayer,
     BackboneSpec,
@@ -106,7 +106,7 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAtte
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        said = (str(error).splitlines() or [""])[-1][:160]
+        said = (str(error).splitlines() or [""])[-1].replace(str(IndexedCache), "DynamicCache")[:160]
         raise UnsupportedArchitecture(
             f"{name} does not run over transformers' own cache as a decoder of text does ({type(error).__name__}: {said})"
         ) from error
@@ -153,6 +153,8 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
         )
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
+    if len(calls) < config.num_hidden_layers and not keeps_texts_apart(decoder, config, ids_1T, first):
+        raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     return with_shortcuts(decoder, config, ids_1T, first, found)
 
 

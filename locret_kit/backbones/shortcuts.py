@@ -78,8 +78,21 @@ def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: Any, foun
 
 def reads_pieces(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
     """Whether layers with states go on where a piece ended, with more than one token."""
-    NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, IndexedCache(config=config)
-    hidden = []
-    for piece in (ids_1T[:, :5], ids_1T[:, 5:]):
-        hidden.append(decoder(input_ids=piece, use_cache=True, **{CACHE: NOW.cache}).last_hidden_state)
+    cache = IndexedCache(config=config)
+    hidden = [_read(decoder, piece, cache) for piece in (ids_1T[:, :5], ids_1T[:, 5:])]
     return close(torch.cat(hidden, 1), whole.hidden, 2)
+
+
+def keeps_texts_apart(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
+    """Whether a text goes on where it was after a piece of another one."""
+    cache, other = IndexedCache(config=config), IndexedCache(config=config)
+    begun = _read(decoder, ids_1T[:, :5], cache)
+    _read(decoder, ids_1T[:, 5:].flip(1), other)
+    return close(torch.cat((begun, _read(decoder, ids_1T[:, 5:], cache)), 1), whole.hidden, 2)
+
+
+def _read(decoder: Any, ids_1T: Tensor, cache: IndexedCache) -> Tensor:
+    """Final hidden states of more tokens of a text."""
+    NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, cache
+    hidden: Tensor = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: cache}).last_hidden_state
+    return hidden

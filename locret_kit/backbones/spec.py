@@ -226,6 +226,8 @@ def decoder_of(model: Any) -> Any:
     """The decoder stack (``model.model`` and its likes) below adapters of PEFT and heads of the language model."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model
+    if not hasattr(decoder, "set_attn_implementation"):  # a head that is called decoder (ModernBERT)
+        decoder = inner.base_model
     while hasattr(decoder, "lm_head") and hasattr(
         decoder, "model"
     ):  # a language model with its own head inside (Llama 4)

@@ -134,7 +134,9 @@ class Packed(Lanes):
         return [end - 1 for _, _, end in self.spans]
 
     def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
-        ids = kwargs["input_ids"]
+        ids = kwargs.get("input_ids")
+        if ids is None:  # a model with several parts has looked its words up
+            ids = kwargs["inputs_embeds"][..., 0]
         if tuple(ids.shape) != (1, self.spans[-1][2]):
             raise ValueError(f"input_ids={list(ids.shape)} must be [1, {self.spans[-1][2]}], every text's new tokens")
         for lane in self.lanes:

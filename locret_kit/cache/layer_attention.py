@@ -4,7 +4,7 @@ token in a call for all."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,11 +48,12 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
 
 
 def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
-    """Attention ``[B, Q, T, D]`` of the newest tokens in a later layer, over rows that hold them already."""
+    """Attention ``[B, Q, T, D]`` of the newest tokens in a later layer, over rows that hold them already. Rows gain no statistics
+    of it: some backbones ask it for a piece's last token alone."""
     if (rope := ctx.write_rope(layer, rows)) is not None:
         T = q.shape[2]
         q = ctx.backend.rotate(q, *ctx.tables.between(rope, rows.seen - T, T, q))
-    return attend_newest(ctx, layer, rows, q)
+    return attend_newest(replace(ctx, statistics=()), layer, rows, q)
 
 
 def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
