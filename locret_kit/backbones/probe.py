@@ -146,15 +146,18 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
     spec, calls = _layers(decoder, config, first, ranks)
     found = DecoderAttention(spec, calls, "no rotation was looked for", placed)
     found = replace(found, rotations=_rotations(decoder, config, ids_1T, first, found))
+    states = States(first.cache).tensors()
+    sizes = tuple(
+        StateSize(name, tuple(state.shape), None if state.dtype == first.hidden.dtype else state.dtype)
+        for name, state in states.items()
+    )
+    # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
+    seen = {*(str(layer.index) for layer in spec.layers), *(name.split(".")[1] for name in states)}
+    if len(seen) < config.num_hidden_layers and not keeps_texts_apart(decoder, config, ids_1T, first):
+        raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
-        sizes = tuple(
-            StateSize(name, tuple(state.shape), None if state.dtype == first.hidden.dtype else state.dtype)
-            for name, state in States(first.cache).tensors().items()
-        )
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
-    if len(calls) < config.num_hidden_layers and not keeps_texts_apart(decoder, config, ids_1T, first):
-        raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     return with_shortcuts(decoder, config, ids_1T, first, found)
 
 
