@@ -23,7 +23,7 @@ from torch import Tensor
 import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import BackboneSpec, decoder_of, spec_of, text_config
+from locret_kit.backbones.spec import BackboneSpec, decoder_of
 from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
@@ -397,7 +397,7 @@ class Subject:
         self.read(self.model, cache, [])
         run = RunSettings(budget=BUDGET, chunk=CHUNK, local_len=TAIL, stabilizers=STABILIZERS, positions=positions)
         planned = cache_bytes(
-            spec_of(text_config(self.model)),  # of the configuration alone, as a plan has it
+            self.spec,  # as measured: a configuration says nothing of the sizes of states
             Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy)),
         )
         if planned != cache.nbytes:

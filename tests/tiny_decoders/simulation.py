@@ -264,9 +264,17 @@ def simulate(model: Any, ids: Tensor, plan: Plan, scores: Callable[[Run], Tensor
 
 
 @torch.no_grad()
+def without_factor(answer: Any) -> Any:
+    """A rotary module's answer at position 0, whose cosines are 1."""
+    if isinstance(answer, Tensor):
+        return answer / answer.abs()
+    cos, sin = answer
+    return cos / cos.abs().max(), sin
+
+
 def before_rotation(model: Any, ids: Tensor, run: Run) -> Call:
     """The queries, keys and values of the run's last call before RoPE: those of a forward in which every rotary module stands at
-    position 0 and earlier attention returns what it returned in ``run``."""
+    position 0, without its factor (YaRN, LongRoPE), and earlier attention returns what it returned in ``run``."""
 
     def at_zero(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def zero(x: Any) -> Any:
@@ -276,6 +284,7 @@ def before_rotation(model: Any, ids: Tensor, run: Run) -> Call:
 
     rotary = [m for m in model.modules() if any("inv_freq" in name for name, _ in m.named_buffers(recurse=False))]
     hooks = [module.register_forward_pre_hook(at_zero, with_kwargs=True) for module in rotary]
+    hooks += [module.register_forward_hook(lambda module, args, out: without_factor(out)) for module in rotary]
     again = Run(run.plan, outputs=run.results)
     _NOW.append(again)
     try:
