@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Tests of the plugin for vLLM (tests_vllm/), in an environment of their own: vLLM's build for CPUs, and of what it asks for only what
+# Tests of the plugin for vLLM (tests/vllm/), in an environment of their own: vLLM's build for CPUs, and of what it asks for only what
 # serving a text model needs. It takes some 1.6 GB and two minutes to make, once.
 # Usage: scripts/test_vllm.sh [--fast | --probe] [ARGUMENTS]
 # --fast leaves out what needs the demo backbone, and most families: a minute. Arguments go to pytest.
-# --probe runs tests_vllm/test_scheduler.py alone, which needs no model: of a newer release, LOCRET_VLLM_VERSION=0.33.0.
+# --probe runs tests/vllm/test_scheduler.py alone, which needs no model: of a newer release, LOCRET_VLLM_VERSION=0.33.0.
 # LOCRET_VLLM_VENV=FOLDER is the environment, by default .venv-vllm; LOCRET_TORCH_INDEX=URL takes torch from that index.
 set -euo pipefail
 
@@ -37,11 +37,11 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     echo "$want" >"$stamp"
 fi
 cd "$root"
-chosen=(tests_vllm)
+chosen=(tests/vllm)
 case "${1:-}" in
 --fast) chosen+=(-m "not backbone and not slow") && shift ;;
---probe) chosen=(tests_vllm/test_scheduler.py) && shift ;;
+--probe) chosen=(tests/vllm/test_scheduler.py) && shift ;;
 *) "$venv/bin/python" scripts/fetch_backbone.py ;;
 esac
 # A process a core: each has one engine at a time, of one thread.
-exec "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses=2 --dist=loadfile --no-loadscope-reorder "${chosen[@]}" "$@"
+exec "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses=2 --dist=loadfile --no-loadscope-reorder --confcutdir=tests/vllm "${chosen[@]}" "$@"

@@ -45,7 +45,7 @@ LONG = {
     "heads=": "a variable of a table's commands",
     "python scripts/": "scripts of results take minutes to hours",
     "pip install ": "fetches",
-    "locret-vllm ": "needs vLLM, in an environment of its own; tests_vllm/test_server.py",
+    "locret-vllm ": "needs vLLM, in an environment of its own; tests/vllm/test_server.py",
     "serve run ": "two servers and Ray; tests/test_serving_shared.py has what they share",
     "done": "the end of such a loop",
 }

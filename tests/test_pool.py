@@ -13,7 +13,7 @@ from locret_kit import BoundedCache
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.pool import PageShape, RowPool
+from locret_kit.cache.storage.row_pool import PageShape, RowPool
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.cache.together import Step, decode_together, kind
 from locret_kit.cache.view import shared_scores

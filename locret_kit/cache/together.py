@@ -12,7 +12,7 @@ from torch import Tensor
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
 from .step import evict_if_due, make_room
-from .storage.pool import RowPool
+from .storage.row_pool import RowPool
 from .storage.rows import BoundedLayer
 from .view import entry_scores
 

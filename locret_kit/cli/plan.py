@@ -175,8 +175,8 @@ def _vllm(
     from ..planning.fitting_settings import DoesNotFit
     from ..planning.inference_plan import plan_inference
     from ..sizes import show
-    from ..vllm.page import Pages, pages_of
-    from ..vllm.settings import check_policy, check_settings
+    from ..vllm.request_pages import Pages, pages_of
+    from ..vllm.server_settings import check_policy, check_settings
 
     check_policy(setting.policy)
     check_settings(args.run)

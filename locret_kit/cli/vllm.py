@@ -14,8 +14,8 @@ from .command import command
 from .loading import check_run, choose
 
 if TYPE_CHECKING:
-    from ..vllm.page import Pages
-    from ..vllm.settings import Server
+    from ..vllm.request_pages import Pages
+    from ..vllm.server_settings import ServerSettings
 
 GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins")
 """Entry points by which vLLM finds the kit."""
@@ -48,10 +48,10 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
     return 0
 
 
-def served_by(args: VllmOptions) -> tuple[Server, str]:
+def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
     from ..backbones.load import resolve_model
-    from ..vllm.settings import Served, Server
+    from ..vllm.server_settings import Served, ServerSettings
 
     chosen = choose(args.ckpt, args.model, None, args.policy)
     if chosen.adapter is not None:
@@ -65,7 +65,7 @@ def served_by(args: VllmOptions) -> tuple[Server, str]:
         **vars(args.run), heads=args.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
         plugin=args.plugin,
     )  # fmt: skip
-    return Server(served), resolve_model(chosen.backbone)
+    return ServerSettings(served), resolve_model(chosen.backbone)
 
 
 def prepare_environment() -> None:
@@ -77,7 +77,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
-def settle(options: Any, server: Server, sessions: int | None, theirs: list[str]) -> Pages:
+def settle(options: Any, server: ServerSettings, sessions: int | None, theirs: list[str]) -> Pages:
     """Set in vLLM's options what must go together, and refuse what cannot; the pages of a request."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -85,9 +85,9 @@ def settle(options: Any, server: Server, sessions: int | None, theirs: list[str]
     from ..backbones.load import load_config
     from ..backbones.spec import spec_of
     from ..vllm import SECTION
-    from ..vllm.page import Pages, pages_of
     from ..vllm.refusals import refuse
-    from ..vllm.settings import settings_of
+    from ..vllm.request_pages import Pages, pages_of
+    from ..vllm.server_settings import settings_of
 
     refuse(vars(options))
     if options.headless or (options.api_server_count or 1) > 1 or options.data_parallel_size > 1:
@@ -148,8 +148,8 @@ async def serve(options: Any, pages: Pages) -> None:
 
 async def announce(options: Any, pages: Pages) -> None:
     """Say that requests are taken, and how many fit, once they are."""
-    from ..vllm.front import requests_that_fit
-    from ..vllm.page import Pages
+    from ..vllm.ready_line import requests_that_fit
+    from ..vllm.request_pages import Pages
 
     host = options.host if options.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
     while not await healthy(host, options.port):

@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     if name != "OnCpu":
         raise AttributeError(name)
     if asked():
-        from .backend import BoundedBackend
+        from .attention_backend import BoundedBackend
 
         return BoundedBackend
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

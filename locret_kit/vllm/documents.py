@@ -28,10 +28,10 @@ from ..cache.saved import APART, Origin, Saved, restore
 from ..documents.document import IDS
 from ..naming import blaming
 from ..policies.grammar import parts_of
-from .engine import Engine, Standin, Told
-from .identity import identity_of_files
+from .file_identity import identity_of_files
 from .ranks import Ranks
-from .state import config_of, engine_of, server_of
+from .worker import Standin, Told, Worker
+from .worker_state import config_of, engine_of, server_of
 
 AT_HAND = 8
 """Documents that a worker keeps in memory."""
@@ -124,7 +124,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
             if folder is None:
                 raise ValueError("the connector of documents needs a folder: documents=... in the section locret")
             model = vllm_config.model_config
-            self.checks = Engine(self.shelf.server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
+            self.checks = Worker(self.shelf.server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
             self.known = [self._known(str(path)) for path in sorted(Path(folder).glob("*.locret"))]
         else:
             self.engine = engine_of(vllm_config)

@@ -18,7 +18,7 @@ def register() -> None:
     from .rotary import register_rotary
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "locret_kit.vllm.choice.OnCpu")
-    register_backend(AttentionBackendEnum.CUSTOM, "locret_kit.vllm.backend.BoundedBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, "locret_kit.vllm.attention_backend.BoundedBackend")
     register_rotary()
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
-from .backend import BoundedImpl
+from .attention_backend import BoundedImpl
 from .choice import asked
-from .engine import Told
 from .plugin import registered
 from .refusals import refuse_engine
-from .state import engine_of, server_here, server_of
 from .versions import check_version, release
+from .worker import Told
+from .worker_state import engine_of, server_here, server_of
 
 
 class Requests(LogitsProcessor):

@@ -8,11 +8,11 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from .choice import asked
-from .page import SPARE
-from .state import server_of
+from .request_pages import SPARE
+from .worker_state import server_of
 
 
-class Front(StatLoggerBase):
+class ReadyLine(StatLoggerBase):
     """Lets requests be checked where they arrive. It counts nothing."""
 
     pages: int | None = None
@@ -27,13 +27,13 @@ class Front(StatLoggerBase):
         pass
 
     def log_engine_initialized(self) -> None:
-        Front.pages = self.cache_config.num_gpu_blocks
+        ReadyLine.pages = self.cache_config.num_gpu_blocks
 
 
 def requests_that_fit() -> int:
     """Requests that run at once. Raises RuntimeError before the engine runs."""
-    if Front.pages is None:
+    if ReadyLine.pages is None:
         raise RuntimeError(
             "vLLM did not load locret_kit's entry point of vllm.stat_logger_plugins: VLLM_PLUGINS, if it is set, must name locret"
         )
-    return Front.pages - SPARE
+    return ReadyLine.pages - SPARE

@@ -54,7 +54,7 @@ class Served(RunSettings):
         return made(cls, dict(section))
 
 
-class Server:
+class ServerSettings:
     """What a server of vLLM serves: settings, policies and heads, read once.
 
     Attributes:

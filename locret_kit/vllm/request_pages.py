@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backbones.spec import BackboneSpec, spec_of
-from ..cache.storage.pool import PageShape
+from ..cache.storage.row_pool import PageShape
 from ..policies.policy import Policy
 from ..settings import Resolved
 from ..sizes import show

@@ -26,15 +26,15 @@ from ..cache.geometry.schedule import Schedule
 from ..cache.make import make_layers
 from ..cache.pins import check_room
 from ..cache.step import read_tokens
-from ..cache.storage.pool import PageShape, RowPool
 from ..cache.storage.quantised import Scratch
+from ..cache.storage.row_pool import PageShape, RowPool
 from ..cache.storage.rows import BoundedLayer
 from ..cache.together import Step, decode_together, kind
 from ..cache.view import shared_scores
 from ..settings import FIRST, read_protect
-from .page import page_shape
 from .ranks import Ranks, config_of_rank, heads_of_rank
-from .settings import Server
+from .request_pages import page_shape
+from .server_settings import ServerSettings
 
 NOBODY = 0
 """vLLM's block that belongs to no request: of padding, and of runs that warm it up."""
@@ -70,7 +70,7 @@ class Told:
 
 
 @dataclass
-class Text:
+class PagedText:
     """A request that has a page."""
 
     context: Context
@@ -80,7 +80,7 @@ class Text:
 
 
 @dataclass
-class Turn:
+class RequestTurn:
     """New tokens of a request in one step: rows ``start`` to ``end`` of the batch, after ``seen`` others."""
 
     start: int
@@ -90,7 +90,7 @@ class Turn:
     told: Told
 
 
-class Engine:
+class Worker:
     """The texts of one worker.
 
     Attributes:
@@ -100,7 +100,9 @@ class Engine:
         ValueError: heads or settings that do not fit the model.
     """
 
-    def __init__(self, server: Server, config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+    def __init__(
+        self, server: ServerSettings, config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    ) -> None:
         self.server, self.dtype, self.device, self.ranks = server, dtype, device, ranks
         if server.heads is not None:
             server.heads.check_backbone(spec_of(config))
@@ -111,7 +113,7 @@ class Engine:
         self.spec = self.model.description.spec
         self.shape: PageShape = page_shape(self.spec, server.settings, server.policies.values(), dtype)
         self.rows: dict[int, Told] = {}
-        self.texts: dict[int, Text] = {}
+        self.texts: dict[int, PagedText] = {}
         self.pools: dict[int, RowPool] = {}
         self.tables, self.counters = RotationTables(), CacheCounters()
         self._ropes: list[list[Rope]] = []
@@ -139,10 +141,10 @@ class Engine:
         self._ropes.append(ropes)
         return ropes
 
-    def begin(self, told: Told, page: int) -> Text:
+    def begin(self, told: Told, page: int) -> PagedText:
         """A new request, in a page that held another one."""
         ctx = self.context(told)
-        text = self.texts[page] = Text(ctx, make_layers(ctx, Scratch()))
+        text = self.texts[page] = PagedText(ctx, make_layers(ctx, Scratch()))
         return text
 
     def take(self, told: Told, page: int, document: BoundedCache, kv_caches: Mapping[int, Tensor]) -> None:
@@ -160,7 +162,7 @@ class Engine:
                 rows.queries = queries
         text.seen = document.get_seq_length()
 
-    def text(self, turn: Turn) -> Text:
+    def text(self, turn: RequestTurn) -> PagedText:
         """The request whose turn it is.
 
         Raises:
@@ -174,7 +176,7 @@ class Engine:
             raise RuntimeError(f"page {turn.page} holds {held}, and vLLM says {turn.seen} tokens: please report this")
         return text
 
-    def layer(self, text: Text, number: int, page: int) -> BoundedLayer:
+    def layer(self, text: PagedText, number: int, page: int) -> BoundedLayer:
         """A request's rows in a layer."""
         rows = text.layers[number]
         if not rows.is_initialized:
@@ -196,7 +198,7 @@ class Engine:
         k_NHD: Tensor,
         v_NHD: Tensor,
         kv_cache: Tensor,
-        batch: Batch,
+        batch: StepBatch,
         scaling: float,
         out_NQD: Tensor,
     ) -> None:
@@ -234,23 +236,23 @@ def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
     return x.narrow(2 if name == "stats" else 1, ranks.rank * heads, heads)
 
 
-class Batch:
+class StepBatch:
     """What a step does, the same for all of its layers: made by the builder of attention metadata.
 
     Attributes:
         together: turns of one token, those of a list decoded in one call. alone: the others.
     """
 
-    def __init__(self, turns: list[Turn]) -> None:
+    def __init__(self, turns: list[RequestTurn]) -> None:
         self.turns = turns
         self.step = Step()
         self.contexts: list[Context] = []
         self.together: list[list[int]] = []
         self.alone: list[int] = []
-        self._texts: list[Text] | None = None
+        self._texts: list[PagedText] | None = None
         self._places: dict[tuple[int, ...], Tensor | slice] = {}
 
-    def texts(self, engine: Engine) -> list[Text]:
+    def texts(self, engine: Worker) -> list[PagedText]:
         """The request of each turn. The first layer finds them: by then documents are loaded."""
         if self._texts is None:
             engine.tables.clear()

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from locret_kit.vllm import choice, plugin, versions
 from locret_kit.vllm.refusals import refuse
-from locret_kit.vllm.settings import Served, Server
+from locret_kit.vllm.server_settings import Served, ServerSettings
 
 SETTINGS = dict(budget=96, chunk=32, stabilizers=8, local_len=16, positions="compact")
 
@@ -63,7 +63,7 @@ def test_each_request_has_a_budget_and_a_policy_of_its_own(tmp_path):
 )
 def test_what_a_server_cannot_have_is_refused(served, said):
     with pytest.raises(ValueError, match=said):
-        Server(Served.read(served))
+        ServerSettings(Served.read(served))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.page import Pages, pages_of
+from locret_kit.vllm.request_pages import Pages, pages_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", str(ROOT / "checkpoints" / "smollm2-135m-locret")

@@ -18,9 +18,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from .engine import NOBODY, Batch, Turn
-from .spec import BoundedSpec
-from .state import engine_here, engine_of
+from .cache_spec import BoundedSpec
+from .worker import NOBODY, RequestTurn, StepBatch
+from .worker_state import engine_here, engine_of
 
 
 class BoundedBackend(AttentionBackend):
@@ -66,13 +66,13 @@ class BoundedBackend(AttentionBackend):
 
 
 class BatchBuilder(AttentionMetadataBuilder):
-    """Makes a step's ``Batch``. Graphs are piecewise, and attention is between the pieces."""
+    """Makes a step's ``StepBatch``. Graphs are piecewise, and attention is between the pieces."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.engine = engine_of(vllm_config)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepBatch:
         c = common_attn_metadata
         starts = c.query_start_loc_cpu.tolist()
         # Exact without speculative decoding; the lengths on the device would be waited for.
@@ -81,8 +81,8 @@ class BatchBuilder(AttentionMetadataBuilder):
         turns = []
         for row, (start, end, length, page) in enumerate(zip(starts, starts[1:], lengths, pages, strict=False)):
             if end > start and page != NOBODY:
-                turns.append(Turn(start, end, length - (end - start), page, self.engine.rows[row]))
-        return Batch(turns)
+                turns.append(RequestTurn(start, end, length - (end - start), page, self.engine.rows[row]))
+        return StepBatch(turns)
 
 
 class BoundedImpl(AttentionImpl):
@@ -106,7 +106,7 @@ class BoundedImpl(AttentionImpl):
         self.engine, self.number = engine_of(get_current_vllm_config()), -1
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Batch | None,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepBatch | None,
         output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None:  # a run that measures memory or warms up

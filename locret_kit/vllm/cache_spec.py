@@ -9,7 +9,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-from ..cache.storage.pool import PageShape
+from ..cache.storage.row_pool import PageShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.page import Pages, page_shape
+from locret_kit.vllm.request_pages import Pages, page_shape
 
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
 POLICIES = ["streaming", "h2o", "snapkv"]

@@ -11,34 +11,34 @@ import torch
 
 from ..backbones.load import load_config
 from . import SECTION
-from .engine import Engine
 from .ranks import Ranks
-from .settings import Served, Server
+from .server_settings import Served, ServerSettings
+from .worker import Worker
 
 
 class State:
     """One for a process."""
 
-    engine: Engine | None = None
-    server: Server | None = None
+    engine: Worker | None = None
+    server: ServerSettings | None = None
     section: object = None
     """The section of the configuration of which both were made."""
 
 
-def server_of(vllm_config: Any) -> Server:
+def server_of(vllm_config: Any) -> ServerSettings:
     """What an engine serves."""
     section = vllm_config.additional_config[SECTION]
     if State.server is None or State.section is not section:
-        State.server, State.section, State.engine = Server(Served.read(section)), section, None
+        State.server, State.section, State.engine = ServerSettings(Served.read(section)), section, None
     return State.server
 
 
-def server_here() -> Server | None:
+def server_here() -> ServerSettings | None:
     """What the engine of this process serves; None where there is none."""
     return State.server
 
 
-def engine_of(vllm_config: Any) -> Engine:
+def engine_of(vllm_config: Any) -> Worker:
     """The texts of this worker."""
     server = server_of(vllm_config)
     if State.engine is None:
@@ -50,11 +50,11 @@ def engine_of(vllm_config: Any) -> Engine:
             if current_platform.is_cpu()
             else torch.device(current_platform.device_type, torch.cuda.current_device())
         )
-        State.engine = Engine(server, config_of(model), model.dtype, device, _ranks())
+        State.engine = Worker(server, config_of(model), model.dtype, device, _ranks())
     return State.engine
 
 
-def engine_here() -> Engine:
+def engine_here() -> Worker:
     """The texts of this worker, where vLLM tells no configuration. Raises RuntimeError where there is none."""
     if State.engine is None:
         raise RuntimeError("vLLM asks for a page before it has built a model: please report this")
