@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -226,7 +226,7 @@ def decoder_of(model: Any) -> Any:
     """The decoder stack (``model.model`` and its likes) below adapters of PEFT and heads of the language model."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model
-    if not hasattr(decoder, "set_attn_implementation"):  # a head that is called decoder (ModernBERT)
+    if isinstance(decoder, nn.Linear):  # a head that is called decoder (ModernBERT)
         decoder = inner.base_model
     while hasattr(decoder, "lm_head") and hasattr(
         decoder, "model"
