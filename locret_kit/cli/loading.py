@@ -127,13 +127,16 @@ def choose(
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, text: Iterable[str], question: str | None, *, chat: bool
 ) -> array[int]:
-    """Token ids of a text as it is, or with a question after it."""
+    """Token ids of a text as it is, or with a question after it; through the chat template no control token forms in either."""
     from ..runtime.tokens import stream_ids
     from ..text.template import has_template, render_prompt
+    from ..text.untrusted import defused_pieces
 
     if question is None:
         return stream_ids(tokenizer, text, special=True)
     before, after = render_prompt(tokenizer, "", question, chat=chat)
+    if chat:
+        text = defused_pieces(tokenizer, text, before)
     return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.tokens import IdStream
 from ..text.template import has_template, render_prompt
+from ..text.untrusted import defused_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,8 @@ class DocumentText:
 
             text = read_document(text)
         words = False
-        for piece in [text] if isinstance(text, str) else text:
+        pieces = [text] if isinstance(text, str) else text
+        for piece in defused_pieces(self.tokenizer, pieces, self.stream.text) if self.chat else pieces:
             words = words or bool(piece.strip())
             self.stream.feed(piece)
         return words

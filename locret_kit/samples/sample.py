@@ -13,6 +13,7 @@ from typing import Literal
 
 from ..text.spans import Span, encode, token_span
 from ..text.template import around_message, has_template, render
+from ..text.untrusted import defused_values
 
 CHARACTERS = 64
 """Characters per token that no text reaches on average."""
@@ -75,6 +76,7 @@ def encode_chat(
             sample = encode_chat(tokenizer, short, max_tokens=max_tokens, cut=cut)
             if len(sample.ids) == max_tokens:  # so tokens of the middle went here too, and what is left is the same
                 return sample
+    messages = [defused_values(tokenizer, message) for message in messages]
     if has_template(tokenizer):
         text = render(tokenizer, messages)
         where = [_locate(tokenizer, messages, i, text) for i in range(len(messages))]
