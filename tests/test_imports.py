@@ -37,6 +37,7 @@ ONLY = {
     "pydantic": {"validation", "config", "serving"},
     "fastapi": {"serving"},
     "prometheus_client": {"serving"},
+    "llguidance": {"serving"},
     "ray": {"serving"},
     "lightning": {"training"},
     "deepspeed": {"training"},

@@ -62,7 +62,7 @@ def ways(tokenizer, text: str) -> dict[str, list[int]]:
         "chat": list(stream_ids(tokenizer, [render_first(tokenizer, text)], **special)),
         "next turn": list(ids_after(tokenizer, render_turn(tokenizer, text))),
         "batch": list(stream_ids(tokenizer, render_messages(tokenizer, [user, answer, user]), **special)),
-        "server": list(body.ids(tokenizer, None)),
+        "server": list(body.ids(tokenizer, None)[0]),
         "evaluation": list(
             stream_ids(tokenizer, [wrap(SimpleNamespace(tokenizer=tokenizer), text, chat=True)[0]], **special)
         ),

@@ -7,6 +7,8 @@ import hashlib
 import hmac
 import logging
 import secrets
+import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -84,6 +86,13 @@ class Server:
     limits: Limits = field(default_factory=Limits)
     hosts: frozenset[str] = frozenset()
     """Its names beside loopback's and its address; they matter without keys alone."""
+    origins: frozenset[str] = frozenset()
+    """Origins whose pages may use it; '*' for all."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """How tokens are chosen where a request does not say, by the names of ``bodies.DEFAULTS``."""
+    silence: float = 5.0
+    """Seconds without a byte of an answer, at most, while its client waits."""
+    started: int = field(default_factory=lambda: int(time.time()))
     documents: dict[str, UploadedDocument] = field(default_factory=dict)
     """Documents by their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)

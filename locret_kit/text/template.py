@@ -97,24 +97,32 @@ def render_first(tokenizer, question: str, system: str | None = None) -> str:
     return render(tokenizer, [*messages, {"role": "user", "content": question}], generation=True)
 
 
-def render_messages(tokenizer, messages: Sequence[dict], *, about: bool = False) -> tuple[str, str]:
+def render_messages(
+    tokenizer, messages: Sequence[dict], *, about: bool = False, tools: Sequence[dict] = (), continued: bool = False
+) -> tuple[str, str]:
     """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
     stands, with a blank line, before the first user message's text (``about``).
+
+    Args:
+        tools: functions that the answer may call, as OpenAI describes them; for a template that has them.
+        continued: the last message is the beginning of the answer.
 
     Raises:
         ValueError: if the template refuses the conversation, or there is no user message for the document.
     """
     if not has_template(tokenizer):
         text = defused(tokenizer, "".join(f"{message['content']}\n" for message in messages))
+        text = text.removesuffix("\n") if continued else text
         return "", f"\n\n{text}" if about else text
     if not about:
-        return "", render(tokenizer, messages, generation=True)
+        return "", render(tokenizer, messages, generation=True, tools=tools, continued=continued)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a question about a document needs a user message")
     marker, changed = _marker([message["content"] for message in messages]), [dict(message) for message in messages]
     changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
-    return _split(render(tokenizer, changed, generation=True), marker, "the document")
+    text = render(tokenizer, changed, generation=True, tools=tools, continued=continued)
+    return _split(text, marker, "the document")
 
 
 def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
@@ -144,8 +152,18 @@ def has_template(tokenizer) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def render(tokenizer, messages: Sequence[dict], generation: bool = False) -> str:
+def render(
+    tokenizer,
+    messages: Sequence[dict],
+    generation: bool = False,
+    *,
+    tools: Sequence[dict] = (),
+    continued: bool = False,
+) -> str:
     """The chat template's text of a conversation.
+
+    Args:
+        generation: with what begins an answer. tools, continued: as in ``render_messages``.
 
     Raises:
         ValueError: the template refuses it.
@@ -153,8 +171,15 @@ def render(tokenizer, messages: Sequence[dict], generation: bool = False) -> str
     from jinja2 import TemplateError
 
     said = [defused_values(tokenizer, _with_reasoning(tokenizer, message)) for message in messages]
+    more: dict[str, object] = {"tools": defused_values(tokenizer, tools)} if tools else {}
     try:
-        return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=generation)
+        return tokenizer.apply_chat_template(
+            said,
+            tokenize=False,
+            add_generation_prompt=generation and not continued,
+            continue_final_message=continued,
+            **more,
+        )
     except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
