@@ -345,6 +345,27 @@ def test_uploads_at_once_never_pass_the_limit(url, server):
             httpx.delete(f"{url}/v1/documents/{answer.json()['id']}", headers=bearer())
 
 
+def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server):
+    for number in range(LIMITS.documents + 1):
+        assert uploaded(url, f"{number}.rtf", b"{\\rtf1 x}")["error"].endswith("save it as .docx")
+    page = "<html><body><p>%s</p></body></html>"
+    files = {
+        "mimetype": "application/epub+zip", "c0.xhtml": page % "The harbour was quiet.",
+        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="a.opf"/></rootfiles></container>',
+        "a.opf": '<package><manifest><item id="a" href="c0.xhtml"/></manifest><spine><itemref idref="a"/>'
+        '<itemref idref="b"/></spine></package>',
+    }  # fmt: skip
+    data = BytesIO()
+    with ZipFile(data, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    made = uploaded(url, "a.epub", data.getvalue())
+    assert made["status"] == "ready" and made["lost"] == ["a.epub: 1 of 2 chapters of the spine are not in the file"]
+    for one in httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"]:
+        httpx.delete(f"{url}/v1/documents/{one['id']}", headers=bearer())
+    assert not server.documents
+
+
 def uploaded(url: str, name: str, data: bytes) -> dict:
     """A document that has been read, or has failed; it is deleted."""
     held = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(), timeout=60).json()

@@ -54,6 +54,8 @@ class UploadedDocument:
     read: int = 0
     total: int = 0
     error: str | None = None
+    lost: list[str] = field(default_factory=list)
+    """What its file holds and its text does not, in a line each."""
     deleted: bool = False
     """While it is still being read, its memory counts."""
     on_disk: bool = False
@@ -68,6 +70,8 @@ class UploadedDocument:
         }  # fmt: skip
         if self.error:
             shown["error"] = self.error
+        if self.lost:
+            shown["lost"] = self.lost
         if self.document is not None:
             cache = self.document.cache
             shown |= {"total_tokens": self.document.tokens, "read_tokens": self.document.tokens, "bytes": cache.nbytes}
@@ -137,6 +141,11 @@ class Server:
             raise HTTPException(404, f"document {name[:64]!r} is not there")
         return upload
 
+    @property
+    def places(self) -> int:
+        """Documents that have a place: all but those that failed."""
+        return sum(upload.error is None for upload in list(self.documents.values()))
+
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
         self.ended.set()
@@ -156,7 +165,7 @@ class Server:
         for stored, whose, created, path in engine.store.documents(owners) if engine.store else ():
             if stored in self.documents or name not in (None, stored):
                 continue
-            if len(self.documents) >= self.limits.documents:
+            if self.places >= self.limits.documents:
                 left += 1
                 continue
             try:

@@ -150,7 +150,7 @@ class CallReader:
             value = json.loads(text.strip().removeprefix("[TOOL_CALLS]"))
         except (ValueError, RecursionError):
             return []
-        calls = []
+        calls: list[Call] = []
         for one in value if isinstance(value, list) else [value]:
             if not isinstance(one, dict) or one.get("name") not in self.names:
                 return []
