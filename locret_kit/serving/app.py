@@ -19,8 +19,8 @@ from .errors import add_errors
 from .guard import Guard
 from .information import add_information
 from .metrics import metrics_of
-from .named import Named
 from .page import add_page
+from .request_names import NamedRequests
 from .state import Server
 
 
@@ -33,7 +33,7 @@ def make_app(server: Server) -> FastAPI:
         await asyncio.to_thread(server.stop)
 
     app = FastAPI(title="locret-serve", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Named)
+    app.add_middleware(NamedRequests)
     app.add_middleware(Guard, server=server)
     if server.origins:
         app.add_middleware(

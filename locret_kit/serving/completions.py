@@ -17,9 +17,9 @@ from ..policies.policy import Policy
 from ..runtime.sampling import Constraint
 from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
+from .constraint import constraint
 from .engine import Engine
 from .errors import problem
-from .grammar import constraint
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server

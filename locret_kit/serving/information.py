@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 
 from ..runtime.kept_text import token_texts
 from ..runtime.tokens import stream_ids
-from .bodies import ChatBody, Ids, check_text, without_nulls
+from .bodies import ChatBody, Ids
+from .messages import check_text, without_nulls
 from .state import Server
 
 

@@ -126,7 +126,8 @@ class CallReader:
         return said, []
 
     def _tagged(self) -> tuple[str, list[Call]]:
-        said, calls = "", []
+        said = ""
+        calls: list[Call] = []
         while True:
             before, tag, rest = self._held.partition(OPEN)
             if not tag:

@@ -108,8 +108,9 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
         raise ValueError(f"{name} is larger than limit={limit} bytes")
     if not data:
         raise ValueError(f"{name} is empty")
+    losses: list[str] = []
     try:
-        text = _text(data, name, suffix, limit, losses := [])
+        text = _text(data, name, suffix, limit, losses)
     except (_Refused, ImportError, MemoryError):
         raise
     except Exception as error:  # parsers of untrusted bytes raise whatever they stumble over

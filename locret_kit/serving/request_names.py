@@ -14,7 +14,7 @@ GONE = 499
 """Status in the log where the client went before there was one."""
 
 
-class Named:
+class NamedRequests:
     """Name requests; log each with its status and the seconds to the end of its answer. What the client sends is passed on as it
     is, so that routes see when it goes."""
 
