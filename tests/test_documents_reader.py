@@ -564,3 +564,31 @@ def test_chapters_are_found_however_they_are_written(way):
     changed = SPINES[way](str(files[name]))
     text, lost = losses_of(zipped(files | {name: changed}), "a.epub")
     assert text.index("ALPHA") < text.index("OMEGA") and lost == []
+
+
+def test_what_a_word_file_moves_breaks_and_leaves_out():
+    files = docx_files(["ALPHA"])
+    space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+    run = "<w:r><w:t>%s</w:t></w:r>"
+    moved = f'<w:p><w:moveTo w:id="1" w:author="a">{run % "MOVED"}</w:moveTo></w:p>'
+    gone = f'<w:p><w:moveFrom w:id="2" w:author="a">{run % "MOVED"}</w:moveFrom></w:p>'
+    broken = '<w:p><w:r><w:t>z</w:t><w:cr/><w:t>q</w:t><w:br w:type="page"/><w:t>r</w:t></w:r></w:p>'
+    shape = 'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
+    inner = f"<w:txbxContent><w:p>{run % 'BOXED'}</w:p></w:txbxContent>"
+    box = f"<w:p><w:r><w:drawing><wps:txbx {shape}>{inner}</wps:txbx></w:drawing></w:r></w:p>"
+    document = str(files["word/document.xml"]).replace("</w:body>", moved + gone + broken + box + "</w:body>")
+    comments = f'<w:comments {space}><w:comment w:id="1"><w:p>{run % "NOTE"}</w:p></w:comment></w:comments>'
+    more = {
+        "word/document.xml": document, "word/comments.xml": comments,
+        "word/header1.xml": f"<w:hdr {space}><w:p>{run % 'HEAD'}</w:p></w:hdr>",
+        "word/header2.xml": f"<w:hdr {space}><w:p/></w:hdr>",
+    }  # fmt: skip
+    text, lost = losses_of(zipped(files | more), "a.docx")
+    assert text.count("MOVED") == 1 and re.search(r"z\s+q\s+r", text) and "ALPHA" in text
+    assert "BOXED" not in text and sorted(lost) == [
+        "a.docx: 1 comments left out", "a.docx: 1 headers left out", "a.docx: 1 text boxes left out"
+    ]  # fmt: skip
+    old = document.replace(box, f"<w:p><w:r><w:pict>{inner}</w:pict></w:r></w:p>")
+    text, lost = losses_of(zipped(files | {"word/document.xml": old}), "a.docx")
+    assert "BOXED" in text and lost == []
+    assert losses_of(docx(["ALPHA"]), "a.docx")[1] == []

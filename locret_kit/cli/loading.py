@@ -177,6 +177,23 @@ def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
 
 
+SHARE = 8
+"""Tokens for each slot beyond which few facts of a text are found again (docs/tutorials/read.md)."""
+
+
+def too_few_slots(options: RunSettings, heads: HeadsConfig | None, policy: Policy, tokens: int) -> str | None:
+    """A warning where a text has more tokens than ``SHARE`` for each slot, and the policy brings nothing back."""
+    if policy.keeps_everything or policy.recall is not None:
+        return None
+    budget = options.resolved(heads.inference if heads else {}, tokens).budget
+    if not isinstance(budget, int) or tokens <= SHARE * budget:
+        return None
+    return (
+        f"warning: budget={budget} slots for {tokens} tokens, 1 in {tokens // budget}: facts need about 1 in {SHARE}: "
+        f"--budget {-(-tokens // SHARE)}"
+    )
+
+
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
     from ..backbones.families import text_config

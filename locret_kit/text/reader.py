@@ -41,6 +41,8 @@ _FOREIGN = (
     (b"\xfe\xff", "text in UTF-16: save it as UTF-8"),
 )
 """First bytes of formats that are not read, and what their owner is told."""
+SHAPE = "{http://schemas.microsoft.com/office/word/2010/wordprocessingShape}"
+"""Namespace of what Word draws; the text in it is not read."""
 _OFFICE = (
     ("ppt/", "a presentation: save it as PDF"),
     ("xl/", "a spreadsheet: save it as PDF, or its sheets as .csv"),
@@ -170,7 +172,7 @@ def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -
         elif kind == ".epub":
             text = _book(data, name, limit, losses)
         else:
-            text = _markdown(data, name, kind, limit)
+            text = _markdown(_prepared(data, name, limit, losses) if kind == ".docx" else data, name, kind)
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
@@ -207,16 +209,46 @@ def _pdf(data: bytes, name: str, losses: list[str]) -> str:
     return re.sub(rf"(?<=[^\W\d_]){hyphen}(?=[^\W\d_])", "", text).replace(hyphen, "-")
 
 
-def _markdown(data: bytes, name: str, kind: str, limit: int) -> str:
+def _prepared(data: bytes, name: str, limit: int, losses: list[str]) -> bytes:
+    """A Word file whose moved text is where it was moved to and whose breaks are breaks; its losses are noted."""
+    from defusedxml.ElementTree import fromstring
+
+    word, out = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}", BytesIO()
+    counts: dict[str, int] = {}
+    with ZipFile(_stored(data, name, limit)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
+        for entry in archive.namelist():
+            part = archive.read(entry)
+            if entry == "word/document.xml":
+                part = re.sub(rb"(</?w:)moveTo(?=[\s>/])", rb"\1ins", part)
+                part = re.sub(rb"<w:cr\s*/>|<w:br\s[^>]*w:type=\"(?:page|column)\"[^>]*/>", rb"<w:br/>", part)
+                body = fromstring(part)
+                boxes = len(body.findall(f".//{word}txbxContent"))
+                newer = len(body.findall(f".//{SHAPE}txbx/{word}txbxContent"))
+                counts["text boxes"] = max(
+                    0, 2 * newer - boxes
+                )  # Word writes each once more, for older programs: that is read
+            elif found := re.fullmatch(r"word/(header|footer|comments)\d*\.xml", entry):
+                root = fromstring(part)
+                wanted = root.iterfind(f"{word}comment") if found[1] == "comments" else [root]
+                number = sum(1 for one in wanted if any((text.text or "").strip() for text in one.iter(f"{word}t")))
+                what = found[1] if found[1] == "comments" else f"{found[1]}s"
+                counts[what] = counts.get(what, 0) + number
+            copy.writestr(entry, part)
+    for what, number in counts.items():
+        if number:
+            losses.append(f"{number} {what} left out")
+    return out.getvalue()
+
+
+def _markdown(data: bytes, name: str, kind: str) -> str:
     """A page of the Web or a Word file as Markdown, its characters unescaped."""
     from markitdown import MissingDependencyException, StreamInfo
     from markitdown.converters import DocxConverter, HtmlConverter
 
-    stream = _stored(data, name, limit) if kind == ".docx" else BytesIO(data)
     converter = (DocxConverter if kind == ".docx" else HtmlConverter)()
     options = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
     try:
-        return converter.convert(stream, StreamInfo(extension=kind), **options).markdown
+        return converter.convert(BytesIO(data), StreamInfo(extension=kind), **options).markdown
     except MissingDependencyException as error:
         raise ImportError(f"{name} needs more of markitdown than is installed", name="markitdown") from error
 
@@ -247,7 +279,7 @@ def _book(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 missing += 1
                 continue
             page = archive.read(entry)
-            text = _markdown(page, f"{name}, {entry}", ".html", limit)
+            text = _markdown(page, f"{name}, {entry}", ".html")
             if re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text).strip():
                 texts.append(text.strip())
             elif re.search(rb"<(?:\w+:)?(?:img|image|svg|object)\b", page):
