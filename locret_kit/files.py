@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import io
 import json
 import os
 import re
@@ -139,7 +140,8 @@ def _no_number(word: str) -> NoReturn:
 
 
 def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Iterator[str]:
-    """Decode a byte stream block by block, without a byte-order mark at its beginning.
+    """Decode a byte stream block by block, without a byte-order mark at its beginning; lines end with a newline, whatever
+    they end with there.
 
     Args:
         block: bytes read at a time.
@@ -148,6 +150,7 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
     Raises:
         ValueError: the stream is not UTF-8; names the offset of the first wrong byte.
     """
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
     decoder, offset, begun = codecs.getincrementaldecoder("utf-8")(), 0, False
     while data := first or stream.read(block):
         first = b""
@@ -159,8 +162,10 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
                 f"the text is not UTF-8: byte {offset - unread + error.start} is {error.object[error.start]:#04x}"
             ) from None
         offset += len(data)
-        yield text if begun else text.removeprefix("\ufeff")
+        yield newlines.decode(text if begun else text.removeprefix("\ufeff"))
         begun = begun or bool(text)
+    if left := newlines.decode("", final=True):
+        yield left
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:

@@ -204,8 +204,8 @@ def refusal(data: bytes, name: str, **bounds: int) -> str:
 @pytest.mark.parametrize("name", ["a.txt", "b.MD", "README", "stdin"])
 def test_plain_text_is_exact(name):
     text = "  one\r\ntwo \t\n\n\n\n\x0cthré<e> 👩 *x* %PDF-1.4 \u00ad\ufb01\n "
-    assert read(text.encode(), name) == text
-    assert read(b"\xef\xbb\xbf" + text.encode(), name) == text
+    assert read(text.encode(), name) == text.replace("\r\n", "\n")
+    assert read(b"\xef\xbb\xbf" + text.encode(), name) == text.replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize("n_pages", [3, 200])
@@ -287,9 +287,14 @@ def test_what_is_no_file(tmp_path):
 
 
 def test_extensions():
-    known = ".txt, .md, .html, .htm, .pdf, .docx, .epub"
-    assert refusal(b"x", "a.doc") == f" must end in one of {known}. Did you mean '.docx'?"
-    assert refusal(b"x", "a.xyzzy") == f" must end in one of {known}."
+    for name, data, words in [
+        ("a.doc", b"\xd0\xcf\x11\xe0" + bytes(99), "save it as .docx"), ("a.rtf", b"{\\rtf1 x}", "save it as .docx"),
+        ("a.pptx", zipped({"ppt/slides/slide1.xml": "<x/>"}), "save it as PDF"),
+        ("a.xlsx", zipped({"xl/workbook.xml": "<x/>"}), "save it as PDF"),
+        ("a.odt", zipped({"mimetype": "x", "content.xml": "<x/>"}), "save it as .docx or PDF"),
+        ("a.png", b"\x89PNG\r\n\x1a\n", "run OCR first"), ("a.bin", b"a\xff", "not UTF-8"),
+    ]:  # fmt: skip
+        assert words in refusal(data, name), name
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.pdf", "a.docx", "a.epub", "stdin"])
@@ -375,7 +380,7 @@ def test_formats_that_are_not_read():
     assert "damaged, or no .docx file" in refusal(b"plain words", "a.docx")
     assert refusal(b"\x1f\x8b\x08", "a.txt") == " is a gzip file: unpack it first"
     assert refusal(b"{\\rtf1 words}", "stdin") == " is a rich-text file: save it as .docx"
-    assert "neither a .docx nor an .epub" in refusal(zipped({"xl/workbook.xml": "<x/>"}), "a.docx")
+    assert "neither a .docx nor an .epub" in refusal(zipped({"a/b.xml": "<x/>"}), "a.docx")
     assert refusal(MADE[".docx"][:99], "stdin") == " is damaged: File is not a zip file"
     assert "unusual method" in refusal(zipped(docx_files(["words"]), ZIP_BZIP2), "a.docx")
 
@@ -500,3 +505,90 @@ def test_text_from_stdin_is_read_in_blocks_and_a_foreign_format_is_named(monkeyp
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"words"))))
     with pytest.raises(ValueError, match="stdin is a gzip file: unpack it first"):
         list(text_of(None))
+
+
+# ---- text under any name, and losses -----------------------------------------------------------------------------------
+
+
+def losses_of(data: bytes, name: str) -> tuple[str, list[str]]:
+    lost = []
+    return read_stream(io.BytesIO(data), name, lost=lost.append), lost
+
+
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.log", "a.py", "a.tex", "notes.2026", "Makefile", ".hidden", "a.JSON", "a.srt"]
+)
+def test_what_is_utf8_is_text_whatever_its_name(name, tmp_path):
+    assert losses_of("a,\u4e2d\r\nb\rc\n".encode(), name) == ("a,\u4e2d\nb\nc\n", [])
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbfa\r\nb")
+    assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == "a\nb"
+
+
+def test_pages_without_text_are_counted():
+    pages = [["words of a page"], [], ["- 7 -"], ["iv"], ["more words"]]
+    text, lost = losses_of(pdf(pages), "a.pdf")
+    assert "words of a page" in text and len(lost) == 1
+    assert lost[0].startswith("a.pdf: 3 of 5 pages have no text but numbers: run OCR")
+    assert losses_of(pdf([["words"], ["others"]]), "a.pdf")[1] == []
+
+
+SPINES = {
+    "prefix": lambda opf: re.sub(r"<(/?)(\w)", r"<\1o:\2", opf).replace("<o:package", '<o:package xmlns:o="u"'),
+    "case": lambda opf: opf.replace('href="c0', 'href="C0').replace('href="', 'href="./x/../'),
+    "percent": lambda opf: opf.replace('href="c', 'href="%63'),
+    "fragment": lambda opf: opf.replace('.xhtml"', '.xhtml#top"'),
+}
+
+
+def opf_of(files: dict) -> str:
+    return next(name for name in files if name.endswith(".opf"))
+
+
+def test_a_missing_chapter_and_one_of_pictures_are_told():
+    files = epub_files(["ALPHA", "BETA", "OMEGA"])
+    chapters = sorted(name for name in files if name.endswith("html"))
+    assert len(chapters) == 3
+    del files[chapters[1]]
+    files[chapters[2]] = "<html><body><img src='a.png'/></body></html>"
+    text, lost = losses_of(zipped(files), "a.epub")
+    assert "ALPHA" in text and lost == [
+        "a.epub: 1 of 3 chapters of the spine are not in the file", "a.epub: 1 of 3 chapters are pictures without text"
+    ]  # fmt: skip
+    assert losses_of(epub(["ALPHA", "OMEGA"]), "a.epub")[1] == []
+
+
+@pytest.mark.parametrize("way", SPINES)
+def test_chapters_are_found_however_they_are_written(way):
+    files = epub_files(["ALPHA", "OMEGA"])
+    name = opf_of(files)
+    changed = SPINES[way](str(files[name]))
+    text, lost = losses_of(zipped(files | {name: changed}), "a.epub")
+    assert text.index("ALPHA") < text.index("OMEGA") and lost == []
+
+
+def test_what_a_word_file_moves_breaks_and_leaves_out():
+    files = docx_files(["ALPHA"])
+    space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+    run = "<w:r><w:t>%s</w:t></w:r>"
+    moved = f'<w:p><w:moveTo w:id="1" w:author="a">{run % "MOVED"}</w:moveTo></w:p>'
+    gone = f'<w:p><w:moveFrom w:id="2" w:author="a">{run % "MOVED"}</w:moveFrom></w:p>'
+    broken = '<w:p><w:r><w:t>z</w:t><w:cr/><w:t>q</w:t><w:br w:type="page"/><w:t>r</w:t></w:r></w:p>'
+    shape = 'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
+    inner = f"<w:txbxContent><w:p>{run % 'BOXED'}</w:p></w:txbxContent>"
+    box = f"<w:p><w:r><w:drawing><wps:txbx {shape}>{inner}</wps:txbx></w:drawing></w:r></w:p>"
+    document = str(files["word/document.xml"]).replace("</w:body>", moved + gone + broken + box + "</w:body>")
+    comments = f'<w:comments {space}><w:comment w:id="1"><w:p>{run % "NOTE"}</w:p></w:comment></w:comments>'
+    more = {
+        "word/document.xml": document, "word/comments.xml": comments,
+        "word/header1.xml": f"<w:hdr {space}><w:p>{run % 'HEAD'}</w:p></w:hdr>",
+        "word/header2.xml": f"<w:hdr {space}><w:p/></w:hdr>",
+    }  # fmt: skip
+    text, lost = losses_of(zipped(files | more), "a.docx")
+    assert text.count("MOVED") == 1 and re.search(r"z\s+q\s+r", text) and "ALPHA" in text
+    assert "BOXED" not in text and sorted(lost) == [
+        "a.docx: 1 comments left out", "a.docx: 1 headers left out", "a.docx: 1 text boxes left out"
+    ]  # fmt: skip
+    old = document.replace(box, f"<w:p><w:r><w:pict>{inner}</w:pict></w:r></w:p>")
+    text, lost = losses_of(zipped(files | {"word/document.xml": old}), "a.docx")
+    assert "BOXED" in text and lost == []
+    assert losses_of(docx(["ALPHA"]), "a.docx")[1] == []

@@ -37,6 +37,7 @@ ONLY = {
     "pydantic": {"validation", "config", "serving"},
     "fastapi": {"serving"},
     "prometheus_client": {"serving"},
+    "llguidance": {"serving"},
     "ray": {"serving"},
     "vllm": {"vllm", "cli"},
     "lightning": {"training"},

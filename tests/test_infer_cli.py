@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.infer import main
+from locret_kit.cli.loading import too_few_slots
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
@@ -46,6 +49,15 @@ def infer(monkeypatch, capsys, text: str | bytes, *arguments: str) -> tuple[int,
     status = main(list(arguments))
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+def test_a_budget_that_cannot_work_is_told():
+    said = too_few_slots(RunSettings(budget=1024), None, parse_policy("snapkv"), 41370)
+    assert said == ("warning: budget=1024 slots for 41370 tokens, 1 in 40: facts need about 1 in 8: --budget 5172")
+    assert too_few_slots(RunSettings(budget=1024), None, parse_policy("snapkv"), 8192) is None
+    assert too_few_slots(RunSettings(budget=0.01), None, parse_policy("snapkv"), 99999) is not None
+    assert too_few_slots(RunSettings(budget=16), None, parse_policy("full"), 99999) is None
+    assert too_few_slots(RunSettings(budget=16), None, parse_policy("infllm"), 99999) is None
 
 
 def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):

@@ -127,8 +127,8 @@ def test_openais_client(keyed, files):
         text = "".join(event.choices[0].delta.content or "" for event in seen if event.choices)
         assert text == client.chat.completions.create(**ask).choices[0].message.content == alone(files, MESSAGES, 16)
         assert seen[-1].usage.completion_tokens == 16
-        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-            client.chat.completions.create(**ask, tools=[{"type": "function", "function": {"name": "f"}}])
+        with pytest.raises(openai.BadRequestError, match="functions is not supported"):
+            client.chat.completions.create(**ask, functions=[{"name": "f", "parameters": {}}])
     with openai.OpenAI(base_url=f"{keyed}/v1", api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
 

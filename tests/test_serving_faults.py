@@ -123,7 +123,7 @@ WRONG = [
 ]  # fmt: skip
 FIELDS = {
     "n": (0, 17, "x", 1.5, 7), "max_tokens": (0, -1, 10**30, "x"), "temperature": (-1, 101, 1e-9, "x"),
-    "top_p": (0, 2, "x"), "top_k": (-1,), "seed": (-1, 2**32), "stop": (1, [1], ["x"] * 65), "stream": ("x", 2),
+    "top_p": (0, 2, "x"), "top_k": (-2,), "seed": (-2, 2**32), "stop": (1, [1], ["x"] * 65), "stream": ("x", 2),
     "logprobs": ("x",), "repetition_penalty": (0, -1), "budget": (0, 97), "policy": ("full", "h2o\n", 1), "stream_options": (1,),
     "document_id": (1,), "top_logprobs": (21,),
 }  # fmt: skip
@@ -343,6 +343,44 @@ def test_uploads_at_once_never_pass_the_limit(url, server):
             assert int(answer.headers["retry-after"]) > 0
         else:
             httpx.delete(f"{url}/v1/documents/{answer.json()['id']}", headers=bearer())
+
+
+def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server):
+    emptied(url, server)
+    for number in range(LIMITS.documents + 1):  # each stays listed
+        form = {"file": (f"{number}.rtf", b"{\\rtf1 x}")}
+        held = httpx.post(f"{url}/v1/documents", files=form, headers=bearer(), timeout=60).json()
+        while held["status"] == "reading":
+            time.sleep(0.05)
+            held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
+        assert held["error"].endswith("save it as .docx")
+    assert len(server.documents) == LIMITS.documents + 1
+    page = "<html><body><p>%s</p></body></html>"
+    files = {
+        "mimetype": "application/epub+zip", "c0.xhtml": page % "The harbour was quiet.",
+        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="a.opf"/></rootfiles></container>',
+        "a.opf": '<package><manifest><item id="a" href="c0.xhtml"/></manifest><spine><itemref idref="a"/>'
+        '<itemref idref="b"/></spine></package>',
+    }  # fmt: skip
+    data = BytesIO()
+    with ZipFile(data, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    made = uploaded(url, "a.epub", data.getvalue())
+    assert made["status"] == "ready" and made["lost"] == ["a.epub: 1 of 2 chapters of the spine are not in the file"]
+    emptied(url, server)
+
+
+def emptied(url: str, server: Server) -> None:
+    """Delete every document, and wait until those that were being read are gone."""
+    for one in list(server.documents.values()):
+        for key in KEYS:
+            httpx.delete(f"{url}/v1/documents/{one.id}", headers=bearer(key))
+    for _ in range(600):
+        if not server.documents:
+            break
+        time.sleep(0.05)
+    assert not server.documents
 
 
 def uploaded(url: str, name: str, data: bytes) -> dict:

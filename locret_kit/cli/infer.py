@@ -23,6 +23,7 @@ from .loading import (
     idle_store,
     not_shown,
     prompt_ids,
+    too_few_slots,
 )
 from .terminal import (
     check_question,
@@ -103,6 +104,9 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     tokenizer = load_tokenizer(chosen.backbone)
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
+    few = too_few_slots(args.run, chosen.config, chosen.policy, max(map(len, prompts)))
+    if few is not None and not args.quiet:
+        print(few, file=sys.stderr, flush=True)  # before minutes of reading
     run = args.run
     if cap is not None:
         run = replace(run, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))

@@ -127,13 +127,16 @@ def choose(
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, text: Iterable[str], question: str | None, *, chat: bool
 ) -> array[int]:
-    """Token ids of a text as it is, or with a question after it."""
+    """Token ids of a text as it is, or with a question after it; through the chat template no control token forms in either."""
     from ..runtime.tokens import stream_ids
     from ..text.template import has_template, render_prompt
+    from ..text.untrusted import defused_pieces
 
     if question is None:
         return stream_ids(tokenizer, text, special=True)
     before, after = render_prompt(tokenizer, "", question, chat=chat)
+    if chat:
+        text = defused_pieces(tokenizer, text, before)
     return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
 
 
@@ -172,6 +175,23 @@ def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     """A warning where a chat template's text is to be protected, and the prompt shows none."""
     asked = read_protect(protect) - {"first"}
     return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
+
+
+SHARE = 8
+"""Tokens for each slot beyond which few facts of a text are found again (docs/tutorials/read.md)."""
+
+
+def too_few_slots(options: RunSettings, heads: HeadsConfig | None, policy: Policy, tokens: int) -> str | None:
+    """A warning where a text has more tokens than ``SHARE`` for each slot, and the policy brings nothing back."""
+    if policy.keeps_everything or policy.recall is not None:
+        return None
+    budget = options.resolved(heads.inference if heads else {}, tokens).budget
+    if not isinstance(budget, int) or tokens <= SHARE * budget:
+        return None
+    return (
+        f"warning: budget={budget} slots for {tokens} tokens, 1 in {tokens // budget}: facts need about 1 in {SHARE}: "
+        f"--budget {-(-tokens // SHARE)}"
+    )
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:

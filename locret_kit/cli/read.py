@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,17 @@ from ..config.document_options import READ, ReadOptions
 from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import entry
-from .loading import beyond_window, check_run, choose, idle_stabilizers, idle_store, not_shown, open_document
+from .loading import (
+    Chosen,
+    beyond_window,
+    check_run,
+    choose,
+    idle_stabilizers,
+    idle_store,
+    not_shown,
+    open_document,
+    too_few_slots,
+)
 from .terminal import check_target, progress, text_of, title_of
 
 if TYPE_CHECKING:
@@ -61,8 +72,7 @@ def read_text(args: ReadOptions) -> Done:
     began = time.perf_counter()
     document = Document.read(
         model, tokenizer, text_of(args.file), args.run, chosen.policy, chosen.heads, chat=args.chat,
-        title=args.title or title_of(args.file),
-        progress=None if args.quiet else progress("read"),
+        title=args.title or title_of(args.file), progress=None if args.quiet else warning_first(args, chosen),
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
@@ -71,6 +81,21 @@ def read_text(args: ReadOptions) -> Done:
         if line:
             print(line, file=sys.stderr)
     return document, chosen.names, document.tokens, seconds
+
+
+def warning_first(args: ReadOptions, chosen: Chosen) -> Callable[[int, int], None]:
+    """Progress, with a warning at its first piece where the slots are too few for the text."""
+    show = progress("read")
+    told: list[str | None] = []
+
+    def shown(done: int, total: int) -> None:
+        if not told:
+            told.append(too_few_slots(args.run, chosen.config, chosen.policy, total))
+            if told[0] is not None:
+                print(told[0], file=sys.stderr, flush=True)
+        show(done, total)
+
+    return shown
 
 
 def append(args: ReadOptions) -> Done:

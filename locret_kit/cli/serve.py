@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import socket
 import sys
 import threading
@@ -17,8 +18,12 @@ from .command import entry
 from .loading import check_run, choose
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from ..serving.loading_app import LoadingApp
 
+ORIGIN = re.compile(r"https?://[^/?#\s*]+|null")
+"""An origin as browsers write it."""
 LAST = 30
 """Seconds after the grace in which a forward ends, files are written and the last words go out."""
 
@@ -63,6 +68,7 @@ def run(args: ServeOptions) -> int:
     import uvicorn
 
     from ..serving.header_timeout import HeaderTimeout
+    from ..serving.hosts import ANY
     from ..serving.loading_app import LoadingApp
     from ..serving.stopping import Stoppable
 
@@ -73,6 +79,8 @@ def run(args: ServeOptions) -> int:
     if args.share_session_dir and args.session_dir is None:
         raise ValueError("share_session_dir=true needs --session-dir, the folder to share")
     keys, hosts = keys_of(args), hosts_of(args)
+    if wrong := next((one for one in args.cors_origins if one != ANY and not ORIGIN.fullmatch(one)), None):
+        raise ValueError(f"cors_origins={wrong!r} must be an origin, such as http://localhost:3000, or *")
     loading = LoadingApp()
     failed: list[Exception] = []
 
@@ -128,11 +136,12 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     if args.session_dir is not None:
         max_bytes = parse_bytes(args.session_disk, "session_disk")
         store = Store(args.session_dir, max_bytes, shares=args.share_session_dir)
-    server = Server(None, name, keys, tuple(args.policies), limits, hosts)
+    server = Server(None, name, keys, tuple(args.policies), limits, hosts, frozenset(args.cors_origins))
     if store is not None:
         server.salt = store.salt
     loading.put(make_app(server), server.stop)
     model, tokenizer = chosen.load(args)
+    server.defaults = sampling_defaults(args, model.generation_config)
     settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
     engine = Engine(
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
@@ -148,6 +157,16 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     give_back(server.ended)
     server.engine = engine
     return f"{name}, {caches}"
+
+
+def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -> dict[str, float]:
+    """How tokens are chosen where a request does not say: by an option, or by what a backbone that samples comes with."""
+    from ..serving.bodies import DEFAULTS
+
+    stated = generation.to_diff_dict() if generation is not None and generation.do_sample else {}
+    given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    chosen = {**stated, **{name: value for name, value in given.items() if value is not None}}
+    return {name: float(chosen[name]) for name in DEFAULTS if chosen.get(name) is not None}
 
 
 main = entry(SERVE, run, also=(RuntimeError,))

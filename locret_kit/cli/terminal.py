@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 to_stdout = partial(print, end="", flush=True)
 
 
+def to_stderr(line: str) -> None:
+    """Warn in one line."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
 def text_of(file: str | None) -> Iterator[str]:
     """Pieces of the text of a file, or of stdin where it is None or -. What is no text by its first bytes, such as a PDF from
     stdin, is converted whole.
@@ -32,7 +37,7 @@ def text_of(file: str | None) -> Iterator[str]:
     from ..text.reader import CONVERTED, LIMIT, may_be_text, read_document, read_stream
 
     if file is not None and file.lower().endswith(CONVERTED):
-        yield read_document(file)
+        yield read_document(file, lost=to_stderr)
         return
     source, blank = "stdin" if file in (None, "-") else f"file={file!r}", True
     if source == "stdin" and sys.stdin.isatty():
@@ -42,7 +47,7 @@ def text_of(file: str | None) -> Iterator[str]:
             first = stream.read(1 << 16)
             if not may_be_text(first):
                 whole = BytesIO(first + stream.read(LIMIT))
-                yield read_stream(whole, "stdin" if source == "stdin" else str(file))
+                yield read_stream(whole, "stdin" if source == "stdin" else str(file), lost=to_stderr)
                 return
             for block in read_utf8(stream, first=first):
                 blank = blank and not block.strip()

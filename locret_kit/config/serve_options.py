@@ -28,6 +28,9 @@ class Service:
     allowed_hosts: list[str] = field(default_factory=list)
     """Names by which requests may call a server without API keys, beside localhost and the address at which they arrive; * for
     any. A proxy's public name is one. With --api-key-file any name will do."""
+    cors_origins: list[str] = field(default_factory=list)
+    """Origins whose pages may use the server from a browser, such as http://localhost:3000; * for any, which with API keys is
+    harmless and without them lets every page that you look at use it. Default: none."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000
     """Port; 0 takes a free one and prints it."""
     sessions: Annotated[int, Ge(1)] = 8
@@ -52,6 +55,14 @@ class Service:
     """Tokens of a prompt, at most."""
     max_answer_tokens: Annotated[int, Ge(1)] = 4096
     """Tokens of an answer, at most."""
+    temperature: Annotated[float, Interval(ge=0, le=100)] | None = None
+    """Temperature of requests that name none. Default: that of the backbone's generation_config.json, or OpenAI's 1."""
+    top_p: Annotated[float, Interval(gt=0, le=1)] | None = None
+    """Share of the probability that tokens are drawn from, likewise. Default: the backbone's, or 1."""
+    top_k: Annotated[int, Ge(0)] | None = None
+    """Number of tokens that one is drawn from, likewise; 0 for all. Default: the backbone's, or 0."""
+    min_p: Annotated[float, Interval(ge=0, le=1)] | None = None
+    """Share of the likeliest token's probability that a token needs, likewise. Default: the backbone's, or 0."""
     grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0
     """Seconds that answers which run are given after Ctrl-C or SIGTERM; then they end with an error that says so."""
     api_key_file: str | None = None

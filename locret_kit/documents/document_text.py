@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.tokens import IdStream
 from ..text.template import has_template, render_prompt
+from ..text.untrusted import defused_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,8 @@ class DocumentText:
 
             text = read_document(text)
         words = False
-        for piece in [text] if isinstance(text, str) else text:
+        pieces = [text] if isinstance(text, str) else text
+        for piece in defused_pieces(self.tokenizer, pieces, self.stream.text) if self.chat else pieces:
             words = words or bool(piece.strip())
             self.stream.feed(piece)
         return words
@@ -96,10 +98,14 @@ class DocumentText:
             ValueError: the chat template puts something else before the document than without the question.
         """
         # What was read stays what it is, also where a template tells the date.
-        empty, _ = render_prompt(self.tokenizer, "", "", chat=self.chat)
-        before, after = render_prompt(self.tokenizer, "", question, chat=self.chat)
-        if before != empty:
-            raise ValueError("the chat template's text before the document depends on the question")
+        for _ in range(3):
+            empty, _ = render_prompt(self.tokenizer, "", "", chat=self.chat)
+            before, after = render_prompt(self.tokenizer, "", question, chat=self.chat)
+            if before == empty:  # otherwise a clock may have moved in between
+                break
+        else:
+            if before == render_prompt(self.tokenizer, "", question, chat=self.chat)[0]:
+                raise ValueError("the chat template's text before the document depends on the question")
         return self.ids_before(after)
 
     def before_questions(self, local_len: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
+from ..backbones.releases import forward
 from ..cache.bounded import BoundedCache
 from .cpu_decoder import cpu_decoder
 from .decoders import Decoder, Decoding, DynamicDecoder, logits_after
@@ -107,7 +108,11 @@ class Batch:
             groups.setdefault(self._decoder(piece[0]), []).append(piece)
         with attached(self.model):
             for decoder, group in groups.items():
-                changed += self._advance(decoder, group)
+                noted = [piece for piece in group if piece[0].reading and piece[0].request.prompt_logprobs]
+                for piece in noted:
+                    changed += self._advance(decoder, [piece])
+                if len(noted) < len(group):
+                    changed += self._advance(decoder, [piece for piece in group if piece not in noted])
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return changed
 
@@ -116,7 +121,9 @@ class Batch:
         changed = []
         caches = [sequence.cache for sequence, _ in pieces if sequence.cache is not None]
         try:
-            if decoder is None:
+            if pieces[0][0].reading and pieces[0][0].request.prompt_logprobs:
+                logits_BV = self._forward_noted(*pieces[0])
+            elif decoder is None:
                 logits_BV = self._forward(caches, [ids for _, ids in pieces])
             else:
                 logits_BV = decoder(caches, [token for _, (token,) in pieces])
@@ -173,6 +180,14 @@ class Batch:
         """Logits ``[sequences, V]`` after the last new token of each."""
         ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
         return logits_after(self.model, caches, ids, [len(piece) for piece in pieces]).float()
+
+    def _forward_noted(self, sequence: Sequence, piece: list[int]) -> Tensor:
+        """``_forward`` of one sequence, which notes the logits of every token."""
+        assert sequence.cache is not None
+        ids = torch.tensor([piece], device=self.model.device)
+        logits_TV = forward(self.model, ids, sequence.cache).logits[0].float()
+        sequence.note_prompt(logits_TV)
+        return logits_TV[-1:]
 
     def _decoder(self, sequence: Sequence) -> Decoder | None:
         """The decoder of a sequence's next token; None where its new tokens go into the shared forward."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -19,14 +21,34 @@ from transformers.generation.logits_process import (
 )
 
 
+class Constraint(Protocol):
+    """The tokens that may come next in one answer, such as those of a grammar."""
+
+    def allowed(self, vocabulary: int) -> Tensor:
+        """Whether each token may come next ``[vocabulary]``, bool on the CPU."""
+
+    def take(self, token: int) -> None:
+        """Note the token that was chosen."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the next token; ``temperature=0`` is greedy."""
+    """The choice of the next token; ``temperature=0`` is greedy.
+
+    ``min_p`` leaves out tokens below that share of the likeliest one's probability. ``frequency_penalty`` is taken from a
+    token's logit for each time that the answer has it, ``presence_penalty`` once; ``logit_bias`` is added, by token.
+    ``constrain`` makes the answer's own constraint.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    constrain: Callable[[], Constraint] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -39,6 +61,11 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0, and finite")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be at least 0 and at most 1")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least -2 and at most 2")
 
     def processors(self) -> LogitsProcessorList:
         """transformers' own processors, in its own order."""
@@ -52,6 +79,8 @@ class Sampling:
                 chain.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1.0:
                 chain.append(TopPLogitsWarper(self.top_p))
+            if self.min_p:
+                chain.append(MinPLogitsWarper(self.min_p))
         return chain
 
 
@@ -63,9 +92,11 @@ class Chooser:
         drawn = sampling.temperature > 0  # greedy choices need no generator, which some devices lack
         self._generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
         self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []
+        self._answered: Counter[int] = Counter()
+        self._constraint = None if sampling.constrain is None else sampling.constrain()
 
     def __call__(self, logits_V: Tensor) -> int:
-        scores_V = logits_V
+        scores_V = self._changed(logits_V)
         if self._processors:  # for a copy of what was said the host waits
             history = torch.tensor([self._seen], device=logits_V.device, dtype=torch.long)
             scores_V = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, logits_V[None]))[0]
@@ -74,7 +105,28 @@ class Chooser:
         else:
             token = int(scores_V.argmax())
         self._seen.append(token)
+        self._answered[token] += 1
+        if self._constraint is not None:
+            self._constraint.take(token)
         return token
+
+    def _changed(self, logits_V: Tensor) -> Tensor:
+        """Logits with what the answer's own tokens, biases and the constraint make of them."""
+        sampling, changes = self._sampling, defaultdict[int, float](float)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            for token, times in self._answered.items():
+                changes[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
+        for token, bias in sampling.logit_bias:
+            changes[token] += bias
+        if changes:
+            at = torch.tensor(list(changes), device=logits_V.device)
+            logits_V = logits_V.index_add(
+                0, at, torch.tensor(list(changes.values()), device=logits_V.device).to(logits_V)
+            )
+        if self._constraint is not None:
+            allowed_V = self._constraint.allowed(len(logits_V)).to(logits_V.device)
+            logits_V = logits_V.masked_fill(~allowed_V, -math.inf)
+        return logits_V
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

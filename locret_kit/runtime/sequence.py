@@ -13,6 +13,9 @@ from ..cache.bounded import BoundedCache
 from .decoders import Decoding
 from .sampling import Chooser, Sampling
 
+BLOCK = 256
+"""Tokens of a prompt in one forward, at most, where the logits of each are wanted: they are as many as the vocabulary."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -25,6 +28,8 @@ class Request:
     seed: int = 0
     top_logprobs: int | None = field(default=None, kw_only=True)
     """Number of the likeliest tokens whose log-probabilities come with each token's own; None for neither."""
+    prompt_logprobs: bool = field(default=False, kw_only=True)
+    """Whether those of the prompt's tokens are wanted too, each after what the cache had kept when it was read."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,13 @@ class Sequence:
     Attributes:
         tokens: the answer's ids so far. finish_reason: "stop", "length", "read" (nothing more was asked), "error",
             "cancelled", or None before the end.
-        logprobs: of each token, where they are asked for.
+        logprobs: of each token, where they are asked for. prompt_logprobs: of the prompt's tokens from its second on.
     """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
     cache: BoundedCache | None = None
@@ -86,7 +92,8 @@ class Sequence:
         if not cache.context.description.in_pieces:
             return self.left
         done, cut = cache.get_seq_length(), cache.in_blocks and not self.alone
-        return min(cache.schedule.until_boundary(done) if cut else cache.schedule.piece(done), self.left)
+        step = min(cache.schedule.until_boundary(done) if cut else cache.schedule.piece(done), self.left)
+        return min(step, BLOCK) if self.request.prompt_logprobs else step
 
     def start(self, cache: BoundedCache, device: torch.device) -> None:
         """Give it its cache: an empty one, or one that has read the prompt's beginning.
@@ -120,6 +127,21 @@ class Sequence:
         self.take(logits_V, stop)
         return True
 
+    def note_prompt(self, logits_TV: Tensor) -> None:
+        """Note the log-probabilities of the prompt's tokens that follow those just read, which have these logits."""
+        assert self.cache is not None
+        end = self.cache.get_seq_length()
+        following = self.request.ids[end - len(logits_TV) + 1 : end + 1]
+        for logits_V, token in zip(logits_TV, following, strict=False):
+            self.prompt_logprobs.append(self._logprob(logits_V, token))
+
+    def _logprob(self, logits_V: Tensor, token: int) -> Logprob:
+        """The log-probability of a token, with those of the likeliest."""
+        logprobs_V = logits_V.float().log_softmax(-1)
+        top = logprobs_V.topk(min(self.request.top_logprobs or 0, len(logprobs_V)))
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return Logprob(float(logprobs_V[token]), tuple(pairs))
+
     def take(self, logits_V: Tensor, stop: frozenset[int]) -> bool:
         """Choose the next token; False where it is one of ``stop``, which ends the answer.
 
@@ -127,17 +149,14 @@ class Sequence:
             RuntimeError: no probabilities to draw from: logits that are not finite.
         """
         assert self.choose is not None
-        token, wanted = self.choose(logits_V), self.request.top_logprobs
+        token = self.choose(logits_V)
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.began
         if token in stop:
             self.end("stop")
             return False
-        if wanted is not None:
-            logprobs_V = logits_V.log_softmax(-1)
-            top = logprobs_V.topk(min(wanted, len(logprobs_V)))
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            self.logprobs.append(Logprob(float(logprobs_V[token]), tuple(pairs)))
+        if self.request.top_logprobs is not None:
+            self.logprobs.append(self._logprob(logits_V, token))
         self.tokens.append(token)
         if len(self.tokens) == self.request.max_new_tokens:
             self.end("length")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING
+
+from ..text.spans import special_ids
+from ..text.untrusted import BORDER, CUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +39,9 @@ def stream_ids(
         special: add the tokenizer's own special tokens (a BOS) as one call would.
     """
     if not tokenizer.is_fast:
-        prefix, suffix = _specials(tokenizer, special)
-        ids = tokenizer("".join(pieces), add_special_tokens=False).input_ids
+        prefix, suffix = special_ids(tokenizer) if special else ([], [])
+        parts = "".join(pieces).split(CUT)
+        ids = [token for part in parts for token in tokenizer(part, add_special_tokens=False).input_ids]
         return array("i", prefix) + array("i", ids) + array("i", suffix)
     stream = IdStream(tokenizer, special=special, block=block)
     for piece in pieces:
@@ -48,7 +53,7 @@ class IdStream:
     """Token ids of a text whose end is open.
 
     Text is encoded in windows that overlap by ``CONTEXT`` characters; a window's tokens are taken up to a token that
-    starts at a word, where the next window must have a token border too.
+    starts at a word, where the next window must have a token border too. No token reaches across a mark (``text.untrusted``).
 
     Args:
         tokenizer: a fast one. special: add the tokenizer's own special tokens (a BOS) as one call would.
@@ -65,12 +70,21 @@ class IdStream:
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer={type(tokenizer).__name__} must be a fast tokenizer: offsets are needed")
         self.tokenizer, self.special, self.block = tokenizer, special, block
-        prefix, self._suffix = _specials(tokenizer, special)
+        prefix, self._suffix = special_ids(tokenizer) if special else ([], [])
         self.ids = array("i", prefix)
         self.text, self.done = "", 0
 
     def feed(self, piece: str) -> None:
         """Add text at the end."""
+        first, *others = piece.split(CUT)
+        self._feed(first)
+        for part in others:
+            _take(self.tokenizer, self.text, self.done, len(self.text), self.ids)
+            self.text, self.done = BORDER, len(BORDER)
+            self._feed(part)
+
+    def _feed(self, piece: str) -> None:
+        """Add text without marks."""
         self.text += piece
         while len(self.text) - self.done > self.block:
             self.text, self.done = _take(self.tokenizer, self.text, self.done, self.done + self.block, self.ids)
@@ -91,6 +105,11 @@ class IdStream:
 
     def finish(self, after: str = "") -> array:
         """All ids of the text with ``after`` at its end; the stream stays open."""
+        if CUT in after:
+            longer = copy(self)
+            longer.ids = array("i", self.ids)
+            longer.feed(after)
+            return longer.finish()
         ids = array("i", self.ids)
         text, done = self.text + after, self.done
         while len(text) - done > self.block:
@@ -181,13 +200,3 @@ def _agreed(
 def _starts_word(text: str, at: int) -> bool:
     """Whether a word starts at ``at``: a space between two letters. Every pre-tokeniser splits there."""
     return 0 < at < len(text) - 1 and text[at] == " " and text[at - 1].isalpha() and text[at + 1].isalpha()
-
-
-def _specials(tokenizer: PreTrainedTokenizerBase, special: bool) -> tuple[list[int], list[int]]:
-    """Special tokens (BOS, EOS) that the tokenizer adds before and after a text."""
-    if not special:
-        return [], []
-    plain = tokenizer("a", add_special_tokens=False).input_ids
-    whole = tokenizer("a").input_ids
-    start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-    return whole[:start], whole[start + len(plain) :]

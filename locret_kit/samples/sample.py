@@ -8,11 +8,13 @@ when an answer's text also occurs elsewhere, and for templates that trim message
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from ..text.spans import Span, encode, token_span
 from ..text.template import around_message, has_template, render
+from ..text.untrusted import defused_values
 
 CHARACTERS = 64
 """Characters per token that no text reaches on average."""
@@ -75,9 +77,9 @@ def encode_chat(
             sample = encode_chat(tokenizer, short, max_tokens=max_tokens, cut=cut)
             if len(sample.ids) == max_tokens:  # so tokens of the middle went here too, and what is left is the same
                 return sample
+    messages = [defused_values(tokenizer, message) for message in messages]
     if has_template(tokenizer):
-        text = render(tokenizer, messages)
-        where = [_locate(tokenizer, messages, i, text) for i in range(len(messages))]
+        text, where = _rendered(tokenizer, messages)
         turns = [  # an answer's tail: the template's text after it when the conversation ends with it
             (a, b, around_message(tokenizer, messages[: i + 1], i)[1] if messages[i]["role"] == "assistant" else "")
             for i, (a, b) in enumerate(where)
@@ -121,6 +123,18 @@ def _check(messages: Sequence[dict]) -> None:
                 raise ValueError(f"messages[{i}][{field!r}]={message.get(field)!r} must be a string")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ValueError(f"messages[{i}]['content']={message['content']!r} is an empty answer")
+
+
+def _rendered(tokenizer, messages: Sequence[dict]) -> tuple[str, list[Span]]:
+    """The rendering, and the character span of each message in it; once more where a template's clock moves in between."""
+
+    def once() -> tuple[str, list[Span]]:
+        text = render(tokenizer, messages)
+        return text, [_locate(tokenizer, messages, i, text) for i in range(len(messages))]
+
+    with suppress(ValueError):
+        return once()
+    return once()
 
 
 def _locate(tokenizer, messages: Sequence[dict], index: int, text: str) -> Span:

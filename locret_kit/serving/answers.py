@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from ..naming import first_line
+from ..runtime.kept_text import token_texts
 from ..runtime.sequence import Logprob
 from ..runtime.tokens import token_bytes
 from .engine import Engine
 from .errors import Failed
 from .request import ServerRequest, Stopping
+from .tools import CallReader
 
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
@@ -28,10 +31,18 @@ class AnswerPiece:
 
 
 class AnswerStream:
-    """One answer on its way to the client: final text, cut at the first stop text."""
+    """One answer on its way to the client: final text, cut at the first stop text.
 
-    def __init__(self, engine: Engine, request: ServerRequest, stops: Sequence[str]) -> None:
-        self.engine, self.request, self.stops = engine, request, stops
+    Args:
+        echoes: whether the prompt's text stands before it. calls: makes a reader of calls of tools; None where there are none.
+    """
+
+    def __init__(
+        self, engine: Engine, request: ServerRequest, stops: Sequence[str], *, echoes: bool = False,
+        calls: Callable[[], CallReader] | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.request, self.stops, self.echoes = engine, request, stops, echoes
+        self.calls = calls
         self.reason, self.shown_tokens = "stop", 0
         self._starts: list[int] = []  # of tokens, in characters of the text; where they are wanted
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
@@ -100,7 +111,7 @@ class AnswerStream:
                 yield AnswerPiece(said[shown:], start, self.shown_tokens)
                 shown = max(shown, len(said))
             if ended is not None:
-                self.reason = "length" if ended == "length" else "stop"
+                self.reason = "length" if ended in ("length", "read") else "stop"
                 return
 
     def _count(self, tokens: list[int], end: int | None) -> int:
@@ -139,5 +150,29 @@ class AnswerStream:
             "top_logprobs": [
                 {spell(id): value for id, value in one.top} | {spell(token): one.token} for token, one in pairs
             ],
-            "text_offset": self._starts[start:end],
+            "text_offset": [at + len(self.echoed) for at in self._starts[start:end]],
+        }
+
+    @cached_property
+    def echoed(self) -> str:
+        """The prompt's text, where it is to stand before the answer."""
+        return str(self.engine.tokenizer.decode(list(self.request.ids))) if self.echoes else ""
+
+    def echo_logprobs(self) -> dict[str, object] | None:
+        """Log-probabilities of the prompt's tokens, the first of which has none, as the protocol has them."""
+        sequence = self.request.sequence
+        if sequence is None or not self.request.prompt_logprobs:
+            return None
+        decode, ids = self.engine.tokenizer.decode, list(self.request.ids)
+        spell = lru_cache(lambda token: str(decode([token])))
+        texts = token_texts(self.engine.tokenizer, ids)
+        tops = [{spell(id): max(value, LEAST) for id, value in one.top} for one in sequence.prompt_logprobs]
+        values = [max(one.token, LEAST) for one in sequence.prompt_logprobs]
+        for token, top, value in zip(ids[1:], tops, values, strict=True):
+            top[spell(token)] = value
+        return {
+            "tokens": [spell(token) for token in ids],
+            "token_logprobs": [None, *values],
+            "top_logprobs": [None, *tops],
+            "text_offset": [0, *accumulate(len(text) for text in texts[:-1])],
         }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
@@ -12,40 +13,15 @@ from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream
 from ..text.template import has_template, render_messages
+from .messages import Message, ResponseFormat, Tool, call_of, check_text, without_nulls
+from .tools import knows_tools, rewritten
 
-REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "audio", "modalities", "logit_bias")
+REFUSED = ("functions", "function_call", "audio", "modalities")
 """Fields that change the answer and that this server does not have."""
 STOPS = 64
 """Stop texts of a request, at most: the engine's thread looks for each after every token, while all others wait."""
-ROLES = {"developer": "system"}
-"""Names of roles in chat templates."""
-
-
-def check_text(name: str, text: str) -> None:
-    """Raise ValueError for half of a surrogate pair, which JSON can hold and no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: character {error.start} is half of a surrogate pair") from None
-
-
-class TextPart(BaseModel):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What a request that says nothing means, as OpenAI has it, where neither server nor model says otherwise."""
 
 
 class StreamOptions(BaseModel):
@@ -53,9 +29,11 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
 
+    _absent = model_validator(mode="before")(without_nulls)
+
 
 class CompletionBody(BaseModel):
-    """Fields of both kinds of completion."""
+    """Fields of both kinds of completion. One that is null is absent."""
 
     model_config = ConfigDict(extra="ignore")  # what is not checked here is nowhere to be read
 
@@ -63,13 +41,20 @@ class CompletionBody(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] = 1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] = 0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    seed: Annotated[int, Field(ge=-1, lt=2**32)] | None = None
+    """-1 as none: another for each request."""
     stop: str | Annotated[list[str], Field(max_length=STOPS)] | None = None
+    response_format: ResponseFormat | None = None
     document_id: str | None = None
     """A document of ``/v1/documents`` that the prompt is about."""
     budget: Annotated[int, Field(ge=1)] | None = None
@@ -82,10 +67,9 @@ class CompletionBody(BaseModel):
     def _refuse(cls, body: object) -> object:
         if not isinstance(body, dict):
             return body
+        body = {name: value for name, value in body.items() if value is not None}
         for name in REFUSED:
-            value = body.get(name)
-            harmless = value in (None, [], {}, "none") or value == {"type": "text"}
-            if not harmless and not (name == "tool_choice" and not body.get("tools")):
+            if body.get(name) not in (None, [], {}, "none", ["text"]):
                 raise ValueError(f"{name} is not supported")
         return body
 
@@ -105,15 +89,24 @@ class CompletionBody(BaseModel):
         """Number of the likeliest tokens that each token comes with; None for no log-probabilities at all."""
         raise NotImplementedError
 
-    @property
-    def sampling(self) -> Sampling:
-        """OpenAI's default temperature is 1.
+    def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
+        """How tokens are chosen.
+
+        Args:
+            defaults: what the server means where the body does not say. vocabulary: number of tokens.
 
         Raises:
-            ValueError: a temperature that is too near to 0.
+            ValueError: a temperature that is too near to 0, or a bias for what is no token.
         """
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(temperature, self.top_k, 1.0 if self.top_p is None else self.top_p, self.repetition_penalty)
+        said = {name: getattr(self, name) for name in DEFAULTS if getattr(self, name) is not None}
+        chosen = {**DEFAULTS, **defaults, **said}
+        for token in self.logit_bias:
+            if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
+                raise ValueError(f"logit_bias names {token[:20]!r}, which is no token from 0 to {vocabulary - 1}")
+        return Sampling(
+            chosen["temperature"], max(0, int(chosen["top_k"])), chosen["top_p"], chosen["repetition_penalty"], chosen["min_p"],
+            self.frequency_penalty, self.presence_penalty, tuple((int(at), bias) for at, bias in self.logit_bias.items()),
+        )  # fmt: skip
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """Tokens with which other prompts may begin too; 0 for none."""
@@ -127,6 +120,44 @@ class ChatBody(CompletionBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    continue_final_message: bool = True
+    """Whether an answer at the end is gone on with; otherwise it is answered."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> ChatBody:
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens=0 must be at least 1")
+        for number, message in enumerate(self.messages):
+            check_text(f"messages.{number}", message.content)
+            for call in message.tool_calls:
+                call_of(call)
+        if self.called not in (None, *(tool.function.name for tool in self.tools)):
+            raise ValueError(f"tool_choice names {str(self.called)[:64]!r}, which is none of tools")
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice='required' needs tools")
+        return self
+
+    @property
+    def called(self) -> str | None:
+        """The tool that must be called; None for any."""
+        if isinstance(self.tool_choice, str):
+            return None
+        function = self.tool_choice.get("function", self.tool_choice)
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else ""
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.tool_choice == "required" or self.called is not None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call, as chat templates have them."""
+        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools]
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -138,42 +169,73 @@ class ChatBody(CompletionBody):
             raise ValueError("top_logprobs needs logprobs=true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
-        """Token ids of the prompt.
+    @property
+    def continued(self) -> bool:
+        """Whether the last message is the beginning of the answer."""
+        last = self.messages[-1]
+        return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+    def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Messages and tools for the chat template."""
+        messages = [message.rendered() for message in self.messages]
+        if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
+            messages.pop()  # the beginning of an answer, of which there is nothing yet
+        tools = self.offered
+        if knows_tools(tokenizer.chat_template):
+            return messages, tools
+        return rewritten(messages, tools), []
+
+    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> list[array[int]]:
+        """Token ids of the prompt. About a document, system messages stand with the first question, after the document.
 
         Raises:
             ValueError: the chat template refuses the conversation.
         """
-        for message in self.messages:
-            check_text("messages", message.text)
-        messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
+        messages, tools = self.conversation(tokenizer)
         if document is not None:
-            before, after = render_messages(tokenizer, messages, about=True)
-            if before != document.text.before:
-                raise ValueError(
-                    "with document_id, no message may come before the first user message, system ones neither"
-                )
-            return document.text.ids_before(after)
+            messages = asked(messages)
+            _, after = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
+            return [document.text.ids_before(after)]
         stream = IdStream(tokenizer, special=not has_template(tokenizer))
-        return stream.finish(render_messages(tokenizer, messages)[1])
+        return [stream.finish(render_messages(tokenizer, messages, tools=tools, continued=self.continued)[1])]
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """All that comes before the first user message, where that is not only the template's own."""
-        messages = [{"role": ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
+        messages, tools = self.conversation(tokenizer)
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
-        if not first or not has_template(tokenizer):
+        if (
+            not (first or tools)
+            or not has_template(tokenizer)
+            or all(message["role"] != "user" for message in messages)
+        ):
             return 0
-        before, _ = render_messages(tokenizer, messages, about=True)
+        before, _ = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
         alone = IdStream(tokenizer).finish(before)
         return next(
             (at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
         )
 
 
+def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages about a document, of which the first is a user's: system messages before it stand in it.
+
+    Raises:
+        ValueError: an answer or a tool's result comes first.
+    """
+    first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if first == len(messages) or messages[first]["role"] != "user":
+        raise ValueError("with document_id, the first message beside system ones must be a user's")
+    texts = [message["content"] for message in messages[: first + 1]]
+    return [{"role": "user", "content": "\n\n".join(text for text in texts if text)}, *messages[first + 1 :]]
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
 class TextBody(CompletionBody):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str]
+    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=64)]
     echo: bool = False
     suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -182,19 +244,26 @@ class TextBody(CompletionBody):
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
-    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
-        """Token ids of the prompt.
+    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> list[array[int]]:
+        """Token ids of each prompt.
 
         Raises:
-            ValueError: more than one prompt, an echo or a suffix, or a document.
+            ValueError: a suffix, a document, or ids that are no tokens.
         """
-        for name in ("echo", "suffix"):
-            if getattr(self, name):
-                raise ValueError(f"{name} is not supported")
+        if self.suffix:
+            raise ValueError("suffix is not supported")
         if document is not None:
             raise ValueError("document_id is for chat completions")
-        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if len(prompts) != 1:
-            raise ValueError(f"prompt must be one text, not {len(prompts)}: send several requests")
-        check_text("prompt", prompts[0])
-        return IdStream(tokenizer, special=True).finish(prompts[0])
+        if isinstance(self.prompt, str):
+            prompts: list[str | list[int]] = [self.prompt]
+        else:
+            prompts = [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
+        return [self._ids(tokenizer, prompt) for prompt in prompts]
+
+    def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> array[int]:
+        if isinstance(prompt, str):
+            check_text("prompt", prompt)
+            return IdStream(tokenizer, special=True).finish(prompt)
+        if max(prompt) >= len(tokenizer):
+            raise ValueError(f"prompt holds {max(prompt)}, which is no token from 0 to {len(tokenizer) - 1}")
+        return array("i", prompt)

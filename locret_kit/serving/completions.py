@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import Response
 
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
+from ..runtime.sampling import Constraint
 from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
+from .constraint import constraint
+from .engine import Engine
 from .errors import problem
-from .replies import choice, events, usage
+from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
+from .tools import CallReader, form_of, schema_of_calls
 
 
 def add_completions(app: FastAPI, server: Server) -> None:
@@ -35,9 +40,30 @@ def add_completions(app: FastAPI, server: Server) -> None:
 
 async def complete(server: Server, request: Request, body: ChatBody | TextBody, kind: str) -> Response:
     """Answer a completion, streamed or whole."""
+    answers = await begin(server, request, body)
+    if isinstance(answers, Response):
+        return answers
+    head: dict[str, object] = {
+        "id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
+        "model": server.name,
+    }  # fmt: skip
+    if body.stream:
+        return Streamed(answers, events(answers, body, kind, head), server.silence)
+
+    async def whole() -> dict[str, object]:
+        texts = await asyncio.gather(*(answer.whole() for answer in answers))
+        choices = [choice(kind, i, *pair) for i, pair in enumerate(zip(texts, answers, strict=True))]
+        return {**head, "object": kind, "choices": choices, "usage": usage(answers, body.n)}
+
+    return Whole(answers, whole(), server.silence)
+
+
+async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> list[AnswerStream] | Response:
+    """Queue what a body asks for: its answers, ``n`` to each prompt; or the error with which it is refused."""
     engine = server.ready()
     owner = await server.asks(request, body.document_id)
     document = None
+    sampling = body.sampling(server.defaults, engine.vocabulary)
     if body.document_id is not None:
         upload = server.document(owner, body.document_id)
         if upload.document is None:
@@ -46,54 +72,64 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         for name in ("budget", "policy"):
             if getattr(body, name) is not None:
                 return problem(400, f"{name} has no effect with document_id: the document was read with its own", name)
-        if body.repetition_penalty != 1.0 and not document.has_text:
+        if sampling.repetition_penalty != 1.0 and not document.has_text:
             return problem(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
             engine.store.used(upload.id)
     bound = server.limits.answer_tokens
-    max_new_tokens = body.wanted_tokens or min(512, bound)
+    max_new_tokens = min(512, bound) if body.wanted_tokens is None else body.wanted_tokens
     if max_new_tokens > bound:
         return problem(400, f"max_tokens={max_new_tokens} must be at most {bound}", "max_tokens")
-    top_logprobs = body.wanted_logprobs
+    if body.best_of not in (None, body.n):
+        return problem(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
+    top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
     policy = allowed_policy(server, body)
     settings = engine.session_settings(body.budget)
-    ids = await asyncio.to_thread(body.ids, engine.tokenizer, document)
-    if not 0 < len(ids) <= server.limits.prompt_tokens:
-        return problem(
-            400, f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken", "messages"
-        )
+    constrain, calls = await asyncio.to_thread(form_of_answer, engine, body)
+    sampling = replace(sampling, constrain=constrain)
+    prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document)
+    for ids in prompts:
+        where = "messages" if isinstance(body, ChatBody) else "prompt"
+        if not len(ids):
+            return problem(400, "the prompt holds no tokens", where)
+        if len(ids) > server.limits.prompt_tokens:
+            said = f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken"
+            return problem(400, said, where, code="context_length_exceeded")
     shared_tokens = 0
     if document is None and engine.beginnings:
-        shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, ids)
-    seed = secrets.randbelow(2**32) if body.seed is None else body.seed
+        shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
+    seed = secrets.randbelow(2**32) if body.seed in (None, -1) else body.seed
+    assert seed is not None
     answers = [
         AnswerStream(
             engine,
             ServerRequest(
-                ids, max_new_tokens, body.sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
+                ids, max_new_tokens, sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
                 document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
+                prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
             ),
-            body.stops,
+            body.stops, echoes=echoes, calls=calls,
         )
-        for i in range(body.n)
+        for ids in prompts for i in range(body.n)
     ]  # fmt: skip
     engine.submit(*(answer.request for answer in answers))
-    head = {"id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time())}
-    head |= {"model": server.name}
-    if body.stream:
-        return Streamed(answers, events(answers, body, kind, head))
-    try:
-        done = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
-        if done is None:
-            return problem(499, "the client has gone")
-    finally:
-        for answer in answers:
-            answer.leave()
-    choices = [
-        choice(kind, i, text, answer.reason, answer.logprobs(kind, 0, answer.shown_tokens))
-        for i, (text, answer) in enumerate(zip(done, answers, strict=True))
-    ]
-    return JSONResponse({**head, "object": kind, "choices": choices, "usage": usage(answers)})
+    return answers
+
+
+def form_of_answer(
+    engine: Engine, body: ChatBody | TextBody
+) -> tuple[Callable[[], Constraint] | None, Callable[[], CallReader] | None]:
+    """The constraint of an answer's tokens, and the reader of its calls; None for neither. Raises HTTPException 400."""
+    form = form_of(engine.tokenizer.chat_template)
+    schema, before, after, calls = None, "", "", None
+    if body.response_format is not None:
+        schema = body.response_format.schema_of_answer
+    if isinstance(body, ChatBody) and body.offered:
+        if body.must_call:
+            schema, before, after = schema_of_calls(body.offered, body.called, form)
+        calls = partial(CallReader, form, [tool.function.name for tool in body.tools])
+    constrain = None if schema is None else constraint(engine.tokenizer, engine.stop_ids, schema, before, after)
+    return constrain, calls
 
 
 def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:
@@ -104,28 +140,3 @@ def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:
         allowed = ", ".join(server.policies) or "none but the server's"
         raise HTTPException(400, f"policy={body.policy[:64]!r} is not allowed here; allowed: {allowed}")
     return parse_policy(body.policy)
-
-
-async def unless_gone(request: Request, work: asyncio.Future[list[str]]) -> list[str] | None:
-    """The result of ``work``; None where the client goes away before."""
-    while not work.done():
-        await asyncio.wait([work], timeout=0.2)
-        if not work.done() and await request.is_disconnected():
-            work.cancel()
-            return None
-    return work.result()
-
-
-class Streamed(StreamingResponse):
-    """Events of answers, which end with it, also where the client goes before the first."""
-
-    def __init__(self, answers: Sequence[AnswerStream], events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self.answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            for answer in self.answers:
-                answer.leave()

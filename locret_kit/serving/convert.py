@@ -32,12 +32,13 @@ class Unwanted(Exception):
 
 def convert(
     data: bytes, name: str, *, seconds: int = SECONDS, memory: int = BYTES, text: int = TEXT,
-    unwanted: Callable[[], bool] = lambda: False,
+    unwanted: Callable[[], bool] = lambda: False, lost: Callable[[str], None] = lambda line: None,
 ) -> str:  # fmt: skip
     """The text of a file's bytes.
 
     Args:
         seconds, memory, text: limits; the clock's is twice the processor's. unwanted: asked twice a second.
+        lost: told of what the file holds and its text does not, line by line.
 
     Raises:
         ValueError: a format that is not known, a damaged file, one without text, or a limit that was reached.
@@ -67,6 +68,8 @@ def convert(
         raise kind(errors.decode("utf-8", "replace").strip().splitlines()[-1])
     if child.returncode:
         raise ValueError(f"{name}: its conversion took more than {seconds} s or {memory >> 20} MiB")
+    for line in errors.decode("utf-8", "replace").splitlines():
+        lost(line)
     return said.decode("utf-8")
 
 
@@ -89,8 +92,9 @@ def main() -> int:
         pass
     from ..text.reader import read_stream
 
+    losses: list[str] = []
     try:
-        text = read_stream(sys.stdin.buffer, name)
+        text = read_stream(sys.stdin.buffer, name, lost=losses.append)
     except MemoryError:
         return 3
     except (ValueError, OSError, ImportError) as error:
@@ -101,6 +105,8 @@ def main() -> int:
         print(f"{name}: its text has {len(said)} bytes, at most {max_bytes} are taken", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(said)
+    for line in losses:
+        print(" ".join(line.split()), file=sys.stderr)
     return 0
 
 

@@ -27,6 +27,8 @@ from .page import kept_page
 from .state import Server, UploadedDocument
 
 LOG = logging.getLogger("locret_kit.serving")
+FAILED = 16
+"""Uploads of an owner that failed and are still listed, at most."""
 SAVED = (".locret", ".safetensors")
 """Ends of the names of saved caches."""
 
@@ -42,14 +44,17 @@ def add_documents(app: FastAPI, server: Server) -> None:
             data: bytes | Path = await asyncio.to_thread(save_upload, file.file) if saved else await file.read()
         except OSError as error:
             return problem(507, f"the upload cannot be put on disk: {error.strerror}")
-        if len(server.documents) >= server.limits.documents:  # after the last await: two uploads cannot both pass
+        if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
             discard(data)
-            said = f"{len(server.documents)} documents are held already: delete one first"
+            said = f"{server.places} documents are held already: delete one first"
             return problem(429, said, headers={"retry-after": "60"})
         upload = UploadedDocument(
             f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time())
         )
         server.documents[upload.id] = upload
+        failed = [one.id for one in server.documents.values() if one.owner == owner and one.error is not None]
+        for old in failed[:-FAILED]:  # they hold no place, and no memory for good either
+            server.documents.pop(old, None)
         task = asyncio.create_task(read_document(server, engine, upload, data))
         server.tasks.add(task)
         task.add_done_callback(server.tasks.discard)
@@ -132,7 +137,8 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
                 document = await loop.run_in_executor(server.readers, engine.load_document, data)
             else:
                 text = await loop.run_in_executor(
-                    server.readers, partial(convert, data, upload.title, unwanted=lambda: upload.deleted)
+                    server.readers,
+                    partial(convert, data, upload.title, unwanted=lambda: upload.deleted, lost=upload.lost.append),
                 )
         upload.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
     except ImportError as error:  # its words name files of this machine

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
 from ..documents.text_record import describe
@@ -62,7 +63,8 @@ class Engine:
                 raise ValueError(f"{name}={value} must be at least 1")
         chunk = replace(settings, one_shot=False).resolved({}, 1).chunk
         scheduler: PromptScheduler[Sequence] = PromptScheduler(chunk, piece)
-        batch = Batch(model, stop_ids(model, tokenizer), scheduler=scheduler)
+        self.stop_ids = stop_ids(model, tokenizer)
+        batch = Batch(model, self.stop_ids, scheduler=scheduler)
         self.model, self.tokenizer, self.settings, self.policy, self.heads = model, tokenizer, settings, policy, heads
         self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
         self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
@@ -171,6 +173,11 @@ class Engine:
             self._parked.forget(document_id)
             for request in (*self._admission.queue, *self._admission.active):
                 request.parks = request.parks and request.document_id != document_id
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model has logits for."""
+        return int(text_config(self.model).vocab_size)
 
     @property
     def running(self) -> int:

@@ -16,10 +16,16 @@ KINDS = {
 }  # fmt: skip
 
 
-def problem(status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+"""Codes of OpenAI by which clients tell errors apart."""
+
+
+def problem(
+    status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None, code: str | None = None
+) -> JSONResponse:
     """An error in OpenAI's shape."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
     return JSONResponse(body, status, headers)
 
 
@@ -36,7 +42,8 @@ def add_errors(app: FastAPI) -> None:
         if first["type"] == "json_invalid":  # its place is a character, no field
             return problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
         where = ".".join(str(part) for part in first["loc"][1:]) or None
-        return problem(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where)
+        said = str(first["msg"]).removeprefix("Value error, ")
+        return problem(400, f"{where}: {said}" if where else said, where)
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:

@@ -49,9 +49,13 @@ class Guard:
             await send(message)
 
         try:
-            if not self.server.keys and scope["path"] != "/health" and (why := refusal(scope, self.server.hosts)):
+            if (
+                not self.server.keys
+                and scope["path"] != "/health"
+                and (why := refusal(scope, self.server.hosts, self.server.origins))
+            ):
                 raise Refused(403, why)
-            if scope["path"].startswith(("/v1/", "/metrics")):
+            if scope["path"].startswith(("/v1/", "/metrics", "/tokenize", "/detokenize")):
                 self.server.owner(Request(scope))
             length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
             if length > max_bytes:

@@ -22,7 +22,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
 """Among names: every name."""
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing. No CORS header is sent, so a foreign page cannot read their answers."""
+"""Methods that change nothing. CORS headers go to known origins alone, so no other page can read their answers."""
 
 
 def name_of(host: str) -> str:
@@ -36,11 +36,12 @@ def name_of(host: str) -> str:
         return (parts[2] or "").lower()
 
 
-def refusal(scope: Scope, names: Collection[str]) -> str:
+def refusal(scope: Scope, names: Collection[str], origins: Collection[str] = ()) -> str:
     """Why a request is refused; '' where it is not.
 
     Args:
-        names: what the server is called beside loopback's names and the address at which the request arrived.
+        names: what the server is called beside loopback's names and the address at which the request arrived. origins: of pages
+            that may use it.
     """
     headers = Headers(scope=scope)
     host = headers.get("host", "")
@@ -49,6 +50,8 @@ def refusal(scope: Scope, names: Collection[str]) -> str:
     if scope["method"] in READING:
         return ""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if origin is not None and not {ANY, origin}.isdisjoint(origins):
+        return ""
     if site is not None:  # of newer browsers; pages cannot set it, and proxies leave it as it is
         foreign = site not in ("same-origin", "none")
     else:

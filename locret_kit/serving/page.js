@@ -182,7 +182,7 @@ const untilRead = async (id) => {
   }
   const one = documents.get(id);
   if (!one) return;
-  $("status").textContent = one.status === "ready" ? `${one.title} is read: ${facts(one)}.` : `${one.title} cannot be read: ${one.error}`;
+  $("status").textContent = one.status === "ready" ? `${one.title} is read: ${facts(one)}.${one.lost ? ` ${one.lost.join(". ")}.` : ""}` : `${one.title} cannot be read: ${one.error}`;
   if (one.status === "ready" && !chosen && !turns().length) choose(id);
 };
 

@@ -1,17 +1,26 @@
-"""Answers as OpenAI's protocol has them, whole and as server-sent events."""
+"""Answers as OpenAI's protocol has them, whole and as server-sent events. Neither is silent for long."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
 from .answers import AnswerStream
 from .bodies import CompletionBody
 from .errors import Failed, problem
 from .request import Stopping
+from .tools import Call
 
 Logprobs = dict[str, object] | None
+COMMENT = ": waiting\n\n"
+"""An event that says nothing: clients leave it out."""
 
 
 async def events(
@@ -22,29 +31,84 @@ async def events(
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     extra = {"usage": None} if wants_usage else {}
 
-    def event(value: dict[str, object]) -> str:
-        return f"data: {json.dumps({**head, 'object': name, **value}, ensure_ascii=False)}\n\n"
+    def event(*choices: dict[str, object]) -> str:
+        value = {**head, "object": name, "choices": list(choices), **extra}
+        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
     try:
         for i, answer in enumerate(answers):
             if kind == "chat.completion":
-                yield event({"choices": [delta(kind, i, "", None, first=True)], **extra})
+                yield event(delta(kind, i, "", None, first=True))
+            reader = answer.calls() if answer.calls is not None else None
+            first = True
             async for piece in answer.pieces():
                 values = answer.logprobs(kind, piece.start, piece.end)
-                yield event({"choices": [delta(kind, i, piece.text, None, values)], **extra})
-            yield event({"choices": [delta(kind, i, "", answer.reason, last=True)], **extra})
+                text, calls = (piece.text, []) if reader is None else reader.feed(piece.text)
+                if first and kind != "chat.completion":
+                    text, values = answer.echoed + text, joined(answer.echo_logprobs(), values)
+                first = False
+                if text or values is not None:
+                    yield event(delta(kind, i, text, None, values))
+                for call in calls:
+                    yield event(called(i, call, number_of(reader, call)))
+            if first and answer.echoed:
+                yield event(delta(kind, i, answer.echoed, None, answer.echo_logprobs()))
+            if reader is not None:
+                text, calls = reader.end()
+                if text:
+                    yield event(delta(kind, i, text, None))
+                for call in calls:
+                    yield event(called(i, call, number_of(reader, call)))
+            reason = "tool_calls" if reader is not None and reader.calls else answer.reason
+            yield event(delta(kind, i, "", reason, last=True))
         if wants_usage:
-            yield event({"choices": [], "usage": usage(answers)})
+            value = {**head, "object": name, "choices": [], "usage": usage(answers, body.n)}
+            yield f"data: {json.dumps(value)}\n\n"
         yield "data: [DONE]\n\n"
     except (ValueError, Failed, Stopping) as error:  # with the type that a whole answer's error has
-        status = 503 if isinstance(error, Stopping) else 400 if isinstance(error, ValueError) else 500
-        yield f"data: {bytes(problem(status, first_line(error)).body).decode()}\n\n"
+        yield f"data: {bytes(failure(error).body).decode()}\n\n"
 
 
-def choice(kind: str, index: int, text: str, reason: str, logprobs: Logprobs) -> dict[str, object]:
+def number_of(reader: Any, call: Call) -> int:
+    """The place of a call among those of an answer."""
+    return next(at for at, one in enumerate(reader.calls) if one is call)
+
+
+def called(index: int, call: Call, number: int) -> dict[str, object]:
+    """One choice of an event: a call of a tool."""
+    return {
+        "index": index, "delta": {"tool_calls": [{"index": number, **call.shown()}]}, "finish_reason": None, "logprobs": None,
+    }  # fmt: skip
+
+
+def failure(error: Exception) -> JSONResponse:
+    """The error of an answer that had begun."""
+    status = 503 if isinstance(error, Stopping) else 400 if isinstance(error, ValueError) else 500
+    return problem(status, first_line(error))
+
+
+def joined(first: Logprobs, second: Logprobs) -> Logprobs:
+    """Log-probabilities of a prompt and of what follows it."""
+    if first is None or second is None:
+        return first or second
+    return {name: [*first[name], *second[name]] for name in first}  # type: ignore[misc]
+
+
+def choice(kind: str, index: int, text: str, answer: AnswerStream) -> dict[str, object]:
     """One choice of a whole answer."""
-    said = {"message": {"role": "assistant", "content": text}} if kind == "chat.completion" else {"text": text}
-    return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
+    values = answer.logprobs(kind, 0, answer.shown_tokens)
+    if kind != "chat.completion":
+        values = joined(answer.echo_logprobs(), values)
+        return {"index": index, "text": answer.echoed + text, "finish_reason": answer.reason, "logprobs": values}
+    message: dict[str, object] = {"role": "assistant", "content": text}
+    reason = answer.reason
+    if answer.calls is not None:
+        reader = answer.calls()
+        shown = reader.feed(text)[0] + reader.end()[0]
+        if reader.calls:
+            reason = "tool_calls"
+            message |= {"content": shown.strip() or None, "tool_calls": [call.shown() for call in reader.calls]}
+    return {"index": index, "message": message, "finish_reason": reason, "logprobs": values}
 
 
 def delta(
@@ -59,13 +123,92 @@ def delta(
     return {"index": index, "delta": {"role": "assistant", **said} if first else said, **end}
 
 
-def usage(answers: Sequence[AnswerStream]) -> dict[str, object]:
-    """Tokens of a request; ``locret`` has the cache's own figures."""
+def usage(answers: Sequence[AnswerStream], n: int) -> dict[str, object]:
+    """Tokens of a request with ``n`` answers to each prompt; ``locret`` has the cache's own figures."""
     requests = [answer.request for answer in answers]
     new = sum(len(one.sequence.tokens) for one in requests if one.sequence is not None)
-    prompt = len(requests[0].ids)
+    prompt = sum(len(one.ids) for one in requests[::n])
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in requests[::n])},
         "locret": {"evictions": max(one.evictions for one in requests), "kept_rows": max(one.kept_rows for one in requests)},
     }  # fmt: skip
+
+
+async def with_comments(events: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
+    """Events, with a comment after every ``seconds`` without one."""
+    next_one: asyncio.Future[str] | None = None
+    try:
+        while True:
+            next_one = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+            while not (await asyncio.wait({next_one}, timeout=seconds))[0]:
+                yield COMMENT
+            try:
+                event = next_one.result()
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        if next_one is not None:
+            next_one.cancel()
+
+
+class Streamed(StreamingResponse):
+    """Events of answers, which end with it, also where the client goes before the first."""
+
+    def __init__(self, answers: Sequence[AnswerStream], events: AsyncIterator[str], seconds: float) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(with_comments(events, seconds), media_type="text/event-stream", headers=headers)
+        self.answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self.answers:
+                answer.leave()
+
+
+class Whole(Response):
+    """A whole answer, which ends where the client goes. After ``seconds`` its status and headers are sent, and then a line's end
+    after every ``seconds``, which JSON may begin with. What fails after that breaks the connection off.
+    """
+
+    def __init__(
+        self, answers: Sequence[AnswerStream], work: Coroutine[Any, Any, dict[str, object]], seconds: float
+    ) -> None:
+        super().__init__(media_type="application/json")
+        self.answers, self.work, self.seconds = answers, work, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work, gone = asyncio.ensure_future(self.work), asyncio.ensure_future(left(receive))
+        started = False
+        try:
+            while not work.done():
+                await asyncio.wait({work, gone}, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    return
+                if not work.done():
+                    if not started:
+                        headers = [(b"content-type", b"application/json")]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        started = True
+                    await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+            result = work.result()
+            if not started:
+                await JSONResponse(result)(scope, receive, send)
+            else:
+                await send({"type": "http.response.body", "body": JSONResponse(result).body})
+        finally:
+            for answer in self.answers:
+                answer.leave()
+            for task in (work, gone):
+                task.cancel()
+            with suppress(Exception, asyncio.CancelledError):
+                await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -94,4 +94,4 @@ class ServerRequest(Request):
     @property
     def has_defaults(self) -> bool:
         """Whether it runs as the server is set, so that its cache fits other requests."""
-        return self.settings is None and self.policy is None
+        return self.settings is None and self.policy is None and not self.prompt_logprobs

@@ -7,6 +7,8 @@ import hashlib
 import hmac
 import logging
 import secrets
+import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,6 +54,8 @@ class UploadedDocument:
     read: int = 0
     total: int = 0
     error: str | None = None
+    lost: list[str] = field(default_factory=list)
+    """What its file holds and its text does not, in a line each."""
     deleted: bool = False
     """While it is still being read, its memory counts."""
     on_disk: bool = False
@@ -66,6 +70,8 @@ class UploadedDocument:
         }  # fmt: skip
         if self.error:
             shown["error"] = self.error
+        if self.lost:
+            shown["lost"] = self.lost
         if self.document is not None:
             cache = self.document.cache
             shown |= {"total_tokens": self.document.tokens, "read_tokens": self.document.tokens, "bytes": cache.nbytes}
@@ -84,6 +90,13 @@ class Server:
     limits: Limits = field(default_factory=Limits)
     hosts: frozenset[str] = frozenset()
     """Its names beside loopback's and its address; they matter without keys alone."""
+    origins: frozenset[str] = frozenset()
+    """Origins whose pages may use it; '*' for all."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """How tokens are chosen where a request does not say, by the names of ``bodies.DEFAULTS``."""
+    silence: float = 5.0
+    """Seconds without a byte of an answer, at most, while its client waits."""
+    started: int = field(default_factory=lambda: int(time.time()))
     documents: dict[str, UploadedDocument] = field(default_factory=dict)
     """Documents by their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -128,6 +141,11 @@ class Server:
             raise HTTPException(404, f"document {name[:64]!r} is not there")
         return upload
 
+    @property
+    def places(self) -> int:
+        """Documents that have a place: all but those that failed."""
+        return sum(upload.error is None for upload in list(self.documents.values()))
+
     def stop(self, grace: float = 10.0) -> None:
         """End: documents that are being read at once, answers that are being written after ``grace`` seconds."""
         self.ended.set()
@@ -147,7 +165,7 @@ class Server:
         for stored, whose, created, path in engine.store.documents(owners) if engine.store else ():
             if stored in self.documents or name not in (None, stored):
                 continue
-            if len(self.documents) >= self.limits.documents:
+            if self.places >= self.limits.documents:
                 left += 1
                 continue
             try:

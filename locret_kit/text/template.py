@@ -1,6 +1,7 @@
 """Chat templates: the text of a conversation, and what a template puts around a message.
 
 A message is told from what stands around it by rendering the conversation with a marker, which no text holds, in its place.
+Control tokens are the template's alone: whatever it is given goes through ``text.untrusted`` before.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 from ..settings import read_protect
 from .spans import Span, encode, token_span
+from .untrusted import defused, defused_values
 
 
 def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
@@ -24,7 +26,7 @@ def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True)
     if not chat:
         return "", f"\n\n{question}"
     if not has_template(tokenizer):
-        return "", f"\n\n{question}\n"
+        return "", f"\n\n{defused(tokenizer, question)}\n"
     marker = _marker([document, question])
     text = render(tokenizer, [{"role": "user", "content": f"{marker}\n\n{question}"}], generation=True)
     return _split(text, marker, "the document")
@@ -90,29 +92,37 @@ def render_first(tokenizer, question: str, system: str | None = None) -> str:
         ValueError: if the template refuses the conversation, as some do with a system prompt.
     """
     if not has_template(tokenizer):
-        return (f"{system}\n\n" if system else "") + f"{question}\n"
+        return defused(tokenizer, (f"{system}\n\n" if system else "") + f"{question}\n")
     messages = [{"role": "system", "content": system}] if system else []
     return render(tokenizer, [*messages, {"role": "user", "content": question}], generation=True)
 
 
-def render_messages(tokenizer, messages: Sequence[dict], *, about: bool = False) -> tuple[str, str]:
+def render_messages(
+    tokenizer, messages: Sequence[dict], *, about: bool = False, tools: Sequence[dict] = (), continued: bool = False
+) -> tuple[str, str]:
     """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
     stands, with a blank line, before the first user message's text (``about``).
+
+    Args:
+        tools: functions that the answer may call, as OpenAI describes them; for a template that has them.
+        continued: the last message is the beginning of the answer.
 
     Raises:
         ValueError: if the template refuses the conversation, or there is no user message for the document.
     """
     if not has_template(tokenizer):
-        text = "".join(f"{message['content']}\n" for message in messages)
+        text = defused(tokenizer, "".join(f"{message['content']}\n" for message in messages))
+        text = text.removesuffix("\n") if continued else text
         return "", f"\n\n{text}" if about else text
     if not about:
-        return "", render(tokenizer, messages, generation=True)
+        return "", render(tokenizer, messages, generation=True, tools=tools, continued=continued)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a question about a document needs a user message")
     marker, changed = _marker([message["content"] for message in messages]), [dict(message) for message in messages]
     changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
-    return _split(render(tokenizer, changed, generation=True), marker, "the document")
+    text = render(tokenizer, changed, generation=True, tools=tools, continued=continued)
+    return _split(text, marker, "the document")
 
 
 def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
@@ -122,7 +132,7 @@ def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
         ValueError: if the template does not show the answer exactly once.
     """
     if not chat or not has_template(tokenizer):
-        return f"\n\n{question}" + ("\n" if chat else "")
+        return f"\n\n{defused(tokenizer, question)}\n" if chat else f"\n\n{question}"
     marker = _marker([question])
     turns = [("user", "Hello"), ("assistant", marker), ("user", question)]
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -142,13 +152,48 @@ def has_template(tokenizer) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def render(tokenizer, messages: Sequence[dict], generation: bool = False) -> str:
+def render(
+    tokenizer,
+    messages: Sequence[dict],
+    generation: bool = False,
+    *,
+    tools: Sequence[dict] = (),
+    continued: bool = False,
+) -> str:
+    """The chat template's text of a conversation.
+
+    Args:
+        generation: with what begins an answer. tools, continued: as in ``render_messages``.
+
+    Raises:
+        ValueError: the template refuses it.
+    """
     from jinja2 import TemplateError
 
+    said = [defused_values(tokenizer, _with_reasoning(tokenizer, message)) for message in messages]
+    more: dict[str, object] = {"tools": defused_values(tokenizer, tools)} if tools else {}
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
+        return tokenizer.apply_chat_template(
+            said,
+            tokenize=False,
+            add_generation_prompt=generation and not continued,
+            continue_final_message=continued,
+            **more,
+        )
     except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def _with_reasoning(tokenizer, message: dict) -> dict:
+    """An answer with its reasoning apart, for a template that knows it apart: it would look for the tokens around it, which no
+    text spells any more."""
+    content, end = message.get("content"), "</think>"
+    if message.get("role") != "assistant" or not isinstance(content, str) or end not in content:
+        return message
+    if "reasoning_content" in message or "reasoning_content" not in str(tokenizer.chat_template):
+        return message
+    reasoning = content.partition(end)[0].rpartition("<think>")[2]
+    return {**message, "reasoning_content": reasoning.strip("\n"), "content": content.rpartition(end)[2].lstrip("\n")}
 
 
 def _marker(contents: Sequence[str]) -> str:

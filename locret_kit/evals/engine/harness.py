@@ -27,6 +27,8 @@ from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
 from ...naming import nearest
 from ...runtime.session import Sampling, decode, prefill, stop_ids
+from ...runtime.tokens import stream_ids
+from ...text.untrusted import defused_values
 from .fidelity import nll_reading, score_continuation
 from .measure import cache_for
 from .run_spec import Setup, Variant
@@ -93,11 +95,11 @@ class LocretLM(TemplateLM):
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (bos and string.startswith(bos))
-        return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        return list(stream_ids(self.tokenizer, [string], special=add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
         made = self.tokenizer.apply_chat_template(
-            chat_history,
+            defused_values(self.tokenizer, chat_history),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

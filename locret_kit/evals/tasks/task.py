@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...runtime.tokens import stream_ids
 from ...samples.haystack import TooShort
 from ...samples.needles import ENDINGS, gives_first_words
 from ...text.template import has_template, render_prompt
+from ...text.untrusted import defused
 from ..metrics import Answer, Extra
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def wrap(request: ExampleRequest, text: str, prefix: str = "", *, chat: bool) ->
     if not chat:
         return f"{text} {prefix}" if prefix else text, True
     before, after = render_prompt(request.tokenizer, "", "", chat=True)
-    return before + text + after.removeprefix("\n\n") + prefix, False
+    return before + defused(request.tokenizer, text) + after.removeprefix("\n\n") + prefix, False
 
 
 def ending_of(request: ExampleRequest, chat: bool) -> str:
@@ -111,7 +113,7 @@ def too_short(length: int, least: int) -> TooShort:
 
 def count_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, special: bool) -> int:
     """Tokens of a prompt, special tokens included."""
-    return len(tokenizer(prompt, add_special_tokens=special, verbose=False).input_ids)
+    return len(stream_ids(tokenizer, [prompt], special=special))
 
 
 def spread_depth(sample: int) -> float:

@@ -1,0 +1,83 @@
+"""Answers that follow a grammar: JSON of a schema, calls of tools. llguidance says which tokens may come next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from fastapi import HTTPException
+
+from ..naming import first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    from ..runtime.sampling import Constraint
+
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Blanks between the parts of JSON: one form, so that no answer is a row of blanks."""
+
+
+class Grammar:
+    """The tokens that a grammar lets come next in one answer: a ``runtime.sampling.Constraint``."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self, vocabulary: int) -> torch.Tensor:
+        """Raises RuntimeError where the grammar needs more work than the library allows."""
+        if self._matcher.is_error():
+            raise RuntimeError(f"the grammar of the answer: {first_line(ValueError(self._matcher.get_error()))}")
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed_V = np.zeros(vocabulary, np.uint8)  # a vocabulary is often padded, and a mask too
+        allowed_V[: len(bits)] = bits[:vocabulary]
+        return torch.from_numpy(allowed_V.view(np.bool_))
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+
+def of_schema(schema: Mapping[str, object]) -> dict[str, object]:
+    """The grammar of JSON that a schema describes."""
+    return dict(schema) | {"x-guidance": COMPACT}
+
+
+def constraint(
+    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], schema: Mapping[str, object], before: str = "", after: str = ""
+) -> Callable[[], Constraint]:  # fmt: skip
+    """A maker of constraints: JSON of a schema, between two texts.
+
+    Raises:
+        HTTPException: 400, a schema that is none or that cannot be followed, or the library is not installed.
+    """
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise HTTPException(400, "answers by a grammar need llguidance: pip install 'locret-kit[serve]'") from None
+
+    try:
+        parts = (json.dumps(before), f"%json {json.dumps(of_schema(schema))}", json.dumps(after))
+        grammar = LLMatcher.grammar_from_lark("start: " + " ".join(part for part in parts if part != '""'))
+        known = _tokenizer(tokenizer, stop)
+        error = LLMatcher.validate_grammar(grammar, known)
+    except (ValueError, RecursionError) as reason:
+        error = str(reason)
+    if error and not error.startswith("WARNING"):
+        raise HTTPException(400, f"the schema cannot be followed: {first_line(ValueError(error))}")
+    first = LLMatcher(known, grammar, log_level=0)
+    if first.is_error():
+        raise HTTPException(400, f"the schema cannot be followed: {first_line(ValueError(first.get_error()))}")
+    return lambda: Grammar(first.deep_copy())
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int]) -> LLTokenizer:
+    """The vocabulary as llguidance has it; takes seconds for a large one."""
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer, eos_token=sorted(stop) or None)  # type: ignore[arg-type]

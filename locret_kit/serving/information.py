@@ -1,0 +1,87 @@
+"""What the server is, and texts as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Annotated
+
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field
+
+from ..runtime.kept_text import token_texts
+from ..runtime.tokens import stream_ids
+from .bodies import ChatBody, Ids
+from .messages import check_text, without_nulls
+from .state import Server
+
+
+class Tokenize(BaseModel):
+    """``POST /tokenize``: of a text, or of the prompt that messages make."""
+
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, object]] | None = None
+    add_special: bool = False
+    add_special_tokens: bool | None = None
+    with_pieces: bool = False
+
+
+class Detokenize(BaseModel):
+    """``POST /detokenize``."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)] | Ids
+
+
+def add_information(app: FastAPI, server: Server) -> None:
+    """Serve ``/v1/models``, ``/tokenize`` and ``/detokenize``, as vLLM and llama.cpp have them."""
+
+    def model() -> dict[str, object]:
+        length = server.limits.prompt_tokens
+        return {
+            "id": server.name, "object": "model", "created": server.started, "owned_by": "locret_kit", "root": server.name,
+            "max_model_len": length, "context_length": length, "meta": {"n_ctx": length},
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, object]:
+        server.owner(request)
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one(name: str, request: Request) -> dict[str, object]:
+        server.owner(request)
+        if name != server.name:
+            raise HTTPException(404, f"model {name[:64]!r} is not here: {server.name} is")
+        return model()
+
+    async def tokenize(body: Tokenize, request: Request) -> dict[str, object]:
+        server.owner(request)
+        tokenizer = server.ready().tokenizer
+        if body.messages is not None:
+            chat = ChatBody.model_validate({"messages": [without_nulls(message) for message in body.messages]})
+            (ids,) = await asyncio.to_thread(chat.ids, tokenizer, None)
+        else:
+            text = body.content if body.content is not None else body.prompt
+            if text is None:
+                raise HTTPException(400, "content (or prompt, or messages) is missing")
+            check_text("content", text)
+            special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
+            ids = await asyncio.to_thread(stream_ids, tokenizer, [text], special=special)
+        tokens: list[object] = list(ids)
+        if body.with_pieces:
+            pieces = await asyncio.to_thread(token_texts, tokenizer, list(ids))
+            tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)]
+        return {"tokens": tokens, "count": len(ids), "max_model_len": server.limits.prompt_tokens}
+
+    async def detokenize(body: Detokenize, request: Request) -> dict[str, object]:
+        server.owner(request)
+        tokenizer = server.ready().tokenizer
+        if wrong := next((token for token in body.tokens if token >= len(tokenizer)), None):
+            raise HTTPException(400, f"tokens holds {wrong}, which is no token from 0 to {len(tokenizer) - 1}")
+        text = str(await asyncio.to_thread(tokenizer.decode, list(array("q", body.tokens))))
+        return {"content": text, "prompt": text}
+
+    for base in ("", "/v1"):
+        app.post(f"{base}/tokenize")(tokenize)
+        app.post(f"{base}/detokenize")(detokenize)

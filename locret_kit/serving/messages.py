@@ -1,0 +1,140 @@
+"""Messages, tools and forms of answers in bodies of requests. A field that is null is absent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+ROLES = {"developer": "system", "function": "tool"}
+"""Names of roles in chat templates."""
+TEXTS = ("text", "input_text", "output_text", "refusal")
+"""Types of parts that are text."""
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError for half of a surrogate pair, which JSON can hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: character {error.start} is half of a surrogate pair") from None
+
+
+def without_nulls(value: object) -> object:
+    """An object without its fields that are null, which are as good as absent."""
+    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content: a text, or parts of one. Raises ValueError for parts of another type."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("content must be a text or a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXTS:
+            raise ValueError(
+                f"parts must be text (of type {', '.join(TEXTS)}), not {str(kind or type(part).__name__)[:40]!r}"
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ValueError(f"a part of type {kind!r} needs a text")
+        texts.append(text)
+    return "".join(texts)
+
+
+class Message(BaseModel):
+    """A message of a conversation. An answer may have calls of tools in the place of a content."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str = ""
+    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _absent(cls, message: object) -> object:
+        message = without_nulls(message)
+        if isinstance(message, dict) and "content" not in message and message.get("role") not in ("assistant", None):
+            raise ValueError(f"a message of role {str(message['role'])[:40]!r} needs a content")
+        return message
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, content: object) -> str:
+        return text_of(content)
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates have it."""
+        said: dict[str, Any] = {"role": ROLES.get(self.role, self.role), "content": self.content}
+        if self.tool_calls:
+            said["tool_calls"] = [call_of(call) for call in self.tool_calls]
+        return said | {
+            name: value
+            for name, value in (("tool_call_id", self.tool_call_id), ("name", self.name))
+            if value is not None
+        }
+
+
+def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a tool as chat templates have it: with its arguments as an object.
+
+    Raises:
+        ValueError: it names no function.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call needs a function with a name")
+    arguments = function.get("arguments") or "{}"
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {
+        "type": "function",
+        "id": str(call.get("id", "")),
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+class Function(BaseModel):
+    """A function that an answer may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    _absent = model_validator(mode="before")(without_nulls)
+
+
+class Tool(BaseModel):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    _absent = model_validator(mode="before")(without_nulls)
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
+            raise ValueError("json_schema needs a schema, which is an object")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema of the answer; None for any text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else dict(self.json_schema["schema"])

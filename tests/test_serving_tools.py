@@ -1,0 +1,214 @@
+"""Calls of tools and answers by a schema, over HTTP and by themselves."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from real_templates import real_tokenizer
+from served import KEYS, LIMITS, running_engine, serving
+from test_serving import user
+
+from locret_kit.serving.bodies import ChatBody
+from locret_kit.serving.tools import Call, CallReader, form_of, knows_tools, rewritten
+from locret_kit.text.template import render_messages
+
+TOOLS = [
+    {"type": "function", "function": {
+        "name": "depth", "description": "How deep a harbour is", "parameters": {
+            "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
+            "required": ["name", "tide"], "additionalProperties": False,
+        },
+    }},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+FORMS = {
+    "tags": ('<tool_call>\n{"name": "depth", "arguments": {"name": "north", "tide": true}}\n</tool_call>', 2),
+    "list": ('[TOOL_CALLS] [{"name": "depth", "arguments": {"name": "north", "tide": true}}]', 1),
+    "object": ('{"name": "depth", "parameters": {"name": "north", "tide": true}}', 1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running_engine() as engine, serving(engine, replace(LIMITS, answer_tokens=200)) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as made:
+        yield made
+
+
+def read(reader: CallReader, text: str, cuts: list[int]) -> tuple[str, list[Call]]:
+    """An answer that comes in pieces."""
+    said, calls, at = "", [], 0
+    for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        shown, new = reader.feed(text[at:end])
+        said, calls, at = said + shown, calls + new, end
+    shown, new = reader.end()
+    return said + shown, calls + new
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_calls_are_read_in_whatever_pieces_they_come(form, cuts):
+    text, times = FORMS[form]
+    said, calls = read(CallReader(form, ["depth", "now"]), "\n".join([text] * times), cuts)
+    assert said.strip() == "" and [call.name for call in calls] == ["depth"] * times
+    assert all(json.loads(call.arguments) == {"name": "north", "tide": True} for call in calls)
+    assert len({call.id for call in calls}) == times
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_what_is_no_call_is_text(cuts):
+    for form, text in [
+        ("tags", "a < b <tool"), ("tags", "x <tool_call>{}</tool_call> y"), ("tags", '<tool_call>{"name": "other"}</tool_call>'),
+        ("tags", "<tool_call>never closed"), ("object", '{"a": 1}'), ("object", "words {}"), ("list", '[{"name": "other"}]'),
+        ("list", "[1] or {2}"), ("object", '{"name": "depth"'), ("list", ""),
+    ]:  # fmt: skip
+        assert read(CallReader(form, ["depth"]), text, cuts) == (text, [])
+
+
+def test_text_before_a_call_is_shown():
+    said, calls = read(CallReader("tags", ["now"]), 'I look.\n<tool_call>{"name": "now"}</tool_call>', [3, 10, 12, 30])
+    assert said == "I look." or said == "I look.\n"
+    assert [(call.name, call.arguments) for call in calls] == [("now", "{}")]
+
+
+def test_forms_of_templates():
+    assert form_of(None) == form_of("{{ messages }}") == "tags" and not knows_tools("{{ messages }}")
+    assert form_of("{{ tools }}<tool_call>") == "tags"
+    assert form_of("{{ tools }}[TOOL_CALLS]") == "list" and form_of("{{ tools }}") == "object"
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."}, *user("How deep?"),
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "depth", "arguments": '{"name": "north", "tide": true}'}}
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "content": "7 m"},
+]  # fmt: skip
+
+
+def test_the_models_own_template_has_them():
+    tokenizer = real_tokenizer("qwen3")
+    tokenizer.chat_template += "{# tools #}"
+    try:
+        body = ChatBody.model_validate({"messages": CONVERSATION, "tools": TOOLS})
+        messages, tools = body.conversation(tokenizer)
+        assert [tool["function"]["name"] for tool in tools] == ["depth", "now"]
+        text = render_messages(tokenizer, messages, tools=tools)[1]
+        call = '<tool_call>\n{"name": "depth", "arguments": {"name": "north", "tide": true}}\n</tool_call>'
+        assert call in text and "<tool_response>\n7 m\n</tool_response>" in text
+    finally:
+        tokenizer.chat_template = tokenizer.chat_template.removesuffix("{# tools #}")
+
+
+def test_another_template_is_told_in_words():
+    body = ChatBody.model_validate({"messages": CONVERSATION, "tools": TOOLS})
+    messages, tools = body.conversation(real_tokenizer("smollm2"))
+    assert tools == [] and [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[0]["content"].startswith("Be brief.\n\n") and '"How deep a harbour is"' in messages[0]["content"]
+    assert read(CallReader("tags", ["depth"]), messages[2]["content"], [])[1][0].name == "depth"
+    assert rewritten(user("a"), []) == user("a")
+    none = ChatBody.model_validate({"messages": user("a"), "tools": TOOLS, "tool_choice": "none"})
+    assert none.conversation(real_tokenizer("smollm2")) == (user("a"), [])
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", None])
+def test_a_model_need_not_call(client, choice):
+    answer = client.chat.completions.create(
+        model="tiny", messages=CONVERSATION, tools=TOOLS, tool_choice=choice, temperature=0, max_tokens=8
+    )
+    assert answer.choices[0].message.tool_calls is None and answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "none of tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "none of tools"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "needs a schema"),
+    ],
+)
+def test_what_cannot_be_is_said(client, fields, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.chat.completions.create(model="tiny", messages=user("a"), max_tokens=4, **fields)
+
+
+# ---- by a grammar --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "depth"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_be(client, choice, stream):
+    fields = dict(model="tiny", messages=user("How deep?"), tools=TOOLS[:1], tool_choice=choice, max_tokens=200)
+    if stream:
+        calls, said, reason = {}, "", None
+        for event in client.chat.completions.create(**fields, stream=True):
+            said += event.choices[0].delta.content or ""
+            reason = event.choices[0].finish_reason or reason
+            for part in event.choices[0].delta.tool_calls or []:
+                calls.setdefault(part.index, []).append(part)
+        assert list(calls) == [0] and not said.strip()
+        call = calls[0][0]
+        arguments = "".join(part.function.arguments for part in calls[0])
+    else:
+        answer = client.chat.completions.create(**fields).choices[0]
+        assert answer.message.content is None and len(answer.message.tool_calls) == 1
+        call, reason = answer.message.tool_calls[0], answer.finish_reason
+        arguments = call.function.arguments
+    assert call.function.name == "depth" and call.id and call.type == "function" and reason == "tool_calls"
+    value = json.loads(arguments)
+    assert value["name"] in ("north", "south") and isinstance(value["tide"], bool) and len(value) == 2
+
+
+def schemas(number: int) -> tuple[dict, object]:
+    """A schema of one bounded object, and what checks a value of it."""
+    rng = random.Random(number)
+    kinds = {
+        "integer": ({"type": "integer", "minimum": 0, "maximum": 99}, lambda v: isinstance(v, int) and 0 <= v <= 99),
+        "word": ({"type": "string", "maxLength": 6}, lambda v: isinstance(v, str) and len(v) <= 6),
+        "choice": ({"enum": ["a", "b", None]}, lambda v: v in ("a", "b", None)),
+        "truth": ({"type": "boolean"}, lambda v: isinstance(v, bool)),
+        "row": ({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, lambda v: 1 <= len(v) <= 2),
+    }  # fmt: skip
+    names = rng.sample(list(kinds), rng.randint(1, 3))
+    schema = {
+        "type": "object", "properties": {name: kinds[name][0] for name in names}, "required": names, "additionalProperties": False
+    }  # fmt: skip
+    return schema, lambda value: list(value) == names and all(kinds[name][1](value[name]) for name in names)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_every_answer_is_valid(client, number):
+    schema, valid = schemas(number)
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("Tell."), response_format=wanted, max_tokens=64, temperature=1.0, seed=number, n=2
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop" and valid(json.loads(choice.message.content)), choice.message.content
+    begun = client.chat.completions.create(
+        model="tiny", messages=user("Tell."), response_format={"type": "json_object"}, max_tokens=4, temperature=0
+    )
+    assert begun.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"$ref": "#/definitions/x"}, {"type": "string", "pattern": "("}]
+)
+def test_a_schema_that_cannot_be_followed(client, schema):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="the schema cannot be followed"):
+        client.chat.completions.create(model="tiny", messages=user("Tell."), response_format=wanted, max_tokens=4)
