@@ -29,7 +29,7 @@ from .decoder_attention import (
     scaling_of,
     unturned_answer,
 )
-from .recording import Call, IndexedCache, RecordedRun, close, observed, run_recorded
+from .recording import IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded
 from .releases import holds_states
 from .rope import Rope, rotate
 from .shortcuts import keeps_texts_apart, reads_pieces, with_shortcuts
@@ -186,7 +186,7 @@ def _layers(
     paths = {id(module): path for path, module in decoder.named_modules()}
     rows: list[AttentionLayer] = []
     calls: list[AttentionCall] = []
-    homes: list[Call] = []
+    homes: list[RecordedCall] = []
     for call in run.calls:
         where = f"attention of {paths[id(call.module)]!r}"
         if call.unknown:
@@ -256,7 +256,9 @@ def _rotations(
     return tuple(made[layer] for layer in range(len(found.spec.layers)))
 
 
-def _rotation(rotaries: dict[str, nn.Module], before: Call, after: Call, *, with_keys: bool) -> Rotation | None:
+def _rotation(
+    rotaries: dict[str, nn.Module], before: RecordedCall, after: RecordedCall, *, with_keys: bool
+) -> Rotation | None:
     """The form that turns queries and keys without a rotation into those with it; None for none of the known ones."""
     pairs = [(before.q, after.q), (before.k, after.k)]
     if all(close(a, b) for a, b in pairs):
@@ -290,7 +292,7 @@ def _turned(x_BHTD: Tensor, rope: Rope, order: list[int]) -> Tensor:
     return rotate(x_BHTD[..., order], cos, sin)
 
 
-def _turns_by_itself(call: Call) -> bool:
+def _turns_by_itself(call: RecordedCall) -> bool:
     """Whether queries of equal tokens, whose attention was nothing, are one vector that is turned with the position."""
     q_TE = call.q[0].transpose(0, 1).flatten(1).float()
     norms_T = q_TE.norm(dim=-1)

@@ -27,7 +27,7 @@ IGNORED = frozenset(
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One attention call, its queries and keys ``[B, heads, T, D]`` as they came."""
 
     module: nn.Module
@@ -55,7 +55,7 @@ class IndexedCache(DynamicCache):
 class Recording(threading.local):
     """Attention calls of the probe that runs in this thread."""
 
-    calls: list[Call]
+    calls: list[RecordedCall]
     outputs: list[Tensor]
     replayed: list[Tensor] | None = None
     cache: IndexedCache | None = None
@@ -89,7 +89,7 @@ def record(
         cache.asked = None
     softmax = softmax_of(module, q, scaling, named)
     unknown = unknown_argument(named, q.shape[2])
-    NOW.calls.append(Call(module, index, q, k, v, attention_mask, softmax, unknown))
+    NOW.calls.append(RecordedCall(module, index, q, k, v, attention_mask, softmax, unknown))
     if NOW.replayed is not None:
         return NOW.replayed[number], None
     out, _ = attend_and_count(q, k, v, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
@@ -132,7 +132,7 @@ def observed(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
 class RecordedRun:
     """One forward: its attention calls, their outputs, the final hidden states, and transformers' own cache after it."""
 
-    calls: list[Call]
+    calls: list[RecordedCall]
     outputs: list[Tensor]
     hidden: Tensor
     cache: Any

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .recording import NOW, Call
+from .recording import NOW, RecordedCall
 from .spec import UnsupportedArchitecture
 
 FARTHEST = 1 << 20
 """Position, at most, whose visible tokens say how long a window is."""
 
 
-def window_of(call: Call, config: PreTrainedConfig, where: str) -> tuple[int | None, bool]:
+def window_of(call: RecordedCall, config: PreTrainedConfig, where: str) -> tuple[int | None, bool]:
     """Tokens that a layer's query sees by the mask that it is given, and whether they are a chunk's."""
     if call.mask is None:
         return None, False
