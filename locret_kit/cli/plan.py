@@ -109,6 +109,10 @@ def run(args: PlanOptions) -> int:
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
     ]
+    if backbone.spec.states and not backbone.spec.state_sizes:
+        say.append(
+            f"the states of {len(backbone.spec.states)} layers are not counted: a configuration does not say their size"
+        )
     if args.train is not None:
         if args.kv_bits is not None:
             raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
