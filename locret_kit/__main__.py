@@ -12,6 +12,7 @@ COMMANDS = {
     "locret-info": "what a file of a read text holds",
     "locret-kept": "which words were kept",
     "locret-serve": "a server of OpenAI's protocol",
+    "locret-vllm": "vLLM with a fixed cache for each request",
     "locret-eval": "compare policies",
     "locret-plan": "memory and speed before a run",
     "locret-train": "train heads",

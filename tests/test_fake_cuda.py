@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.graph_decoder import GraphDecoder
@@ -46,6 +47,7 @@ def read(
         prompt_length=LENGTH, **rest,
     )  # fmt: skip
     decoder = None
+    describe(model)  # measured here: tensors of the card hold no numbers
     with card() as mode, attach(moved(model)), torch.inference_mode():
         moved(heads)
         cache.bind(model)  # LongRoPE's factors are copied here, once a prompt

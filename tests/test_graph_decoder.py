@@ -14,6 +14,8 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.spec import spec_of
+from locret_kit.cache import context
+from locret_kit.cache.backend import BACKENDS
 from locret_kit.cache.view import slots_of
 from locret_kit.runtime import decoders, graph_decoder, session
 from locret_kit.runtime.graph_decoder import GraphDecoder, SyncDetector
@@ -58,6 +60,12 @@ def same(model, caches, ids, form=GraphDecoder, steps: int = STEPS, atol: float 
     counted = [(c.counters.evictions, c.counters.evicted_rows) for c in caches]
     assert counted[0] == counted[1]
     return step
+
+
+@pytest.fixture(autouse=True)
+def on_the_reference(monkeypatch):
+    """A tape sees PyTorch's operators alone, as a graph sees kernels: a compiled call on a CPU is neither."""
+    monkeypatch.setattr(context, "backend_for", lambda *args: BACKENDS["reference"])
 
 
 @pytest.mark.parametrize("policy", OTHERS)
@@ -212,7 +220,8 @@ def decode_on(model, cache, **rest) -> list[int]:
     return list(decode(model, cache, logits, **given))
 
 
-def test_decode_chooses():
+def test_decode_chooses(monkeypatch):
+    monkeypatch.undo()  # the backend that the device's rule chooses
     model, caches = backbone(), [make("h2o") for _ in range(3)]
     with attach(model):
         assert decode_on(model, caches[0], graph=None) == decode_on(model, caches[1], graph=False)

@@ -16,7 +16,12 @@ BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton"
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_one_signature(name):
-    assert inspect.signature(KERNELS[name]) == inspect.signature(REFERENCES[name])
+    """What the kernels take; the reference takes forms of a softmax besides (``locret_kit.backbones.handler.Softmax``)."""
+    mine, theirs = (inspect.signature(functions[name]).parameters for functions in (KERNELS, REFERENCES))
+    assert dict(mine) == {key: value for key, value in theirs.items() if key in mine or key not in SOFTMAX}
+
+
+SOFTMAX = ("window", "cap", "sinks_Q")
 
 
 def call(functions, name: str, T: int, S: int):

@@ -15,7 +15,8 @@ from tape import TapedDecoder
 from test_policy_parts import SELECTIONS, layers_of_slots, slots_of
 
 from locret_kit import attach
-from locret_kit.cache import step
+from locret_kit.cache import context, step
+from locret_kit.cache.backend import BACKENDS
 from locret_kit.cache.pins import pins_of, without
 from locret_kit.policies.allocation import Adaptive
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
@@ -270,8 +271,14 @@ def test_forks_copies_and_resets(policy):
         assert torch.equal(read(one, ids=text), read(again, ids=text)) and held(one) == held(again)
 
 
+@pytest.fixture
+def on_the_reference(monkeypatch):
+    """A tape sees PyTorch's operators alone, as a graph sees kernels: a compiled call on a CPU is neither."""
+    monkeypatch.setattr(context, "backend_for", lambda *args: BACKENDS["reference"])
+
+
 @pytest.mark.parametrize("policy", ["h2o", "tova", "nacl(proxies=5)", "locret"])
-def test_fixed_shapes(policy):
+def test_fixed_shapes(policy, on_the_reference):
     """Decoding with fixed shapes evicts as dynamic decoding does, and follows pins that come between two tokens."""
     model, logits = backbone(), []
     for form in (TapedDecoder, None):

@@ -253,9 +253,9 @@ class Attachment:
             if not self._undo:  # the rest of it was the backbone's own, to which no rotation was given
                 raise RuntimeError(detached) from error
             raise
-        handler.finish(output.last_hidden_state, kwargs.get("input_ids"))
         if not self._undo:
             raise RuntimeError(detached)
+        handler.finish(output.last_hidden_state, kwargs.get("input_ids"))
         return output
 
     def _run(self, handler: Handler, forward: Callable[..., Any], **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedConfig
 
 from .decoder_attention import (
@@ -96,7 +97,7 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAtte
         raise UnsupportedArchitecture(f"{name} is an encoder and a decoder: a bounded cache is for decoders alone")
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedArchitecture(f"{name} has layers of cross-attention, whose keys are an image's")
-    if all(weight.is_meta for weight in decoder.parameters()):
+    if all(weight.is_meta or is_fake(weight) for weight in decoder.parameters()):
         return assumed(config, getattr(decoder, "rotary_emb", None))
     try:
         with torch.no_grad(), observed(decoder, config):

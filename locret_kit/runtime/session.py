@@ -136,7 +136,8 @@ class Answer:
     ) -> None:
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
             raise _other_length(cache, len(ids))
-        cache.bind(model)
+        with explain_oom(model, cache, len(ids)):
+            cache.bind(model)
         if graph:
             Decoding(model, cache, graph)  # raises before minutes of prefill
         self.cache, self.ids = cache, ids
