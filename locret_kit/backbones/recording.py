@@ -21,7 +21,15 @@ from .spec import UnsupportedArchitecture
 
 NAME = "locret_probe"
 IGNORED = frozenset(
-    {"position_ids", "cache_position", "position_embeddings", "past_key_values", "cache", "attention_mask"}
+    {
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "past_key_values",
+        "cache",
+        "attention_mask",
+        "logits_to_keep",
+    }
 )
 """Arguments of attention that say nothing new, tensors or not."""
 
