@@ -29,7 +29,7 @@ def read_blocks(handler: Handler, run: Callable[..., Any], forward: Callable[...
 
 
 def _of_tokens(value: Any, new: slice, tokens: int) -> Any:
-    """What an argument of a forward says of some of its tokens."""
+    """Part of a forward's argument that belongs to some of its tokens."""
     if isinstance(value, Tensor) and value.dim() > 1:
         if value.shape[1] == tokens:
             return value[:, new]

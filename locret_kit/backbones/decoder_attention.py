@@ -17,7 +17,7 @@ from .undo import Undo, replace_forward
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a layer rotates queries and keys."""
+    """Rotation of a layer's queries and keys."""
 
     module: str = ""
     """Path of the rotary module below the decoder; empty where nothing is rotated."""
@@ -47,7 +47,7 @@ class AttentionCall:
     module: str
     """Path of the attention module below the decoder."""
     layer: int
-    """Of ``BackboneSpec.layers``: the one whose rows it attends to."""
+    """Number in ``BackboneSpec.layers`` of the layer whose rows it attends to."""
     shared: bool
     """Whether those are another layer's."""
     plain: bool
@@ -62,7 +62,7 @@ class DecoderAttention:
     calls: tuple[AttentionCall, ...]
     """In the order of a forward."""
     rotations: tuple[Rotation, ...] | str
-    """Of every layer with rows; or why they are not known."""
+    """One for every layer with rows; or the reason why they are not known."""
     takes_positions: bool = True
     """Whether a token's place in the text is what its position id says, not the order of the forward."""
     in_pieces: bool = True
@@ -73,11 +73,6 @@ class DecoderAttention:
     """Whether the rotation may be left out rather than made one by zero (see ``fused``)."""
     fuses_layers: bool = field(default=False, compare=False)
     """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``fused``."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether attention is grouped queries over a layer's own rows, and nothing else."""
-        return self.unlike_llama is None
 
     @property
     def unlike_llama(self) -> str | None:
@@ -200,7 +195,7 @@ def unturned_answer(forward: Callable[..., Any], *args: Any, **named: Any) -> An
 
 
 def unturned(answer: Any) -> Any:
-    """What a rotary module answers where no token is turned: cos and sin, or numbers of the complex plane."""
+    """Answer of a rotary module where no token is turned: cos and sin, or numbers of the complex plane."""
     if isinstance(answer, Tensor) and answer.is_complex():
         return torch.ones_like(answer)
     if isinstance(answer, tuple) and len(answer) == 2:
