@@ -21,6 +21,7 @@ def start(work: Callable[[], int], log: Path, **env: str) -> int:
     if child:
         return child
     status = 70
+    renew_threads()
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
@@ -35,6 +36,11 @@ def start(work: Callable[[], int], log: Path, **env: str) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def renew_threads() -> None:
+    """Make torch's pool of threads anew, in a fork's first thread: two that do it at once find no pool in torch 2.13."""
+    torch.set_num_threads(1)
 
 
 def status_of(child: int) -> int:

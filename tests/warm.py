@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
+from forked import renew_threads
+
 NAMES = ("read", "info", "ask", "kept", "plan", "eval", "train", "publish")
 HEAVY = (
     "locret_kit.backbones.load", "locret_kit.documents.kept_positions", "locret_kit.evals.engine.runner",
@@ -75,6 +77,7 @@ def serve(address: str) -> None:
 def run(asked: str, streams: list[int]) -> None:
     """A command, in this process, which then ends."""
     status = 70
+    renew_threads()
     try:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
