@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,20 +22,24 @@ from .cache_spec import BoundedSpec
 from .worker import NOBODY, RequestTurn, StepBatch
 from .worker_state import engine_here, engine_of
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+
 
 class BoundedBackend(AttentionBackend):
     """Attention of a bounded cache."""
 
     forward_includes_kv_cache_update = True  # vLLM writes no row by itself
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:
         return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"  # vLLM looks it up in its own list
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[MultipleOf]:
         return [MultipleOf(1)]
 
     @classmethod
@@ -51,7 +55,7 @@ class BoundedBackend(AttentionBackend):
         return True
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> BoundedSpec:
+    def customize_spec(cls, spec: object) -> BoundedSpec:
         # vLLM's own says the same of heads and their size; a layer with a window asks twice.
         engine = engine_here()
         return BoundedSpec.of(engine.shape, engine.dtype)
@@ -68,11 +72,15 @@ class BoundedBackend(AttentionBackend):
 class BatchBuilder(AttentionMetadataBuilder):
     """Makes a step's ``StepBatch``. Graphs are piecewise, and attention is between the pieces."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: BoundedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.engine = engine_of(vllm_config)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepBatch:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StepBatch:
         c = common_attn_metadata
         starts = c.query_start_loc_cpu.tolist()
         # Exact without speculative decoding; the lengths on the device would be waited for.
@@ -89,9 +97,9 @@ class BoundedImpl(AttentionImpl):
     """Attention of one layer."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: int | None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: object, sliding_window: int | None,
         kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, **rest: Any,
+        kv_sharing_target_layer_name: str | None = None, **rest: object,
     ) -> None:  # fmt: skip
         asked = {
             "alibi_slopes": alibi_slopes,
@@ -106,8 +114,8 @@ class BoundedImpl(AttentionImpl):
         self.engine, self.number = engine_of(get_current_vllm_config()), -1
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepBatch | None,
-        output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepBatch | None,
+        output: Tensor, output_scale: object = None, output_block_scale: object = None,
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None:  # a run that measures memory or warms up
             return output.zero_()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.utils.math_utils import cdiv
@@ -24,7 +23,7 @@ class BoundedSpec(CircularBufferSpec):
             state_content_bytes=shape.row_bytes, dcp_sharded=False,
         )  # fmt: skip
 
-    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+    def max_num_blocks_per_req(self, vllm_config: object, max_len: int) -> int:
         """The width of the block table: of one block, but vLLM's runner for CPUs computes the slots of all positions in it, and
         reads ``position // block_size``."""
         return int(cdiv(max_len, self.block_size))

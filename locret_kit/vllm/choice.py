@@ -3,12 +3,16 @@ others."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from . import SECTION
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
 
-def asked(vllm_config: Any = None) -> bool:
+
+def asked(vllm_config: VllmConfig | None = None) -> bool:
     """Whether an engine is to have a bounded cache; by default that which is being built."""
     if vllm_config is None:
         from vllm.config import get_current_vllm_config_or_none
@@ -18,7 +22,7 @@ def asked(vllm_config: Any = None) -> bool:
     return isinstance(additional, dict) and SECTION in additional
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[AttentionBackend]:
     """``OnCpu``: the attention of the engine that is being built. vLLM looks it up by this name."""
     if name != "OnCpu":
         raise AttributeError(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,6 +32,12 @@ from .file_identity import identity_of_files
 from .ranks import Ranks
 from .worker import Standin, Told, Worker
 from .worker_state import config_of, engine_of, server_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 AT_HAND = 8
 """Documents that a worker keeps in memory."""
@@ -82,7 +88,7 @@ class Shelf:
         ValueError: weights that have no identity.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         model, server = vllm_config.model_config, server_of(vllm_config)
         config = config_of(model)
         self.server = server
@@ -99,7 +105,7 @@ class Shelf:
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
         saved = Saved.of(record, path)
         heads = self.server.heads if saved.heads else None
-        cache = restore(saved, own, self.model, heads, where=path, origin=self.origin)
+        cache = restore(saved, own, self.model, heads, where=path, origin=self.origin)  # type: ignore[arg-type]
         ids = tensors.get(IDS)
         with blaming(path, ValueError):
             if ids is None or cache.get_seq_length() > len(ids):
@@ -114,7 +120,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         ValueError: the folder holds a document that this server cannot use; the first difference is named.
     """
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.shelf = Shelf(vllm_config)
         self.loads: list[Load] = []
@@ -160,29 +166,29 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
             return False
         return True
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens of the longest document that a prompt begins with."""
         best = self._best(request)
         return (0, False) if best is None or num_computed_tokens else (len(best.ids), False)
 
-    def _best(self, request: Any) -> Known | None:
+    def _best(self, request: Request) -> Known | None:
         prompt = list(request.prompt_token_ids or ())
         told = Told(len(prompt), (request.sampling_params and request.sampling_params.extra_args) or {})
         fitting = (known for known in self.known if self._fits(known, prompt, told))
         return max(fitting, key=lambda known: len(known.ids), default=None)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note which document goes into a request's page."""
         if num_external_tokens and (best := self._best(request)) is not None:
             told = Told(len(request.prompt_token_ids), request.sampling_params.extra_args or {})
             self.loads.append(Load(best.path, blocks.get_block_ids()[0][0], told))
 
-    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+    def build_connector_meta(self, scheduler_output: object) -> Loads:
         """What workers load before the next forward."""
         loads, self.loads = Loads(self.loads), []
         return loads
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+    def request_finished_all_groups(self, request: Request, block_ids: object) -> tuple[bool, None]:
         """Nothing is kept of a request."""
         return False, None
 
@@ -194,7 +200,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
 
         self.layers = {extract_layer_index(name): cache for name, cache in kv_caches.items()}
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Fill the pages of requests that begin with a document."""
         for load in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
             self.engine.take(load.told, load.page, self._document(load.path), self.layers)
@@ -210,7 +216,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is left to wait for."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object) -> None:
         """Nothing is saved: documents are made by ``locret-read``."""
 
     def wait_for_save(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from ..backbones.identity import identity_of
 from ..backbones.load import resolve_model
@@ -23,7 +23,7 @@ class Files:
         ValueError: the weights are no ``.safetensors`` files with transformers' names.
     """
 
-    def __init__(self, name: str, config: Any) -> None:
+    def __init__(self, name: str, config: PretrainedConfig) -> None:
         from transformers import AutoModelForCausalLM
 
         self.config, self.name = config, name
@@ -47,7 +47,7 @@ class Files:
                 yield file.get_tensor(name)
 
     @staticmethod
-    def _opened(path: Path) -> Any:
+    def _opened(path: Path) -> safe_open:
         try:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
@@ -58,6 +58,6 @@ def _weights(names: list[str]) -> list[str]:
     return [name for name in names if name.endswith(".safetensors")]
 
 
-def identity_of_files(name: str, config: Any) -> dict[str, object]:
+def identity_of_files(name: str, config: PretrainedConfig) -> dict[str, object]:
     """``backbones.identity.identity_of`` the model in a folder or in the Hub's cache."""
     return identity_of(Files(name, config))  # type: ignore[arg-type]

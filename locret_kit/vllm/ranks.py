@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PretrainedConfig
 
 from ..backbones.handler import Linear
 from ..heads import HeadsConfig, RetainingHead, RetainingHeads
@@ -36,7 +36,7 @@ class Ranks:
             raise ValueError(f"tensor_parallel_size={self.size} must divide the {n_kv_heads} key/value heads")
 
 
-def config_of_rank(config: Any, ranks: Ranks) -> Any:
+def config_of_rank(config: PretrainedConfig, ranks: Ranks) -> PretrainedConfig:
     """A model's configuration with the heads of one rank."""
     own = deepcopy(config)
     heads, kv_heads = (

@@ -3,13 +3,16 @@ in the process that takes requests."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from .choice import asked
 from .request_pages import SPARE
 from .worker_state import server_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class ReadyLine(StatLoggerBase):
@@ -18,12 +21,12 @@ class ReadyLine(StatLoggerBase):
     pages: int | None = None
     """vLLM's blocks of the engine that started last."""
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self.cache_config = vllm_config.cache_config
         if asked(vllm_config):
             server_of(vllm_config)
 
-    def record(self, *args: Any, **kwargs: Any) -> None:
+    def record(self, *args: object, **kwargs: object) -> None:
         pass
 
     def log_engine_initialized(self) -> None:

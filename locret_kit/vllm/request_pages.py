@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.storage.row_pool import PageShape
@@ -30,7 +30,9 @@ def page_shape(spec: BackboneSpec, settings: Resolved, policies: Iterable[Policy
     return PageShape(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows, dtype, statistics, recent)
 
 
-def pages_of(config: Any, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1) -> int:
+def pages_of(
+    config: PretrainedConfig, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1
+) -> int:
     """Bytes of a request's pages on one rank, of a model whose heads are split over ``ranks``."""
     spec = spec_of(config_of_rank(config, Ranks(0, ranks)))
     return page_shape(spec, settings, policies, dtype).nbytes * spec.n_layers

@@ -8,7 +8,7 @@ go with a bounded cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,12 +22,17 @@ from .versions import check_version, release
 from .worker import Told
 from .worker_state import engine_of, server_here, server_of
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
 
 class Requests(LogitsProcessor):
     """The request of every row of the batch."""
 
     @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse a request: over HTTP with status 400. Raises ValueError."""
         server = server_here()
         if server is None:
@@ -40,7 +45,7 @@ class Requests(LogitsProcessor):
             )
         server.request(sampling_params.extra_args or {}, 1)
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.told: dict[int, Told] | None = None
         if not asked(vllm_config):
             return
@@ -62,7 +67,7 @@ class Requests(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         return logits
 
-    def update_state(self, batch_update: Any) -> None:
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
         told = self.told
         if told is None or batch_update is None:
             return
@@ -80,7 +85,7 @@ class Requests(LogitsProcessor):
                 told[b] = told.pop(a)
 
 
-def check_layers(layers: Mapping[str, Any]) -> None:
+def check_layers(layers: Mapping[str, object]) -> None:
     """Raise RuntimeError for attention that is vLLM's own."""
     for name, layer in layers.items():
         kind = type(getattr(layer, "impl", None))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
@@ -22,13 +20,15 @@ KINDS = (
 class Unrotated:
     """The forward of a rotary embedding, for engines that ask for a bounded cache."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.unrotated = asked()
         if self.unrotated:  # a table of every position that there may be, which nobody reads
             self.register_buffer("cos_sin_cache", torch.empty(0), persistent=False)  # type: ignore[attr-defined]
 
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
         if self.unrotated:
             return query, key
         return super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
@@ -47,11 +47,13 @@ def _register_long_rope() -> None:
     """LongRoPE is no custom operation, so its class itself is told."""
     begin, turn = LongRope.__init__, LongRope.forward
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: LongRope, *args: object, **kwargs: object) -> None:
         begin(self, *args, **kwargs)
         self.unrotated = asked()
 
-    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, *rest: Any) -> Any:
+    def forward(
+        self: LongRope, positions: Tensor, query: Tensor, key: Tensor | None = None, *rest: object
+    ) -> tuple[Tensor, Tensor | None]:
         return (query, key) if self.unrotated else turn(self, positions, query, key, *rest)
 
     LongRope.unrotated, LongRope.__init__, LongRope.forward = False, init, forward

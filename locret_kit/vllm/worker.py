@@ -7,13 +7,13 @@ nothing is told to vLLM, and a request that is preempted begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ..backbones.decoder_attention import Described, same_rotation
 from ..backbones.probe import assumed
@@ -46,7 +46,7 @@ class Standin(nn.Module, Described):
     Its attention is what the configuration says, as the tests hold for ``refusals.MODELS``.
     """
 
-    def __init__(self, config: Any, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: PretrainedConfig, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
         super().__init__()
@@ -101,7 +101,7 @@ class Worker:
     """
 
     def __init__(
-        self, server: ServerSettings, config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks
+        self, server: ServerSettings, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks
     ) -> None:
         self.server, self.dtype, self.device, self.ranks = server, dtype, device, ranks
         if server.heads is not None:
@@ -116,7 +116,7 @@ class Worker:
         self.texts: dict[int, PagedText] = {}
         self.pools: dict[int, RowPool] = {}
         self.tables, self.counters = RotationTables(), CacheCounters()
-        self._ropes: list[list[Rope]] = []
+        self._ropes: list[Sequence[Rope]] = []
         self.context(Told(1, {}))  # what is wrong is said here
 
     # ---- texts -------------------------------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ class Worker:
         policy, settings = self.server.request(told.own, told.prompt_length)
         schedule = Schedule.of(settings, told.prompt_length)
         heads = self.heads if policy.needs_heads else None
-        ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)
+        ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)  # type: ignore[arg-type]
         pins: Pins = ((0, FIRST),) if "first" in read_protect(settings.protect) else ()
         check_room(ctx, pins)
         return replace(ctx, pins=pins, tables=self.tables, ropes=self._shared(ctx.ropes))
 
-    def _shared(self, ropes: Any) -> Any:
+    def _shared(self, ropes: Sequence[Rope] | None) -> Sequence[Rope] | None:
         """Rotations that are equal are the same object, so that texts share tables."""
         if ropes is None:
             return None

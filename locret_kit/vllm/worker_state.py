@@ -5,7 +5,7 @@ vLLM hands its configuration to some of them, and to none what another one made.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,10 @@ from . import SECTION
 from .ranks import Ranks
 from .server_settings import Served, ServerSettings
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 class State:
@@ -25,7 +29,7 @@ class State:
     """The section of the configuration of which both were made."""
 
 
-def server_of(vllm_config: Any) -> ServerSettings:
+def server_of(vllm_config: VllmConfig) -> ServerSettings:
     """What an engine serves."""
     section = vllm_config.additional_config[SECTION]
     if State.server is None or State.section is not section:
@@ -38,7 +42,7 @@ def server_here() -> ServerSettings | None:
     return State.server
 
 
-def engine_of(vllm_config: Any) -> Worker:
+def engine_of(vllm_config: VllmConfig) -> Worker:
     """The texts of this worker."""
     server = server_of(vllm_config)
     if State.engine is None:
@@ -61,7 +65,7 @@ def engine_here() -> Worker:
     return State.engine
 
 
-def config_of(model_config: Any) -> Any:
+def config_of(model_config: ModelConfig) -> PretrainedConfig:
     """The configuration of the language model as its files say: vLLM may have been told of longer texts.
 
     Raises:
