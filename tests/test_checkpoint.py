@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import start, status_of
 from tiny_tokenizer import save_tiny_backbone
 from transformers import AutoConfig
 
@@ -229,34 +232,25 @@ def test_a_full_disk_at_the_configuration_leaves_the_previous_pair(tmp_path, mon
     assert equal(RetainingHeads.from_pretrained(tmp_path / "h"), make(0))
 
 
-LIMITED = """
-import resource, signal, sys
-sys.path[:0] = [{tests!r}, {root!r}]
-from test_checkpoint import CONFIG, make
-from dataclasses import replace
-heads = make(1, replace(CONFIG, d_hidden=4096))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    heads.save_pretrained({target!r})
-except OSError as error:
-    print(error)
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process")
 @pytest.mark.parametrize("name", ["heads", "heads.pt"])
 def test_a_real_write_error_is_one_clear_line(tmp_path, name):
     """The writers' own exceptions (PyTorch's is a RuntimeError, safetensors has its own) read as the same one line."""
-    target = tmp_path / name
+    target, log = tmp_path / "out" / name, tmp_path / "log"
+    target.parent.mkdir()
     make(0).save_pretrained(target, torch.float32)
-    before = sorted(p.name for p in tmp_path.rglob("*"))
-    here = Path(__file__).resolve().parent
-    code = LIMITED.format(tests=str(here), root=str(here.parent), target=str(target))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-800:]
-    assert done.stdout.startswith(f"cannot write {tmp_path}") and done.stdout.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+    before = sorted(p.name for p in target.parent.rglob("*"))
+
+    def save_with_a_limit() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(OSError) as error:
+            make(1, replace(CONFIG, d_hidden=4096)).save_pretrained(target, torch.float32)
+        print(error.value)
+        return 0
+
+    assert status_of(start(save_with_a_limit, log)) == 0, log.read_text()
+    assert log.read_text().startswith(f"cannot write {target.parent}") and log.read_text().count("\n") == 1
+    assert sorted(p.name for p in target.parent.rglob("*")) == before
     assert equal(RetainingHeads.from_pretrained(target), make(0))
 
 

@@ -103,22 +103,27 @@ def test_one_process_that_keeps_its_weights_in_the_cpus_memory(backbone, alone, 
     same(alone, tmp_path / "one")
 
 
-@pytest.mark.parametrize("strategies", [("auto", "deepspeed_stage_3"), ("deepspeed_stage_3", "deepspeed_stage_2")])
-def test_a_killed_run_goes_on_with_another_strategy(backbone, alone, tmp_path, strategies):
-    out, save = tmp_path / "run", callbacks.SaveEvery.on_train_batch_start
+def test_a_killed_run_goes_on_with_another_strategy(backbone, alone, tmp_path):
+    """Step 1 on one process, 2 and 3 sharded weight by weight over two, 4 with the optimiser alone sharded."""
+    out, save, often = (
+        tmp_path / "run",
+        callbacks.SaveEvery.on_train_batch_start,
+        ("trainer.save_every=1", "resume=auto"),
+    )
+    for step, world, strategy in ((1, 1, "auto"), (3, 2, "deepspeed_stage_3")):
 
-    def save_and_die(self, trainer, pl_module, *rest):
-        save(self, trainer, pl_module, *rest)
-        if trainer.global_step == 2:
-            trainer.strategy.barrier()
-            os._exit(9)
+        def save_and_die(self, trainer, pl_module, *rest, last=step):
+            save(self, trainer, pl_module, *rest)
+            if trainer.global_step == last:
+                trainer.strategy.barrier()
+                os._exit(9)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callbacks.SaveEvery, "on_train_batch_start", save_and_die)
-        with pytest.raises(AssertionError, match="9"):
-            train(backbone, out, 1 if strategies[0] == "auto" else 2, f"trainer.strategy={strategies[0]}")
-    assert [path.name for path in (out / "state").iterdir()] == ["step=2.ckpt"]
-    train(backbone, out, 2, f"trainer.strategy={strategies[1]}", "resume=auto")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(callbacks.SaveEvery, "on_train_batch_start", save_and_die)
+            with pytest.raises(AssertionError, match="9"):
+                train(backbone, out, world, f"trainer.strategy={strategy}", *often)
+        assert [path.name for path in (out / "state").iterdir()] == [f"step={step}.ckpt"]
+    train(backbone, out, 2, "trainer.strategy=deepspeed_stage_2", *often)
     same(alone, out)
 
 
