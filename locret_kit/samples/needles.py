@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..text.spans import encode
 from .haystack import TooShort, count, cut, starts
+from .wording import NEEDLES
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
@@ -49,58 +50,10 @@ TASKS = {
 }
 
 
-def _wording(instruction: str, needle: str, question: str, prefix: str) -> NeedleTask:
-    return NeedleTask(instruction, needle + "\n", question, prefix, 0)
-
-
 WORDINGS = (
     TASKS["R.PassKey"],
-    _wording(
-        "Somewhere in the pages below a vault number is given. Keep it in mind until the end.",
-        "The vault number is {key}. Write it down: {key} is the vault number.",
-        "What is the vault number?", "The vault number is",
-    ),
-    _wording(
-        "Read these pages. A ticket will be asked about.",
-        "My ticket for the evening concert carries the number {key}.",
-        "Which number does my ticket for the evening concert carry?", "My ticket for the evening concert carries the number",
-    ),
-    _wording(
-        "These are excerpts from a longer work.",
-        "A note to the reader: the code of the archive door is {key}.",
-        "What is the code of the archive door?", "The code of the archive door is",
-    ),
-    _wording(
-        "",
-        "Keep in mind that the hidden number of these pages is {key}.",
-        "What is the hidden number of these pages?", "The hidden number of these pages is",
-    ),
-    _wording(
-        "Safety notes for the crew are spread over the following text.",
-        "Engine number {key} must not be started before noon.",
-        "Which engine must not be started before noon?", "Engine number",
-    ),
-    _wording(
-        "A chronicle, copied by several hands.",
-        "In the year of the flood the village counted {key} sheep.",
-        "How many sheep did the village count in the year of the flood?", "In the year of the flood the village counted",
-    ),
-    _wording(
-        "Log of a terminal, mixed with other text.",
-        "PIN = {key}  # the PIN of the terminal",
-        "What is the PIN of the terminal?", "PIN =",
-    ),
-    _wording(
-        "Notes of a walker.",
-        "The stone at the crossroads bears the figure {key}; whoever passes reads {key}.",
-        "Which figure does the stone at the crossroads bear?", "The stone at the crossroads bears the figure",
-    ),
-    _wording(
-        "Messages for the office are among these lines.",
-        "Please call {key} when the parcel has come. The number to call is {key}.",
-        "Which number is to be called when the parcel has come?", "The number to call is",
-    ),
-)  # fmt: skip
+    *(NeedleTask(instruction, f"{needle}\n", question, prefix, 0) for instruction, needle, question, prefix in NEEDLES),
+)
 """The pass key's wording, and nine more ways to say and to ask for digits. None is a wording of training samples."""
 PAGE = "This page is left blank. "
 """Words in front of a prompt that is moved against the chunks."""

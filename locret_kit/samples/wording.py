@@ -12,7 +12,7 @@ _TABLE: dict[str, list] = yaml.safe_load(
 )
 NAMES, THINGS, PLACES, PROJECTS = (_TABLE[name] for name in ("names", "things", "places", "projects"))
 COLOURS, JOBS, MONTHS, WORDS = (_TABLE[name] for name in ("colours", "jobs", "months", "words"))
-QUOTES, HELD_QUOTES = _TABLE["quotes"], _TABLE["held_quotes"]
+QUOTES, HELD_QUOTES, NEEDLES = _TABLE["quotes"], _TABLE["held_quotes"], _TABLE["needles"]
 SENTENCES, HELD_SENTENCES = tuple(_TABLE["sentences"]), tuple(_TABLE["held_sentences"])
 PROMPTS, HELD_PROMPTS = tuple(_TABLE["prompts"]), tuple(_TABLE["held_prompts"])
 FACTS, HELD_FACTS = tuple(_TABLE["facts"]), tuple(_TABLE["held_facts"])
