@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ def cis_target(
     floor: float = -12.0,
     window: int = 0,
     norms_BQS: Tensor | None = None,
-    backend: str | None = None,
     cap: float | None = None,
     sinks_Q: Tensor | None = None,
 ) -> Tensor:
@@ -42,30 +40,27 @@ def cis_target(
     each query's row, so that scores of different heads compare, and clips at ``floor`` (nats). ``kind="log_mass"`` takes the
     logarithm of `attention_mass` instead, the maximum over the group, and clips too. ``norms_BQS``: of the values as each query
     head's part of the output projection has them; their logarithm is added before the maximum over the group (CriticalKV,
-    arXiv 2502.03805; KVzip+ of KVzap). ``backend``: of ``locret_kernels``, by default triton on CUDA in half precision and the
-    reference otherwise, as where there are ``cap`` and ``sinks_Q`` (see ``backbones.handler.Softmax``).
+    arXiv 2502.03805; KVzip+ of KVzap). ``cap``, ``sinks_Q``: see ``backbones.handler.Softmax``; with them the reference computes,
+    without them triton does on CUDA in half precision.
 
     Raises:
         ValueError: an unknown kind, or no query.
     """
-    more: dict[str, Any] = {name: value for name, value in (("cap", cap), ("sinks_Q", sinks_Q)) if value is not None}
-    if more:
-        backend = "reference"
     if kind not in TARGETS:
         raise ValueError(f"target={kind!r} is unknown; known: {', '.join(TARGETS)}")
     H, G = k_BHSD.shape[1], q_BQTD.shape[1] // k_BHSD.shape[1]
     if norms_BQS is not None:  # every query head by itself, until its norms are in
         k_BHSD = k_BHSD.repeat_interleave(G, 1)
     if kind == "log_mass":
-        best_BHS = (
-            attention_mass(q_BQTD, k_BHSD, q_pos_T, scaling, window, **more)
-            .unflatten(1, (k_BHSD.shape[1], -1))
-            .amax(2)
-            .log()
-        )
+        mass_BQS = attention_mass(q_BQTD, k_BHSD, q_pos_T, scaling, window, cap, sinks_Q)
+        best_BHS = mass_BQS.unflatten(1, (k_BHSD.shape[1], -1)).amax(2).log()
     else:
-        column_max = function("column_max", choose(backend, q_BQTD.device, q_BQTD.shape[-1], q_BQTD.dtype))
-        best_BHS = column_max(q_BQTD, k_BHSD, q_pos_T, scaling, log_prob=kind == "log_prob", **more)
+        plain = cap is None and sinks_Q is None
+        backend = choose(None if plain else "reference", q_BQTD.device, q_BQTD.shape[-1], q_BQTD.dtype)
+        more = {} if plain else {"cap": cap, "sinks_Q": sinks_Q}
+        best_BHS = function("column_max", backend)(
+            q_BQTD, k_BHSD, q_pos_T, scaling, log_prob=kind == "log_prob", **more
+        )
     if norms_BQS is not None:
         best_BHS = (best_BHS + norms_BQS.log()).unflatten(1, (H, G)).amax(2)
     return best_BHS if kind == "logit" else best_BHS.clamp_min(floor)

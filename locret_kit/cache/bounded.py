@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from .geometry.schedule import Schedule
 from .layer_attention import Fixed, attend_again
 from .make import make_layers
 from .pins import check_room, pins_of, without
-from .reread import check_reread, choose_passages, in_prompt, in_rows, prompt_positions
+from .reread import Kept, check_reread, choose_passages, in_prompt, in_rows, prompt_positions
 from .stages import stages_of
 from .step import evict_if_due, read_block, read_tokens
 from .storage.float8 import Float8
@@ -123,7 +123,7 @@ class BoundedCache(StatefulCache, Handler):
 
     # ---- binding to a model -------------------------------------------------------------------------------------
 
-    def bind(self, model: Any) -> None:
+    def bind(self, model: PreTrainedModel) -> None:
         """Size the layers for ``model`` at the first forward; later calls only check that the model is the same.
 
         Raises:
@@ -155,11 +155,6 @@ class BoundedCache(StatefulCache, Handler):
     def backend(self) -> str:
         """Name of the backend, once bound."""
         return self.context.backend.name
-
-    @property
-    def asked_backend(self) -> str | None:
-        """The backend that the settings name; None where the device's rule chose."""
-        return self._asked.backend
 
     @property
     def run(self) -> RunSettings:
@@ -394,7 +389,7 @@ class BoundedCache(StatefulCache, Handler):
             rows.take_back(tokens)
         return True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> BoundedCache:
         """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
         shared = (self.heads, self.policy, self._context and self._context.model)
         memo.update({id(one): one for one in shared})
@@ -465,7 +460,7 @@ class BoundedCache(StatefulCache, Handler):
         return self.layers  # type: ignore[return-value]
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Hand keys and values through; ``attend`` stores them, of a tensor-parallel backbone those of all ranks."""
         if active_handler() is not self:
@@ -481,7 +476,7 @@ class BoundedCache(StatefulCache, Handler):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.bounded[0].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
 
-    def kept_positions(self, layer: int) -> Any:
+    def kept_positions(self, layer: int) -> Kept:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
         of lists; ``kept_positions(layer)[b][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
 

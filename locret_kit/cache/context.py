@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 from torch import Tensor
@@ -27,6 +27,8 @@ from .storage.rows import BoundedLayer
 from .votes import RecallCounters, Votes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..heads import RetainingHeads
 
 
@@ -121,7 +123,7 @@ class Context:
     """Query heads per key/value head whose own statistics rows carry after those of the group; 0 without."""
     backend: Backend
     """Who computes."""
-    model: Any
+    model: PreTrainedModel
     description: DecoderAttention
     tables: RotationTables
     counters: CacheCounters
@@ -135,7 +137,7 @@ class Context:
     @classmethod
     def of(
         cls,
-        model: Any,
+        model: PreTrainedModel,
         policy: Policy,
         schedule: Schedule,
         heads: RetainingHeads | None,

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Interval
-from torch import Tensor
+from torch import Tensor, nn
 
 from locret_kernels.provenance import versions
 
@@ -37,6 +37,8 @@ from .pins import pins_of
 from .storage.rows import STATE, BoundedLayer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..heads import RetainingHeads
 
 Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
@@ -140,7 +142,7 @@ class Origin:
     heads: str | None
 
     @classmethod
-    def of(cls, model: Any, heads: RetainingHeads | None) -> Origin:
+    def of(cls, model: PreTrainedModel, heads: RetainingHeads | None) -> Origin:
         """Of a backbone and retaining heads."""
         return cls(identity_of(model), cls.of_heads(heads))
 
@@ -223,7 +225,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
 
 
 def _pool(policy: Policy) -> str | None:
-    weights: Any = getattr(policy.merge, "weights", None)
+    weights: nn.Module | None = getattr(policy.merge, "weights", None)
     return None if weights is None else fingerprint(weights.parameters())
 
 
@@ -245,7 +247,7 @@ def rotations(ctx: Context) -> list[dict[str, object]] | None:
 
 def load_cache(
     path: str | Path,
-    model: Any,
+    model: PreTrainedModel,
     heads: RetainingHeads | str | Path | None = None,
     policy: str | Policy | None = None,
     *,
@@ -272,7 +274,7 @@ def load_cache(
 def restore(
     saved: Saved,
     tensors: Mapping[str, Tensor],
-    model: Any,
+    model: PreTrainedModel,
     heads: RetainingHeads | str | Path | None = None,
     policy: str | Policy | None = None,
     *,
@@ -333,7 +335,7 @@ def _policy(saved: Saved, given: str | Policy | None) -> Policy:
     return policy
 
 
-def _refuse(there: dict[str, Any], here: dict[str, Any]) -> None:
+def _refuse(there: dict[str, object], here: dict[str, object]) -> None:
     if found := first_difference(there, here):
         raise ValueError(found)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
@@ -29,7 +29,7 @@ from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from ..sizes import show
-from ..validation import checked
+from ..validation import checked, made
 from . import recall_memory
 from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 
@@ -66,9 +66,9 @@ class Setting:
         checked("dtype", Dtype, self.dtype)
         checked("d_hidden", Annotated[int, Ge(0)], self.d_hidden)
 
-    def with_run(self, **changes: Any) -> Setting:
+    def with_run(self, **changes: object) -> Setting:
         """The setting with other settings of the cache."""
-        return replace(self, run=replace(self.run, **changes))
+        return replace(self, run=made(type(self.run), {**vars(self.run), **changes}))
 
     @cached_property
     def chunked(self) -> Resolved:

@@ -10,13 +10,14 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
@@ -104,7 +105,7 @@ class CpuDecoder:
 
     name = "cpu"
 
-    def __init__(self, model: Any, weights: Dense | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, weights: Dense | None = None) -> None:
         weights = dense(model) if weights is None else weights
         self.dtype, device = weights.words.dtype, weights.words.device
         if device.type != "cpu":
@@ -371,10 +372,10 @@ def _say_once(reason: str) -> None:
     logger.warning("tokens are decoded by the plain forward, which is slower here: %s", reason)
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[Signature, CpuDecoder]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[PreTrainedModel, tuple[Signature, CpuDecoder]] = WeakKeyDictionary()
 
 
-def cpu_decoder(model: Any) -> CpuDecoder | str:
+def cpu_decoder(model: PreTrainedModel) -> CpuDecoder | str:
     """The decoder for a model on a CPU, or why there is none; a missing compiler is logged, once. It is made anew where the
     model's weights have changed."""
     if model.device.type != "cpu":

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from ..backbones.releases import forward
 from ..backbones.weight_bits import weight_bits_of
@@ -40,7 +41,7 @@ SYNCING_OPS = frozenset(
 """Operators whose result, or its shape, the host waits for; inference mode shows the composed ones as they are called."""
 
 
-def _reason_against(model: Any, cache: BoundedCache) -> str | None:
+def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """Why this cache cannot be decoded with fixed shapes; None where it can, as far as settings tell."""
     policy = cache.policy
     if (unlike := cache.context.description.unlike_llama) is not None:
@@ -93,7 +94,9 @@ class SyncDetector(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -104,10 +107,10 @@ class SyncDetector(TorchDispatchMode):
         return out
 
 
-def _shape_is_read(name: str, args: Any, kwargs: Any) -> bool:
+def _shape_is_read(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether an operator that mostly runs ahead has arguments for which the host must know numbers on the device."""
     if name in ("index", "index_put", "index_put_"):
-        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
     if name == "repeat_interleave":
         return any(isinstance(x, Tensor) for x in args[-1:]) and kwargs.get("output_size") is None
     return name == "where" and len(args) == 1
@@ -126,7 +129,7 @@ class GraphDecoder:
 
     name = "graph"
 
-    def __init__(self, model: Any, cache: BoundedCache) -> None:
+    def __init__(self, model: PreTrainedModel, cache: BoundedCache) -> None:
         self.model, self.cache = model, cache
         self.reason = _reason_against(model, cache)
         self.captures = model.device.type == "cuda"
@@ -134,7 +137,7 @@ class GraphDecoder:
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
         """Of the layer that had most, before the first token."""
-        self.graphs: dict[tuple[Cuts, Cuts], tuple[Any, Tensor]] = {}
+        self.graphs: dict[tuple[Cuts, Cuts], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.changes: dict[tuple[Cuts, Cuts], list[int]] = {}
         """Counts on the host that a step of a graph adds to."""
         self.ran: dict[tuple[Cuts, Cuts], int] = {}
@@ -210,14 +213,15 @@ class GraphDecoder:
         self._judge(reads.found, bool(before or after))
         return logits
 
-    def _captured(self, before: Cuts, after: Cuts) -> tuple[Any, Tensor]:
+    def _captured(self, before: Cuts, after: Cuts) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of the step, which does not run yet, and where its logits will be."""
         graph, device = torch.cuda.CUDAGraph(), self.model.device
         pool = next((first.pool() for first, _ in self.graphs.values()), None)
-        form: dict[str, Any] = dict(pool=pool, stream=capture_stream(device), capture_error_mode="thread_local")
+        side = capture_stream(device)
+        capture = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
         # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
         before_it = torch.cuda.stream(torch.cuda.current_stream(device))
-        with torch.cuda.device(device), before_it, torch.cuda.graph(graph, **form):
+        with torch.cuda.device(device), before_it, capture():
             logits = self._step(before, after)
         return graph, logits
 

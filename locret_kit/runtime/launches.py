@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 from torch._ops import OpOverload
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         """Rows of a head that one token's attention reads."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in SYNCING_OPS:
@@ -93,26 +93,28 @@ class Recorder(TorchDispatchMode):
             self.made[self.where].append(_operation(name, args, kwargs, out))
         return out
 
-    def launch(self, kernel: Kernel, grid: tuple[int, ...], *args: object, **constants: Any) -> None:
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], *args: object, **constants: object) -> None:
         """In the place of ``locret_kernels.common.launch``."""
         if not self.where:
             return
         name = kernel.__name__.strip("_")
-        given: dict[str, Any] = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
+        sizes = {key: x for key, x in given.items() if isinstance(x, int)}
         # What stands in for a tensor that a kernel does not read is one of the others.
         nbytes, passes, steps = sum(map(extent, {id(x): x for x in args}.values())), 0, 0
         if name == "compact_rows":  # rows that stay are read and written, whatever the buffer holds
-            per_row = given["D"] * given["x"].element_size()
-            heads = prod(given["index"].shape[:2])
-            nbytes = 2 * heads * given["K"] * per_row + extent(given["index"])
-            passes = ceil(given["K"] / given["BLOCK_K"])
+            per_row = sizes["D"] * tensors["x"].element_size()
+            heads = prod(tensors["index"].shape[:2])
+            nbytes = 2 * heads * sizes["K"] * per_row + extent(tensors["index"])
+            passes = ceil(sizes["K"] / sizes["BLOCK_K"])
         elif name == "kept_rows":
-            passes = ceil(given["S"] / given["BLOCK_S"])
+            passes = ceil(sizes["S"] / sizes["BLOCK_S"])
         elif name == "select_rows":
-            steps = SELECT_STEPS * ceil(given["S"] / given["BLOCK_S"])
-            passes = ceil(given["S"] / given["BLOCK_E"])
+            steps = SELECT_STEPS * ceil(sizes["S"] / sizes["BLOCK_S"])
+            passes = ceil(sizes["S"] / sizes["BLOCK_E"])
         elif name == "ragged_decode":
-            row = sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
+            row = sum(tensors[x].shape[-1] * tensors[x].element_size() for x in ("keys", "values"))
             nbytes = grid[0] * self.rows * row
         kind: Kind = "attention" if name in ("ragged_decode", "attend", "join") else "kernel"
         part = _part(kind)
@@ -136,28 +138,27 @@ def extent(x: object) -> int:
     return x.element_size() * prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
-def _operation(name: str, args: tuple[Any, ...], kwargs: dict[str, object], out: object) -> Operation:
+def _operation(name: str, args: tuple[object, ...], kwargs: dict[str, object], out: object) -> Operation:
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
     flops, nbytes = 0.0, float(sum(map(extent, given)) + sum(map(extent, made)))
     kind: Kind = "elementwise"
     if name in ("mm", "addmm", "bmm", "addmv", "mv"):
-        first = args[-2]
-        kind, flops = "product", 2.0 * made[0].numel() * first.shape[-1]
+        kind, flops = "product", 2.0 * made[0].numel() * given[-2].shape[-1]
     elif name.startswith("_scaled_dot_product"):
-        q, k = args[:2]
+        q, k = given[:2]
         T, S = q.shape[2], k.shape[2]
         kind, flops = "attention", 4.0 * q.shape[0] * q.shape[1] * q.shape[3] * (T * (S - T) + T * (T + 1) / 2)
     elif name in ("sort", "argsort", "topk"):
         kind = "sort"
     elif name == "copy_":  # what is written is not read
-        nbytes = float(extent(args[0]) + extent(args[1]))
+        nbytes = float(extent(given[0]) + extent(given[1]))
     elif name in ("index", "gather", "index_select", "embedding"):
         nbytes = 2.0 * extent(made[0]) + sum(extent(x) for x in given[1:] if not x.is_floating_point())
     elif name in ("index_put_", "scatter_", "index_copy_"):
         nbytes = 2.0 * extent(given[-1]) + sum(extent(x) for x in given[1:-1])
     elif name in ("fill_", "zero_"):
-        nbytes = float(extent(args[0]))
+        nbytes = float(extent(given[0]))
     return Operation(name, _part(kind), kind, flops, nbytes)
 
 

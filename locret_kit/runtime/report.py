@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from locret_kernels.provenance import peak_memory
 
@@ -52,16 +52,20 @@ class Report:
     """Counters of what came back, see ``cache.stages.bring_back``; None where nothing can."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, cache: BoundedCache, **measured: Any) -> Report:
+    def of(
+        cls, model: PreTrainedModel, cache: BoundedCache, *, prompt_tokens: int, new_tokens: int, prefill_s: float,
+        decode_s: float, kept_rows: list[int],
+    ) -> Report:  # fmt: skip
         """Gather the figures of a finished run."""
         c, recalls = cache.counters, cache.policy.recall is not None
         return cls(
-            policy=cache.policy.name, settings=cache.settings,
+            policy=cache.policy.name, settings=cache.settings, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+            prefill_s=prefill_s, decode_s=decode_s, kept_rows=kept_rows,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.clipped, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             computed_share=c.computed_share, decoding=c.decoding, versions=versions(),
-            host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if recalls else None, **measured,
+            host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if recalls else None,
         )  # fmt: skip
 
     @property

@@ -19,7 +19,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from types import ModuleType
 
 import lightning as L
 import torch
@@ -171,7 +171,7 @@ def own_part(value: Tensor, size: int) -> Tensor:
     return F.pad(part, (0, size - len(part)))
 
 
-def import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> ModuleType:
     """The package, told to work where ``device`` is.
 
     On a CPU it would first compile a reduction over shared memory, for minutes; gloo, which is there, does the same.

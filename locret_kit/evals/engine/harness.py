@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -29,6 +29,7 @@ from ...naming import nearest
 from ...runtime.session import Sampling, decode, prefill, stop_ids
 from ...runtime.tokens import stream_ids
 from ...text.untrusted import defused_values
+from ...validation import made
 from .fidelity import nll_reading, score_continuation
 from .measure import cache_for
 from .run_spec import Setup, Variant
@@ -162,9 +163,9 @@ class LocretLM(TemplateLM):
         with attach(self.model):
             return cache, prefill(self.model, context, cache)
 
-    def _generate(self, context: str, settings: dict[str, Any], number: int) -> str:
+    def _generate(self, context: str, given: dict[str, object], number: int) -> str:
         """The answer up to the first stop mark. ``number`` of the request: of the same prompt several are drawn."""
-        settings = normalize_gen_kwargs(settings)
+        settings = normalize_gen_kwargs(given)
         sampling, until = sampling_of(settings), [mark for mark in settings["until"] if mark]
         ids = self.tok_encode(context)
         cache = self._cache(len(ids))
@@ -187,7 +188,7 @@ class LocretLM(TemplateLM):
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def sampling_of(settings: dict[str, Any]) -> Sampling:
+def sampling_of(settings: Mapping[str, object]) -> Sampling:
     """Options of sampling, from the harness's normalised ``generation_kwargs``.
 
     Raises:
@@ -202,7 +203,7 @@ def sampling_of(settings: dict[str, Any]) -> Sampling:
             raise ValueError(
                 f"generation_kwargs: {name}={given[name]} is not supported.{nearest(name, known)} There are: {', '.join(known)}"
             )
-    sampling = Sampling(**{"temperature": 0.0, **given})
+    sampling = made(Sampling, {"temperature": 0.0, **given})
     if settings["do_sample"] and sampling.temperature == 0:
         raise ValueError("generation_kwargs: do_sample=true needs temperature above 0, such as temperature=1.0")
     return sampling

@@ -6,7 +6,6 @@ import hashlib
 import json
 from array import array
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from .result_rows import Key, Row
 from .run_spec import RANDOM_HEADS, EvalPrompt, Run, Setup, Variant, is_oracle
 from .shared_beginning import Fork, SharedBeginning
 
-Fields = dict[str, Any]
+Fields = dict[str, object]
 """Fields of a row, by name."""
 
 
@@ -138,13 +137,14 @@ def _cost_of_given_text(
 
 def _cost(report: Report, fork: Fork) -> Fields:
     """Cost and settings of a run; its prefill with the seconds in which the fork's beginning was read."""
-    names = ("new_tokens", "decode_s", "peak_bytes", "cache_bytes", "computed_share", "device", "dtype", "versions")
+    names = ("new_tokens", "peak_bytes", "cache_bytes", "computed_share", "device", "dtype", "versions")
     return {
         **{name: getattr(report, name) for name in names},
         **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
         "slots": 0 if fork.cache.policy.keeps_everything else report.settings.budget,
         "prefix_shared": fork.shared,
-        "prefill_s": fork.seconds + report.prefill_s,
+        "prefill_s": round(fork.seconds + report.prefill_s, 4),
+        "decode_s": round(report.decode_s, 4),
     }
 
 

@@ -17,15 +17,18 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from ...files import read_json
 from ...settings import RunSettings
-from ...validation import annotations_of, checked
+from ...validation import annotations_of, checked, made
 from ..metrics import Answer
 from .run_spec import ORACLES, UNTRAINED
+
+if TYPE_CHECKING:
+    import numpy as np
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
@@ -162,7 +165,7 @@ class Row(RunSettings):
             return self
         values = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
         rest = {name: value for name, value in vars(self).items() if name not in {"score", "scores", *wrong}}
-        return Row(**{**rest, "error": self.error or f"ValueError: no JSON: {values[:300]}"})
+        return made(Row, {**rest, "error": self.error or f"ValueError: no JSON: {values[:300]}"})
 
     @classmethod
     def from_dict(cls, record: object) -> Row:
@@ -178,7 +181,7 @@ class Row(RunSettings):
         if missing:
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
         kinds = {name: kind for name, kind in annotations_of(Row).items() if name in record}
-        return cls(**dict[str, Any]((name, checked(name, kind, record[name])) for name, kind in kinds.items()))
+        return made(cls, {name: checked(name, kind, record[name]) for name, kind in kinds.items()})
 
 
 def _json(value: object) -> str:
@@ -312,7 +315,7 @@ def read_config(out: Path) -> dict[str, object]:
     return config
 
 
-def read_kept(out: str | Path, row: Row) -> dict[str, Any]:
+def read_kept(out: str | Path, row: Row) -> dict[str, np.ndarray]:
     """Tokens that the cache held after the prompt of a row that has a `kept`.
 
     ``ids``: prompt token ids ``[T]`` (int32). ``heads``: for each layer and token, the key/value heads that hold it
@@ -328,4 +331,4 @@ def read_kept(out: str | Path, row: Row) -> dict[str, Any]:
             f"example {row.key} was run without kept positions: keep={row.sample + 1} or more in another out stores them"
         )
     with np.load(Path(out) / "kept" / f"{row.kept}.npz") as file:
-        return {"ids": file["ids"], "heads": file["heads"], "n_heads": int(file["n_heads"])}
+        return {name: file[name] for name in ("ids", "heads", "n_heads")}

@@ -22,6 +22,7 @@ from ...cache.geometry.schedule import Schedule
 from ...planning.memory import OutOfMemory
 from ...runtime.tokens import stream_ids
 from ...samples.haystack import TooShort
+from ...validation import made
 from ..metrics.benchmarks import get_metric
 from ..tasks.task import NEEDS_REFERENCE, ExampleRequest, Task
 from . import oracle
@@ -49,7 +50,7 @@ def answer(run: Run) -> int:
     hashes = check_prompts(run)
     errors = 0
     with Shard(run.out / f"rows.{run.rank}.jsonl") as shard:
-        done = finished(run)
+        done = {key: row for key, row in finished(run).items() if row.error is None or not run.retry_errors}
         missing = sum(len(_missing(run, prompt, done)) for prompt in run.prompts())
         with tqdm(total=round(missing / run.world_size), unit="example", disable=not missing) as bar:
             for row in rows(run, done, hashes):
@@ -134,8 +135,7 @@ def check_prompts(run: Run) -> dict[Key, str]:
     Raises:
         ValueError: it is another now, since data or tokenizer have changed; names it.
     """
-    known = finished(replace(run, retry_errors=False)).values()
-    hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in known if row.prompt_hash}
+    hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in finished(run).values() if row.prompt_hash}
     compared: set[Key] = set()
     for prompt in run.prompts():
         column = (prompt.task.name, prompt.task.haystack, prompt.length)
@@ -156,21 +156,20 @@ def _require_same(prompt: EvalPrompt, hashes: dict[Key, str]) -> None:
 
 
 def finished(run: Run) -> Rows:
-    """Rows of all processes by key; without those that shall be tried again."""
+    """Rows of all processes by key."""
     files = sorted(run.out.glob("rows.*.jsonl"))
-    rows = read_rows(files) if files else []
-    return {row.key: row for row in rows if row.error is None or not run.retry_errors}
+    return {row.key: row for row in read_rows(files)}
 
 
 def is_complete(run: Run) -> bool:
     """Whether every example of every process has a row."""
-    done = finished(replace(run, retry_errors=False))
+    done = finished(run)
     return not any(_missing(run, prompt, done) for prompt in run.prompts())
 
 
 def failures(run: Run) -> int:
     """The number of the run's examples that have ended with an error, in whichever process."""
-    done = finished(replace(run, retry_errors=False))
+    done = finished(run)
     keys = {prompt.key(variant) for prompt in run.prompts() for variant in run.variants}
     return sum(done[key].error is not None for key in keys & done.keys())
 
@@ -261,9 +260,7 @@ def _row(run: Run, prompt: EvalPrompt, variant: Variant, fields: Fields) -> Row:
     record["text_hash"] = prompt.task.text_hash
     record["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record |= _prompt_fields(prompt) | fields
-    for name in ("prefill_s", "decode_s"):
-        record[name] = round(record.get(name, 0.0), 4)
-    return Row(**record).writable()
+    return made(Row, record).writable()
 
 
 def _prompt_fields(prompt: EvalPrompt) -> Fields:
