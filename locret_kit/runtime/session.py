@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -146,7 +147,11 @@ class Answer:
         self.first_token_s = 0.0
         self._text = ""
         self._report: Report | None = None
-        self._pieces = self._write(model, tokenizer, max_new_tokens, sampling or Sampling(), seed, graph, progress)
+        decoded = partial(
+            decode, model, cache, prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling or Sampling(),
+            stop=stop_ids(model, tokenizer), seed=seed, graph=graph,
+        )  # fmt: skip
+        self._pieces = self._write(model, tokenizer, max_new_tokens, decoded, progress)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -172,10 +177,8 @@ class Answer:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        max_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        graph: bool | None,
+        limit: int,
+        decoded: Callable[[Tensor], Iterator[int]],
         progress: Callable[[int, int], None] | None,
     ) -> Generator[str, None, None]:
         ids, cache = self.ids, self.cache
@@ -184,18 +187,7 @@ class Answer:
             logits = prefill(model, ids, cache, progress)
             prefilled = time.perf_counter()
             kept = cache.kept_rows
-            stop = stop_ids(model, tokenizer)
-            for token in decode(
-                model,
-                cache,
-                logits,
-                prompt=ids,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                stop=stop,
-                seed=seed,
-                graph=graph,
-            ):
+            for token in decoded(logits):
                 if not self.tokens:
                     self.first_token_s = time.perf_counter() - began
                 self.tokens.append(token)
@@ -205,7 +197,7 @@ class Answer:
                     yield piece
             text = str(tokenizer.decode(self.tokens, skip_special_tokens=True))
             piece, self._text = text[len(self._text) :], text
-        self.finish_reason = "stop" if len(self.tokens) < max_new_tokens else "length"
+        self.finish_reason = "stop" if len(self.tokens) < limit else "length"
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
             decode_s=time.perf_counter() - prefilled, kept_rows=kept,
@@ -227,8 +219,7 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> tuple[str, Report]:
-    """Prefill and decode; ``(text, report)``. Attaches the model unless it is attached
-    already, as where threads share it.
+    """Prefill and decode; ``(text, report)``. Attaches the model unless it is attached already, as where threads share it.
     ``on_text`` gets each piece of text that is final, ``graph`` is as in ``decode``.
 
     Raises:
