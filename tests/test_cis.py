@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_observer_equals_one_joint_pass(kind, answers):
         kind=kind,
         floor=-12.0,
         lead=1,
-        loss=loss,
+        loss=partial(cis_loss, **loss),
         backward=backward,
     )
     recorder = Recorder(ropes)
@@ -183,9 +184,7 @@ def test_observer_without_backward_builds_no_graph():
     model = tiny_model("gemma3")
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 16))
     layers = spec_of(model.config).layers
-    observer = Observer(
-        heads, describe(model).ropes(model, 30), layers, ((20, 30),), kind="logit", floor=-12.0, lead=1, loss={}
-    )
+    observer = Observer(heads, describe(model).ropes(model, 30), layers, ((20, 30),), kind="logit", floor=-12.0, lead=1)
     ids = torch.randint(2, 97, (1, 30))
     with torch.no_grad(), attach(model) as attachment:
         want = model(input_ids=ids).logits
@@ -207,7 +206,6 @@ def test_targets_are_the_backbones_own_attention(family):
     heads, targets = RetainingHeads(HeadsConfig.for_backbone(spec, "tiny", 16)), []
     observer = Observer(
         heads, describe(model).ropes(model, length), spec.layers, ((start, length),), kind="log_prob", floor=-100.0, lead=1,
-        loss={},
         watch=lambda predicted, target: targets.append(target),
     )  # fmt: skip
     ids = torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(1))

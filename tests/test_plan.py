@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import decoder_of, spec_of
+from locret_kit.cis import cis_loss
 from locret_kit.planning import inference_plan as p
 from locret_kit.planning.backbone_sizes import BackboneSizes, parameters_of
 from locret_kit.planning.training_plan import TrainSetting, plan_training
@@ -223,7 +224,7 @@ def test_peak_of_a_training_step(name, tokens, answer):
     with FusedAttention(), LiveBytes() as live:
         observer = Observer(
             heads, describe(model).ropes(model, tokens), spec_of(config).layers, ((tokens - answer, tokens),),
-            kind="log_prob", floor=-12.0, lead=1, loss=loss, backward=torch.Tensor.backward,
+            kind="log_prob", floor=-12.0, lead=1, loss=partial(cis_loss, **loss), backward=torch.Tensor.backward,
         )  # fmt: skip
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         with attach(model) as attached, torch.no_grad(), attached.handled_by(observer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -252,7 +253,7 @@ def test_parts_go_together_in_an_observed_forward():
     observer = Observer(
         heads, describe(model).ropes(model, len(sample.ids)), describe(model).spec.layers, sample.answers, kind="log_mass",
         floor=-12.0, lead=1, window=8,
-        loss={"kind": "boundary"}, slots=sample.scored, norms=norms, backward=lambda loss: loss.backward(),
+        loss=partial(cis_loss, kind="boundary"), slots=sample.scored, norms=norms, backward=lambda loss: loss.backward(),
         watch=lambda predicted, target: seen.append((predicted, target)),
     )  # fmt: skip
     with torch.no_grad(), attach(model) as attachment, attachment.handled_by(observer):

@@ -12,7 +12,6 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from ..samples.sample import Sample
 from .data import Step
 from .frozen_training import FrozenTraining
 from .gates import Gated, drawn_eviction
-from .trial import Trial
+from .trial import Trial, evicting
 
 
 class EndToEndTraining(FrozenTraining):
@@ -42,27 +41,17 @@ class EndToEndTraining(FrozenTraining):
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
-        description = describe(backbone)
-        description.require_rotations()
-        self.spec = description.spec
-        if all(window is not None for window in self.spec.windows):
-            raise ValueError(
-                f"every layer of {cfg.backbone.model} has a window, and is never evicted from: nothing to train"
-            )
+        self.spec = evicting(backbone, cfg).spec
         self._trial = Trial(cfg, self.spec, None)
         self.heads = self._trial.heads
         # Only the order within a head is learned: scores of different heads do not compare.
         self.heads.config = replace(self.heads.config, target="logit")
 
-    def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
-        heads = RetainingHeads(self.heads.config)
-        heads.load_state_dict({name.removeprefix("heads."): weight for name, weight in state.items()})
-        return heads
+    def fresh(self) -> nn.Module:
+        return RetainingHeads(self.heads.config)
 
     def export(self, trained: nn.Module, out: Path) -> Path:
-        for target in (out / "heads", out / "heads.pt"):
-            cast(RetainingHeads, trained).save_pretrained(target, self._trial.saved_dtype)
-        return out / "heads"
+        return self._trial.export(trained, out)
 
     def used(self) -> nn.Module:
         return self.backbone
@@ -114,10 +103,8 @@ class EndToEndTraining(FrozenTraining):
         answers, text, tokens = self.trainer.strategy.reduce(mean, reduce_op="mean").tolist()  # type: ignore[union-attr]
         loss = answers + self.cfg.gates.text_weight * text
         self.require_finite(loss)
-        rate = self._update()
-        seconds = time.perf_counter() - began
-        scalars = {"loss": loss, "train/answers": answers, "train/text": text, "train/lr": rate}
-        self.log_step(scalars | {"tok/s": tokens * self.trainer.world_size / seconds})
+        speed = self._update(tokens * self.trainer.world_size, began)
+        self.log_step({"loss": loss, "train/answers": answers, "train/text": text} | speed)
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample, with evictions of its own number and gates of the last temperature."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 
 from locret_kernels.provenance import peak_memory
@@ -59,8 +62,14 @@ class FrozenTraining(L.LightningModule, ABC):
     # ---- what a training says of its module ------------------------------------------------------------------------------
 
     @abstractmethod
+    def fresh(self) -> nn.Module:
+        """A module like the trained one, on the CPU."""
+
     def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
-        """The trained module on the CPU, from this module's gathered state."""
+        """The trained module on the CPU, from this module's gathered state, whose names begin with the module's own."""
+        made = self.fresh()
+        made.load_state_dict({name.partition(".")[2]: weight for name, weight in state.items()})
+        return made
 
     @abstractmethod
     def export(self, trained: nn.Module, out: Path) -> Path:
@@ -117,17 +126,18 @@ class FrozenTraining(L.LightningModule, ABC):
                 f"begin again in another out with less than optim.lr={lr or self.cfg.optim.lr}"
             )
 
-    def _update(self) -> float:
-        """One optimiser step with the gradients of every process; the learning rate it was made with."""
-        optimiser: Any = self.optimizers()
-        schedule: Any = self.lr_schedulers()
-        rate = schedule.get_last_lr()[0]
+    def _update(self, tokens: float, began: float) -> dict[str, float]:
+        """One optimiser step with the gradients of every process; the learning rate it was made with, and the tokens a second
+        of the ``tokens`` that all processes have read since ``began``."""
+        optimiser = cast(LightningOptimizer, self.optimizers())
+        schedule = cast(LRScheduler, self.lr_schedulers())
+        rate = float(schedule.get_last_lr()[0])
         finish_gradients(self.trainer.strategy, list(self.parameters()), self.cfg.optim.clip_value)
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
         self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
-        return rate
+        return {"train/lr": rate, "tok/s": tokens / (time.perf_counter() - began)}
 
     def log_step(self, scalars: dict[str, float]) -> None:
         """Log the figures of a finished step: some in the progress bar, all on the board."""
@@ -149,4 +159,4 @@ class FrozenTraining(L.LightningModule, ABC):
                 return (step + 1) / (optim.warmup_steps + 1)
             return max(0.0, (optim.steps - step) / max(1, optim.steps - optim.warmup_steps))
 
-        return {"optimizer": adamw, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(adamw, factor)}
+        return {"optimizer": adamw, "lr_scheduler": LambdaLR(adamw, factor)}

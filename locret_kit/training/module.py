@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..backbones.probe import describe
 from ..backbones.spec import decoder_of
 from ..config.train_config import TrainConfig
 from ..config.trials import trials_of
@@ -26,7 +25,7 @@ from .data import Step
 from .frozen_training import TRAINING, FrozenTraining, trained_with
 from .observer import Observer, Together
 from .strategy import shard
-from .trial import Trial
+from .trial import Trial, evicting
 from .values import ValueNorms
 
 if TYPE_CHECKING:
@@ -49,15 +48,10 @@ class HeadTraining(FrozenTraining):
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
-        self.description = describe(backbone)
-        self.description.require_rotations()
+        self.description = evicting(backbone, cfg)
         self.spec = self.description.spec
         self.scored = [layer for layer, window in enumerate(self.spec.windows) if window is None]
         """Layers that are evicted from, and have heads to train."""
-        if not self.scored:
-            raise ValueError(
-                f"every layer of {cfg.backbone.model} has a window, and is never evicted from: nothing to train"
-            )
         trials, drawn = trials_of(cfg), torch.get_rng_state()
         norms = ValueNorms(backbone) if any(own.target.values for own in trials.values()) else None
         self.trials: dict[str, Trial] = {}
@@ -72,19 +66,14 @@ class HeadTraining(FrozenTraining):
         dtype = next(iter(self.trials.values())).saved_dtype
         return [KeepBest(Path(self.cfg.out) / "best", self.cfg.trainer.keep_best, dtype)]
 
-    def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
-        made = [RetainingHeads(trial.heads.config) for trial in self.trials.values()]
-        heads = made[0] if self.alone else nn.ModuleList(made)
-        heads.load_state_dict({name.removeprefix("heads."): weight for name, weight in state.items()})
-        return heads
+    def fresh(self) -> nn.Module:
+        heads = [RetainingHeads(trial.heads.config) for trial in self.trials.values()]
+        return heads[0] if self.alone else nn.ModuleList(heads)
 
     def export(self, trained: nn.Module, out: Path) -> Path:
         """``out/heads``, as ``locret-publish`` takes it, and ``out/heads.pt``; of trials a folder each in ``out/heads``."""
         if self.alone:
-            (trial,) = self.trials.values()
-            for target in (out / "heads", out / "heads.pt"):
-                cast(RetainingHeads, trained).save_pretrained(target, trial.saved_dtype)
-            return out / "heads"
+            return self.trials[""].export(trained, out)
         for (name, trial), heads in zip(self.trials.items(), cast(nn.ModuleList, trained), strict=True):
             folder = out / "heads" / name
             cast(RetainingHeads, heads).save_pretrained(folder, trial.saved_dtype)
@@ -150,9 +139,7 @@ class HeadTraining(FrozenTraining):
                 "recall": recall,
             }
             scalars |= tagged(name, own)
-        rate = self._update()
-        seconds = time.perf_counter() - began
-        self.log_step(scalars | {"train/lr": rate, "tok/s": tokens * self.trainer.world_size / seconds})
+        self.log_step(scalars | self._update(tokens * self.trainer.world_size, began))
 
     def on_validation_epoch_start(self) -> None:
         """A loss that draws draws alike in every validation."""

@@ -5,10 +5,9 @@ No gradient reaches the backbone, so a layer's graph holds one head and is freed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class Observer(Handler):
         ropes: one per layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
             queries count as answer queries too (the last one predicts the first answer token).
         slots: first tokens that are scored; by default those before the last answer.
-        loss: keyword arguments of ``cis_loss``; kind, floor, window: of ``cis_target``.
+        loss: ``cis_loss`` with its settings; kind, floor, window: of ``cis_target``.
         norms: makes ``norms_BQS`` of ``cis_target`` from a layer, its values and the number of query heads.
         layers: sizes and windows of each layer.
         watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
@@ -65,7 +64,7 @@ class Observer(Handler):
         kind: str,
         floor: float,
         lead: int,
-        loss: Mapping[str, Any],
+        loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = cis_loss,
         window: int = 0,
         slots: int | None = None,
         norms: Callable[[int, Tensor, int], Tensor] | None = None,
@@ -115,7 +114,7 @@ class Observer(Handler):
         target_BHS = made[key][..., prompt].to(home)
         with torch.set_grad_enabled(self.backward is not None), self.draws:
             predicted_BHS = self.heads[layer](*(x[:, :, prompt].to(home) for x in (q, k, v)))
-            regression, smooth = cis_loss(predicted_BHS, target_BHS, **self.loss)
+            regression, smooth = self.loss(predicted_BHS, target_BHS)
             if self.backward is not None:
                 self.backward((regression + smooth) / self.scored_layers)
         if self.watch is not None:

@@ -115,10 +115,8 @@ class PoolTraining(FrozenTraining):
         )  # fmt: skip
         self.pool = ConvPool(described, cfg.pool.gate)
 
-    def rebuilt(self, state: dict[str, Tensor]) -> ConvPool:
-        pool = ConvPool(self.pool.config)
-        pool.load_state_dict({name.removeprefix("pool."): weight for name, weight in state.items()})
-        return pool
+    def fresh(self) -> ConvPool:
+        return ConvPool(self.pool.config)
 
     def export(self, trained: nn.Module, out: Path) -> Path:
         save_pool(cast(ConvPool, trained), out / "pool")
@@ -171,9 +169,8 @@ class PoolTraining(FrozenTraining):
         total, counted, tokens = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()  # type: ignore[union-attr]
         loss = total / max(1, counted)
         self.require_finite(loss)
-        rate = self._update()
-        seconds = time.perf_counter() - began
-        self.log_step({"loss": loss, "train/lr": rate, "train/gate": self.pool.mean_gate(), "tok/s": tokens / seconds})
+        speed = self._update(tokens, began)
+        self.log_step({"loss": loss, "train/gate": self.pool.mean_gate()} | speed)
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample; the policy without a pool reads it too, to compare with."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from ..backbones.decoder_attention import DecoderAttention
+from ..backbones.probe import describe
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec
+from ..cis import cis_loss
 from ..config.train_config import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
@@ -23,6 +29,17 @@ def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
     """The unit of the scores: only regression on a logarithm of attention gives scores that heads share."""
     regression = cfg.loss.kind in ("smooth_l1", "mse")
     return "log_prob" if regression and cfg.target.kind != "logit" else "logit"
+
+
+def evicting(backbone: PreTrainedModel, cfg: TrainConfig) -> DecoderAttention:
+    """The attention of a backbone whose rotation is known and whose slots are evicted. Raises ValueError for another one."""
+    description = describe(backbone)
+    description.require_rotations()
+    if all(window is not None for window in description.spec.windows):
+        raise ValueError(
+            f"every layer of {cfg.backbone.model} has a window, and is never evicted from: nothing to train"
+        )
+    return description
 
 
 class Draws:
@@ -88,6 +105,12 @@ class Trial:
     def saved_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.cfg.heads.dtype_saved == "bfloat16" else torch.float32
 
+    def export(self, trained: nn.Module, out: Path) -> Path:
+        """Write ``out/heads``, as ``locret-publish`` takes it, and ``out/heads.pt``; the folder."""
+        for target in (out / "heads", out / "heads.pt"):
+            cast(RetainingHeads, trained).save_pretrained(target, self.saved_dtype)
+        return out / "heads"
+
     def observer(
         self,
         sample: Sample,
@@ -100,8 +123,8 @@ class Trial:
         target = self.cfg.target
         return Observer(
             self.heads, ropes, self.spec.layers, asking(sample, target.queries), kind=target.kind, floor=target.floor,
-            lead=target.lead, window=target.window, loss=vars(self.cfg.loss), slots=sample.scored, norms=self._norms,
-            backward=backward, watch=watch, draws=self.draws if company else None,
+            lead=target.lead, window=target.window, loss=partial(cis_loss, **vars(self.cfg.loss)), slots=sample.scored,
+            norms=self._norms, backward=backward, watch=watch, draws=self.draws if company else None,
         )  # fmt: skip
 
 
