@@ -6,19 +6,16 @@ the second layer has a window, so that its head gets no gradient: one process le
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from forked import ranks, start, status_of
+from processes import killed_after, same, train
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
-from locret_kit.training import callbacks
 from locret_kit.training.scalars import read_curves
 from locret_kit.training.zero import import_deepspeed
 
@@ -31,13 +28,14 @@ SETTINGS = [
     "data.val_samples=1",
     "trainer.accelerator=cpu",
     "trainer.val_every=2",
-    "trainer.save_every=2",
+    "trainer.save_every=1",
     "optim.steps=4",
     "optim.weight_decay=0.1",
     "optim.clip_value=0.002",
     "heads.dtype_saved=float32",
 ]
-TAGS = ("loss", "recall", "train/regression", "val/loss", "val/recall")
+TRAINED = "layers.0.", 1e-6
+"""The layer that is trained, and how near its weights are."""
 
 
 @pytest.fixture(scope="module")
@@ -53,42 +51,18 @@ def backbone(tmp_path_factory) -> Path:
     return folder
 
 
-def train(backbone: Path, out: Path, world: int, *more: str) -> None:
-    """A training of 4 samples an optimiser step on ``world`` processes."""
-    arguments = [*SETTINGS, f"backbone.model={backbone}", f"out={out}", f"optim.accumulate={4 // world}", *more]
-    log = out.parent / f"{out.name}.log"
-    if world == 1:
-        statuses = [status_of(start(lambda: main(arguments), log))]
-    else:
-        statuses = ranks(lambda: main([*arguments, f"trainer.devices={world}"]), world, log)
-    assert statuses == [0] * world, log.read_text()[-4000:]
-
-
-def same(a: Path, b: Path) -> None:
-    """Equal curves to 1e-5 and equal heads of the layer that is trained."""
-    first, second = read_curves(a), read_curves(b)
-    for tag in TAGS:
-        assert first[tag].keys() == second[tag].keys(), tag
-        for step in first[tag]:
-            assert abs(first[tag][step] - second[tag][step]) < 1e-5 * max(1, abs(first[tag][step])), (tag, step)
-    mine, theirs = (RetainingHeads.from_pretrained(str(path / "heads")).state_dict() for path in (a, b))
-    assert mine.keys() == theirs.keys() >= {"layers.0.fc1.weight", "layers.0.fc2.weight"}
-    trained = [name for name in mine if name.startswith("layers.0.")]
-    assert all(torch.allclose(mine[name], theirs[name], atol=1e-6, rtol=1e-4) for name in trained)
-
-
 @pytest.fixture(scope="module")
 def alone(backbone, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
-    train(backbone, out, 1)
+    train(SETTINGS, backbone, out, 1)
     assert len(read_curves(out)["loss"]) == 4
     return out
 
 
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"])
 def test_two_processes_make_the_curve_of_one(backbone, alone, tmp_path, strategy):
-    train(backbone, tmp_path / "two", 2, f"trainer.strategy={strategy}")
-    same(alone, tmp_path / "two")
+    train(SETTINGS, backbone, tmp_path / "two", 2, f"trainer.strategy={strategy}")
+    same(alone, tmp_path / "two", *TRAINED)
     states = [torch.load(run / "state" / "step=4.ckpt", weights_only=True) for run in (alone, tmp_path / "two")]
     mine, theirs = (state["optimizer_states"][0] for state in states)
     assert mine["param_groups"] == theirs["param_groups"] and mine["state"].keys() == {0, 1}
@@ -99,32 +73,19 @@ def test_two_processes_make_the_curve_of_one(backbone, alone, tmp_path, strategy
 
 
 def test_one_process_that_keeps_its_weights_in_the_cpus_memory(backbone, alone, tmp_path):
-    train(backbone, tmp_path / "one", 1, "trainer.strategy=deepspeed_stage_3_offload")
-    same(alone, tmp_path / "one")
+    train(SETTINGS, backbone, tmp_path / "one", 1, "trainer.strategy=deepspeed_stage_3_offload")
+    same(alone, tmp_path / "one", *TRAINED)
 
 
 def test_a_killed_run_goes_on_with_another_strategy(backbone, alone, tmp_path):
     """Step 1 on one process, 2 and 3 sharded weight by weight over two, 4 with the optimiser alone sharded."""
-    out, save, often = (
-        tmp_path / "run",
-        callbacks.SaveEvery.on_train_batch_start,
-        ("trainer.save_every=1", "resume=auto"),
-    )
+    out = tmp_path / "run"
     for step, world, strategy in ((1, 1, "auto"), (3, 2, "deepspeed_stage_3")):
-
-        def save_and_die(self, trainer, pl_module, *rest, last=step):
-            save(self, trainer, pl_module, *rest)
-            if trainer.global_step == last:
-                trainer.strategy.barrier()
-                os._exit(9)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(callbacks.SaveEvery, "on_train_batch_start", save_and_die)
-            with pytest.raises(AssertionError, match="9"):
-                train(backbone, out, world, f"trainer.strategy={strategy}", *often)
+        with killed_after(step):
+            train(SETTINGS, backbone, out, world, f"trainer.strategy={strategy}", "resume=auto")
         assert [path.name for path in (out / "state").iterdir()] == [f"step={step}.ckpt"]
-    train(backbone, out, 2, "trainer.strategy=deepspeed_stage_2", *often)
-    same(alone, out)
+    train(SETTINGS, backbone, out, 2, "trainer.strategy=deepspeed_stage_2", "resume=auto")
+    same(alone, out, *TRAINED)
 
 
 def test_without_deepspeed_one_line_names_the_extra(backbone, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,60 @@
+"""Trainings of several processes over gloo: started, killed after a step, and compared with that of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from forked import ranks, start, status_of
+
+from locret_kit import RetainingHeads
+from locret_kit.cli.train import main
+from locret_kit.training import callbacks
+from locret_kit.training.scalars import read_curves
+
+TAGS = ("loss", "recall", "train/regression", "val/loss", "val/recall")
+
+
+def train(settings: Sequence[str], backbone: Path, out: Path, world: int, *more: str) -> None:
+    """A training of 4 samples an optimiser step on ``world`` processes."""
+    arguments = [*settings, f"backbone.model={backbone}", f"out={out}", f"optim.accumulate={4 // world}", *more]
+    log = out.parent / f"{out.name}.log"
+    if world == 1:
+        statuses = [status_of(start(lambda: main(arguments), log))]
+    else:
+        statuses = ranks(lambda: main([*arguments, f"trainer.devices={world}"]), world, log)
+    assert statuses == [0] * world, log.read_text()[-4000:]
+
+
+@contextmanager
+def killed_after(step: int) -> Iterator[None]:
+    """Every process ends with status 9 once the state of a step is saved."""
+    save = callbacks.SaveEvery.on_train_batch_start
+
+    def save_and_die(self, trainer, pl_module, *rest):
+        save(self, trainer, pl_module, *rest)
+        if trainer.global_step == step:
+            trainer.strategy.barrier()
+            os._exit(9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks.SaveEvery, "on_train_batch_start", save_and_die)
+        with pytest.raises(AssertionError, match="9"):
+            yield
+
+
+def same(a: Path, b: Path, trained: str = "", atol: float = 1e-5) -> None:
+    """Equal curves to 1e-5, and equal heads of the layers whose names begin with ``trained``."""
+    first, second = read_curves(a), read_curves(b)
+    for tag in TAGS:
+        assert first[tag].keys() == second[tag].keys(), tag
+        for step in first[tag]:
+            assert abs(first[tag][step] - second[tag][step]) < 1e-5 * max(1, abs(first[tag][step])), (tag, step)
+    mine, theirs = (RetainingHeads.from_pretrained(str(path / "heads")).state_dict() for path in (a, b))
+    names = [name for name in mine if name.startswith(trained)]
+    assert mine.keys() == theirs.keys() and len(names) >= 2
+    assert all(torch.allclose(mine[name], theirs[name], atol=atol, rtol=1e-4) for name in names)
