@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, by their official clients at a real port, against chat completions."""
+"""Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, by their official clients, against chat completions."""
 
 from __future__ import annotations
 
@@ -78,11 +78,18 @@ def test_a_message(claude, url):
     asked = dict(model="any", max_tokens=8, messages=user("Who came in?"))
     answer = claude.messages.create(**asked)
     assert [block.text for block in answer.content] == [expected(user("Who came in?"))]
-    assert (answer.type, answer.role, answer.model, answer.stop_reason) == ("message", "assistant", "tiny", "max_tokens")
+    assert (answer.type, answer.role, answer.model, answer.stop_reason) == (
+        "message",
+        "assistant",
+        "tiny",
+        "max_tokens",
+    )
     usage = chat(url, user("Who came in?"))["usage"]
     told = answer.usage
     assert told.input_tokens + told.cache_read_input_tokens == usage["prompt_tokens"] and told.output_tokens == 8
-    assert claude.messages.count_tokens(model="any", messages=user("Who came in?")).input_tokens == usage["prompt_tokens"]
+    assert (
+        claude.messages.count_tokens(model="any", messages=user("Who came in?")).input_tokens == usage["prompt_tokens"]
+    )
     with claude.messages.stream(**asked) as stream:
         kinds = [event.type for event in stream]
         assert stream.get_final_text() == answer.content[0].text
@@ -142,7 +149,7 @@ def test_a_message_by_a_schema(claude):
         ({"messages": [1]}, 400, "invalid_request_error", "messages.0"),
         ({"messages": "a"}, 400, "invalid_request_error", "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "tools.0"),
-        ({"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "none of tools"),
+        ({"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "of tools"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "needs a schema"),
         ({"document_id": "doc_x"}, 404, "not_found_error", "doc_x"),
@@ -265,7 +272,9 @@ def test_no_silence_and_an_engine_that_fails(engine, monkeypatch, url, path, fie
     monkeypatch.setattr(engine._batch, "step", fails)
     seen = b""
     try:
-        with httpx.stream("POST", f"{url}/v1/{path}", json={**fields, "stream": stream}, headers=bearer(), timeout=20) as one:
+        with httpx.stream(
+            "POST", f"{url}/v1/{path}", json={**fields, "stream": stream}, headers=bearer(), timeout=20
+        ) as one:
             for piece in one.iter_raw():
                 seen += piece
                 if seen.count(b": waiting" if stream else b"\n") >= 2:
