@@ -59,10 +59,11 @@ def test_langchain_binds_tools(model):
 
 def test_llm_prompts_goes_on_and_follows_a_schema(url, tmp_path, monkeypatch):
     entry = {
-        "model_id": "locret", "model_name": "demo", "api_base": f"{url}/v1", "api_key_name": "none", "supports_schema": True,
+        "model_id": "locret", "model_name": "demo", "api_base": f"{url}/v1", "supports_schema": True,
     }  # fmt: skip
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([entry]))
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
 
     def llm(*words: str) -> str:
         command = [sys.executable, "-m", "llm", *words]
