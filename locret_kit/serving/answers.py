@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ from ..runtime.tokens import token_bytes
 from .engine import Engine
 from .errors import Failed
 from .request import ServerRequest, Stopping
-from .tools import CallReader
+from .tools import Call, CallReader
 
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
@@ -23,27 +23,31 @@ LEAST = -9999.0
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """Final text of an answer, and which of its tokens begin in it."""
+    """Final text of an answer, which of its tokens begin in it, and the calls of tools that end in it."""
 
     text: str
     start: int
     end: int
+    calls: list[Call] = field(default_factory=list)
 
 
 class AnswerStream:
     """One answer on its way to the client: final text, cut at the first stop text.
 
     Args:
-        echoes: whether the prompt's text stands before it. calls: makes a reader of calls of tools; None where there are none.
+        echoes: whether the prompt's text stands before it. calls: a reader of calls of tools; None where there are none.
+
+    Attributes:
+        reason: why it ended: "stop", "length" or "tool_calls". stop_text: the stop text at which it ended; None where at none.
     """
 
     def __init__(
         self, engine: Engine, request: ServerRequest, stops: Sequence[str], *, echoes: bool = False,
-        calls: Callable[[], CallReader] | None = None,
+        calls: CallReader | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self.request, self.stops, self.echoes = engine, request, stops, echoes
-        self.calls = calls
+        self.engine, self.request, self.stops, self.echoes, self.calls = engine, request, stops, echoes, calls
         self.reason, self.shown_tokens = "stop", 0
+        self.stop_text: str | None = None
         self._starts: list[int] = []  # of tokens, in characters of the text; where they are wanted
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._window = 8 + 4 * max((len(stop) for stop in self.stops), default=0)  # a character has 4 tokens at most
@@ -74,12 +78,53 @@ class AnswerStream:
         if self.request.sequence is None or self.request.sequence.finish_reason is None:
             self.engine.cancel(self.request)
 
-    async def whole(self) -> str:
+    async def whole(self) -> AnswerPiece:
         """All of the answer."""
-        return "".join([piece.text async for piece in self.pieces()])
+        pieces = [piece async for piece in self.pieces()]
+        calls = [call for piece in pieces for call in piece.calls]
+        return AnswerPiece("".join(piece.text for piece in pieces), 0, self.shown_tokens, calls)
+
+    async def blocks(self) -> AsyncIterator[tuple[int, str | Call]]:
+        """Pieces of text and calls of tools, each with the number of its block: a run of text, or one call. Blanks
+        around calls are left out. Raises as ``pieces``."""
+        number, in_text, blanks = -1, False, ""
+        async for piece in self.pieces():
+            text = blanks + piece.text
+            blanks = text[len(text.rstrip()) :] if self.calls is not None else ""
+            if text := text.removesuffix(blanks):
+                number += not in_text
+                in_text = True
+                yield number, text
+            for call in piece.calls:
+                number, in_text, blanks = number + 1, False, ""
+                yield number, call
+        if in_text and blanks:
+            yield number, blanks
+
+    async def whole_blocks(self) -> list[str | Call]:
+        """All of the answer, by blocks."""
+        made: dict[int, str | Call] = {}
+        async for number, part in self.blocks():
+            made[number] = f"{made.get(number, '')}{part}" if isinstance(part, str) else part
+        return [*made.values()]
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Pieces of final text.
+        """Pieces of text, and calls of tools, each when it is whole. Raises as ``texts``."""
+        if self.calls is None:
+            async for piece in self.texts():
+                yield piece
+            return
+        async for piece in self.texts():
+            text, calls = self.calls.feed(piece.text)
+            yield replace(piece, text=text, calls=calls)
+        text, calls = self.calls.end()
+        if text or calls:
+            yield AnswerPiece(text, self.shown_tokens, self.shown_tokens, calls)
+        if self.calls.calls:
+            self.reason = "tool_calls"
+
+    async def texts(self) -> AsyncIterator[AnswerPiece]:
+        """Pieces of final text, as the model writes it.
 
         Raises:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
@@ -99,6 +144,7 @@ class AnswerStream:
             said = self._decode(tokens)
             end = self._end(said)
             if end is not None:
+                self.stop_text = next(stop for stop in self.stops if said.startswith(stop, end))
                 said, ended = said[:end], "stop"
                 self.leave()
             elif ended is None:  # neither half a character, nor what may begin a stop text

@@ -1,4 +1,4 @@
-"""OpenAI's protocol over the engine: models, completions, documents, health, metrics, and a page.
+"""OpenAI's and Anthropic's protocols over the engine: models, completions, documents, health, metrics, and a page.
 
 Prompts and answers are never logged. Every document and every cache belongs to the key with which it was made.
 """
@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware.cors import CORSMiddleware
 
+from .anthropic_routes import add_anthropic
 from .completions import add_completions
 from .document_routes import add_documents
 from .errors import add_errors
@@ -21,6 +22,7 @@ from .information import add_information
 from .metrics import metrics_of
 from .page import add_page
 from .request_names import NamedRequests
+from .responses_routes import add_responses
 from .state import Server
 
 
@@ -53,7 +55,7 @@ def make_app(server: Server) -> FastAPI:
             metrics_of(server.ready(), len(server.documents)), media_type="text/plain; version=0.0.4"
         )
 
-    for add in (add_completions, add_documents, add_information):
+    for add in (add_completions, add_responses, add_anthropic, add_documents, add_information):
         add(app, server)
     add_errors(app)
     add_page(app)

@@ -19,7 +19,7 @@ from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
 from .constraint import constraint
 from .engine import Engine
-from .errors import problem
+from .errors import TOO_LONG, Refused
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
@@ -41,8 +41,6 @@ def add_completions(app: FastAPI, server: Server) -> None:
 async def complete(server: Server, request: Request, body: ChatBody | TextBody, kind: str) -> Response:
     """Answer a completion, streamed or whole."""
     answers = await begin(server, request, body)
-    if isinstance(answers, Response):
-        return answers
     head: dict[str, object] = {
         "id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
         "model": server.name,
@@ -51,15 +49,19 @@ async def complete(server: Server, request: Request, body: ChatBody | TextBody, 
         return Streamed(answers, events(answers, body, kind, head), server.silence)
 
     async def whole() -> dict[str, object]:
-        texts = await asyncio.gather(*(answer.whole() for answer in answers))
-        choices = [choice(kind, i, *pair) for i, pair in enumerate(zip(texts, answers, strict=True))]
+        wholes = await asyncio.gather(*(answer.whole() for answer in answers))
+        choices = [choice(kind, i, *pair) for i, pair in enumerate(zip(wholes, answers, strict=True))]
         return {**head, "object": kind, "choices": choices, "usage": usage(answers, body.n)}
 
     return Whole(answers, whole(), server.silence)
 
 
-async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> list[AnswerStream] | Response:
-    """Queue what a body asks for: its answers, ``n`` to each prompt; or the error with which it is refused."""
+async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> list[AnswerStream]:
+    """Queue what a body asks for: its answers, ``n`` to each prompt.
+
+    Raises:
+        HTTPException, ValueError: it is refused. Busy, Stopping: see ``Engine.submit``.
+    """
     engine = server.ready()
     owner = await server.asks(request, body.document_id)
     document = None
@@ -67,21 +69,21 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     if body.document_id is not None:
         upload = server.document(owner, body.document_id)
         if upload.document is None:
-            return problem(409, f"document {upload.id} is {upload.shown()['status']}", "document_id")
+            raise Refused(409, f"document {upload.id} is {upload.shown()['status']}", "document_id")
         document = upload.document
         for name in ("budget", "policy"):
             if getattr(body, name) is not None:
-                return problem(400, f"{name} has no effect with document_id: the document was read with its own", name)
+                raise Refused(400, f"{name} has no effect with document_id: the document was read with its own", name)
         if sampling.repetition_penalty != 1.0 and not document.has_text:
-            return problem(400, "repetition_penalty needs the document's text, which is not in its file")
+            raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
             engine.store.used(upload.id)
     bound = server.limits.answer_tokens
     max_new_tokens = min(512, bound) if body.wanted_tokens is None else body.wanted_tokens
     if max_new_tokens > bound:
-        return problem(400, f"max_tokens={max_new_tokens} must be at most {bound}", "max_tokens")
+        raise Refused(400, f"max_tokens={max_new_tokens} must be at most {bound}", "max_tokens")
     if body.best_of not in (None, body.n):
-        return problem(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
+        raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
     top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
     policy = allowed_policy(server, body)
     settings = engine.session_settings(body.budget)
@@ -91,10 +93,10 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     for ids in prompts:
         where = "messages" if isinstance(body, ChatBody) else "prompt"
         if not len(ids):
-            return problem(400, "the prompt holds no tokens", where)
+            raise Refused(400, "the prompt holds no tokens", where)
         if len(ids) > server.limits.prompt_tokens:
             said = f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken"
-            return problem(400, said, where, code="context_length_exceeded")
+            raise Refused(400, said, where, TOO_LONG)
     shared_tokens = 0
     if document is None and engine.beginnings:
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
@@ -108,7 +110,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
             ),
-            body.stops, echoes=echoes, calls=calls,
+            body.stops, echoes=echoes, calls=calls() if calls is not None else None,
         )
         for ids in prompts for i in range(body.n)
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from ..documents.document import Document, Progress
 from ..naming import first_line
 from .convert import Unwanted, convert
 from .engine import Engine
-from .errors import problem
+from .errors import Refused
 from .page import kept_page
 from .state import Server, UploadedDocument
 
@@ -43,11 +43,11 @@ def add_documents(app: FastAPI, server: Server) -> None:
         try:
             data: bytes | Path = await asyncio.to_thread(save_upload, file.file) if saved else await file.read()
         except OSError as error:
-            return problem(507, f"the upload cannot be put on disk: {error.strerror}")
+            raise Refused(507, f"the upload cannot be put on disk: {error.strerror}") from None
         if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
             discard(data)
             said = f"{server.places} documents are held already: delete one first"
-            return problem(429, said, headers={"retry-after": "60"})
+            raise Refused(429, said, headers={"retry-after": "60"})
         upload = UploadedDocument(
             f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time())
         )

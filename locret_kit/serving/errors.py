@@ -1,8 +1,10 @@
-"""Errors in OpenAI's shape."""
+"""Errors in the shape of OpenAI's protocol, and of Anthropic's on its routes."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from collections.abc import Mapping
+
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -10,27 +12,61 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from ..naming import first_line
 from .request import Busy, Stopping
 
+ANTHROPIC = "/v1/messages"
+"""Beginning of the paths that are Anthropic's."""
+TOO_LONG = "context_length_exceeded"
+"""Code of a prompt that is too long."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
     503: "service_unavailable_error",
 }  # fmt: skip
-
-
+ANTHROPIC_KINDS = KINDS | {413: "request_too_large", 503: "overloaded_error"}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 """Codes of OpenAI by which clients tell errors apart."""
 
 
-def problem(
-    status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None, code: str | None = None
-) -> JSONResponse:
-    """An error in OpenAI's shape."""
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
-    return JSONResponse(body, status, headers)
+class Refused(HTTPException):
+    """A request that is refused.
+
+    Args:
+        param: the field that is wrong. code: by which clients tell the error from others.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
 
 
 class Failed(Exception):
     """A request that the engine could not finish."""
+
+
+def error_of(
+    status: int, message: str, param: str | None = None, code: str | None = None, path: str = ""
+) -> dict[str, object]:
+    """The body of an error, in the shape of the protocol that ``path`` is of."""
+    if path.startswith(ANTHROPIC):
+        kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        said = f"prompt is too long: {message}" if code == TOO_LONG else message  # words by which its clients know it
+        return {"type": "error", "error": {"type": kind, "message": said}}
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
+
+
+def status_of(error: Exception) -> int:
+    """The status of what the engine raises."""
+    known = {Busy: 429, Stopping: 503, ValueError: 400}
+    return next((status for kind, status in known.items() if isinstance(error, kind)), 500)
+
+
+def problem(
+    status: int, message: str, param: str | None = None, code: str | None = None, *,
+    headers: Mapping[str, str] | None = None, path: str = "",
+) -> JSONResponse:  # fmt: skip
+    """An error in the shape of the protocol that ``path`` is of."""
+    return JSONResponse(error_of(status, message, param, code, path), status, headers)
 
 
 def add_errors(app: FastAPI) -> None:
@@ -38,37 +74,34 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        first, path = error.errors()[0], request.url.path
         if first["type"] == "json_invalid":  # its place is a character, no field
-            return problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+            said = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}"
+            return problem(400, said, path=path)
         where = ".".join(str(part) for part in first["loc"][1:]) or None
         said = str(first["msg"]).removeprefix("Value error, ")
-        return problem(400, f"{where}: {said}" if where else said, where)
+        return problem(400, f"{where}: {said}" if where else said, where, path=path)
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        return problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)
+        return problem(
+            error.status_code, str(error.detail), param, code, headers=error.headers, path=request.url.path
+        )  # fmt: skip
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> JSONResponse:
-        return problem(500, "the server failed")  # how is in its log alone
+        return problem(500, "the server failed", path=request.url.path)  # how is in its log alone
 
     @app.exception_handler(404)
     async def missing(request: Request, error: Exception) -> JSONResponse:
-        return problem(404, str(getattr(error, "detail", f"{request.url.path} is not there")))
+        path = request.url.path
+        return problem(404, str(getattr(error, "detail", f"{path} is not there")), path=path)
 
     @app.exception_handler(ValueError)
-    async def wrong(request: Request, error: ValueError) -> JSONResponse:
-        return problem(400, first_line(error))
-
     @app.exception_handler(Busy)
-    async def busy(request: Request, error: Busy) -> JSONResponse:
-        return problem(429, str(error), headers={"retry-after": str(error.retry_after)})
-
     @app.exception_handler(Stopping)
-    async def stopping(request: Request, error: Stopping) -> JSONResponse:
-        return problem(503, str(error))
-
     @app.exception_handler(Failed)
-    async def failed(request: Request, error: Failed) -> JSONResponse:
-        return problem(500, str(error))
+    async def raised(request: Request, error: Exception) -> JSONResponse:
+        headers = {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else None
+        return problem(status_of(error), first_line(error), headers=headers, path=request.url.path)

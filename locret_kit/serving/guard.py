@@ -8,7 +8,7 @@ import time
 from fastapi import HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import problem
+from .errors import Refused, problem
 from .hosts import refusal
 from .state import Server
 
@@ -63,10 +63,6 @@ class Guard:
             await self.app(scope, bounded, noting)
         except HTTPException as error:
             if not answered:
-                await problem(error.status_code, str(error.detail), headers={"connection": "close"})(
-                    scope, receive, send
-                )
-
-
-class Refused(HTTPException):
-    """A request whose body is not read to its end."""
+                closed = {"connection": "close"}  # the body is not read to its end
+                answer = problem(error.status_code, str(error.detail), headers=closed, path=scope["path"])
+                await answer(scope, receive, send)

@@ -14,10 +14,11 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
@@ -153,10 +154,16 @@ class Replica:
 
 
 class Front:
-    """Takes requests and has replicas answer them."""
+    """Takes requests and has replicas answer them. It says what the cluster lacks for them, which Ray waits for in silence.
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    Args:
+        number: of replicas at the start, each of which needs ``cpus`` and ``gpus``.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, number: int, cpus: float, gpus: float) -> None:
         self._replicas = replicas
+        if said := lacking(number, {"CPU": cpus, "GPU": gpus}, ray.cluster_resources()):
+            LOG.warning("%s", said)
 
     async def __call__(self, request: Request) -> Response:
         """An answer as the replica's server gives it, streamed or whole."""
@@ -185,6 +192,18 @@ def problem(status: int, message: str) -> JSONResponse:
         {"error": {"message": message, "type": "server_error", "param": None, "code": None}}, status,
         {"retry-after": "1"},
     )  # fmt: skip
+
+
+def lacking(replicas: int, each: Mapping[str, float], cluster: Mapping[str, float]) -> str:
+    """What a cluster lacks for as many replicas, in one sentence; '' where it lacks nothing."""
+    lacks = [
+        f"{replicas * amount:g} {name}s, and the cluster has {cluster.get(name, 0):g}"
+        for name, amount in each.items()
+        if replicas * amount > cluster.get(name, 0)
+    ]
+    if not lacks:
+        return ""
+    return f"replicas={replicas} need {'; '.join(lacks)}: those that find none wait for it. Give fewer, or cpus=0.5 for each"
 
 
 def by_slots(context: AutoscalingContext) -> tuple[int, dict[str, object]]:
@@ -226,5 +245,7 @@ def app(args: dict[str, str]) -> serve.Application:
         Replica, name="Replica", max_ongoing_requests=1000, health_check_period_s=2, graceful_shutdown_timeout_s=30,
         ray_actor_options=actor, **scaling,
     )  # fmt: skip
-    front = serve.deployment(Front, name="Front", max_ongoing_requests=10_000)
-    return front.bind(deployed.bind([*words, "--share-session-dir"]))
+    # A front passes bytes on: it takes no processor from the replicas.
+    front = serve.deployment(Front, name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
+    replicas = deployed.bind([*words, "--share-session-dir"])
+    return front.bind(replicas, int(min_replicas), actor["num_cpus"], actor["num_gpus"])

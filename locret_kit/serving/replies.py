@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
-from .answers import AnswerStream
+from .answers import AnswerPiece, AnswerStream
 from .bodies import CompletionBody
-from .errors import Failed, problem
+from .errors import Failed, error_of, status_of
 from .request import Stopping
 from .tools import Call
 
@@ -39,39 +39,29 @@ async def events(
         for i, answer in enumerate(answers):
             if kind == "chat.completion":
                 yield event(delta(kind, i, "", None, first=True))
-            reader = answer.calls() if answer.calls is not None else None
-            first = True
+            number, echoed, echo_logprobs = 0, answer.echoed, answer.echo_logprobs
             async for piece in answer.pieces():
-                values = answer.logprobs(kind, piece.start, piece.end)
-                text, calls = (piece.text, []) if reader is None else reader.feed(piece.text)
-                if first and kind != "chat.completion":
-                    text, values = answer.echoed + text, joined(answer.echo_logprobs(), values)
-                first = False
-                if text or values is not None:
+                values = joined(echo_logprobs() if echoed else None, answer.logprobs(kind, piece.start, piece.end))
+                if (text := echoed + piece.text) or values is not None:
                     yield event(delta(kind, i, text, None, values))
-                for call in calls:
-                    yield event(called(i, call, number_of(reader, call)))
-            if first and answer.echoed:
-                yield event(delta(kind, i, answer.echoed, None, answer.echo_logprobs()))
-            if reader is not None:
-                text, calls = reader.end()
-                if text:
-                    yield event(delta(kind, i, text, None))
-                for call in calls:
-                    yield event(called(i, call, number_of(reader, call)))
-            reason = "tool_calls" if reader is not None and reader.calls else answer.reason
-            yield event(delta(kind, i, "", reason, last=True))
+                for call in piece.calls:
+                    yield event(called(i, call, number))
+                    number += 1
+                echoed = ""
+            if echoed:
+                yield event(delta(kind, i, echoed, None, echo_logprobs()))
+            yield event(delta(kind, i, "", answer.reason, last=True))
         if wants_usage:
             value = {**head, "object": name, "choices": [], "usage": usage(answers, body.n)}
             yield f"data: {json.dumps(value)}\n\n"
         yield "data: [DONE]\n\n"
     except (ValueError, Failed, Stopping) as error:  # with the type that a whole answer's error has
-        yield f"data: {bytes(failure(error).body).decode()}\n\n"
+        yield f"data: {json.dumps(error_of(status_of(error), first_line(error)))}\n\n"
 
 
-def number_of(reader: Any, call: Call) -> int:
-    """The place of a call among those of an answer."""
-    return next(at for at, one in enumerate(reader.calls) if one is call)
+def named_event(value: Mapping[str, object]) -> str:
+    """A server-sent event that has its type as its name."""
+    return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def called(index: int, call: Call, number: int) -> dict[str, object]:
@@ -81,12 +71,6 @@ def called(index: int, call: Call, number: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def failure(error: Exception) -> JSONResponse:
-    """The error of an answer that had begun."""
-    status = 503 if isinstance(error, Stopping) else 400 if isinstance(error, ValueError) else 500
-    return problem(status, first_line(error))
-
-
 def joined(first: Logprobs, second: Logprobs) -> Logprobs:
     """Log-probabilities of a prompt and of what follows it."""
     if first is None or second is None:
@@ -94,21 +78,16 @@ def joined(first: Logprobs, second: Logprobs) -> Logprobs:
     return {name: [*first[name], *second[name]] for name in first}  # type: ignore[misc]
 
 
-def choice(kind: str, index: int, text: str, answer: AnswerStream) -> dict[str, object]:
+def choice(kind: str, index: int, whole: AnswerPiece, answer: AnswerStream) -> dict[str, object]:
     """One choice of a whole answer."""
-    values = answer.logprobs(kind, 0, answer.shown_tokens)
+    values, end = answer.logprobs(kind, whole.start, whole.end), {"finish_reason": answer.reason}
     if kind != "chat.completion":
         values = joined(answer.echo_logprobs(), values)
-        return {"index": index, "text": answer.echoed + text, "finish_reason": answer.reason, "logprobs": values}
-    message: dict[str, object] = {"role": "assistant", "content": text}
-    reason = answer.reason
-    if answer.calls is not None:
-        reader = answer.calls()
-        shown = reader.feed(text)[0] + reader.end()[0]
-        if reader.calls:
-            reason = "tool_calls"
-            message |= {"content": shown.strip() or None, "tool_calls": [call.shown() for call in reader.calls]}
-    return {"index": index, "message": message, "finish_reason": reason, "logprobs": values}
+        return {"index": index, "text": answer.echoed + whole.text, **end, "logprobs": values}
+    message: dict[str, object] = {"role": "assistant", "content": whole.text}
+    if whole.calls:
+        message |= {"content": whole.text.strip() or None, "tool_calls": [call.shown() for call in whole.calls]}
+    return {"index": index, "message": message, **end, "logprobs": values}
 
 
 def delta(

@@ -124,11 +124,11 @@ class Server:
         return self.engine
 
     def owner(self, request: Request) -> str:
-        """Who asks, as a salted hash of the key. Raises HTTPException 401."""
+        """Who asks, as a salted hash of the key, which ``Authorization`` or ``x-api-key`` has. Raises HTTPException 401."""
         if not self.keys:
             return next(iter(self.owners.values()))
-        given = request.headers.get("authorization", "").encode("latin-1").removeprefix(b"Bearer ")
-        digest = hashlib.sha256(given).digest()
+        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        digest = hashlib.sha256(given.encode("latin-1")).digest()
         known = [owner for key, owner in self.owners.items() if hmac.compare_digest(digest, key)]
         if not known:  # every key was compared, by its hash: equal time, whatever its length
             raise HTTPException(401, "the API key is missing or wrong")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,6 +86,14 @@ class Call:
     arguments: str
     """JSON."""
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments as an object; empty where the model wrote none."""
+        with suppress(ValueError, RecursionError):
+            if isinstance(values := json.loads(self.arguments), dict):
+                return values
+        return {}
 
     def shown(self) -> dict[str, Any]:
         """As the protocol has it."""

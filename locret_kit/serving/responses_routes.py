@@ -1,0 +1,215 @@
+"""OpenAI's ``/v1/responses``: its bodies as those of chat completions, and the answers in its form. Nothing is stored."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import Field, model_validator
+
+from ..naming import first_line
+from .answers import AnswerStream
+from .bodies import ChatBody
+from .completions import begin
+from .errors import Failed
+from .messages import without_nulls
+from .replies import Streamed, Whole, named_event, usage
+from .request import Stopping
+from .state import Server
+from .tools import Call
+
+PASSED = (
+    "model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "top_k", "min_p", "seed", "document_id",
+    "budget", "policy",
+)  # fmt: skip
+"""Fields that mean the same in both protocols, or that are this server's own."""
+NOT_HERE = {
+    "previous_response_id": "nothing is stored here: send the whole conversation as input",
+    "conversation": "nothing is stored here: send the whole conversation as input",
+    "prompt": "nothing is stored here: send the prompt as input",
+    "background": "an answer ends with its request",
+    "top_logprobs": "log-probabilities are in /v1/chat/completions",
+}
+"""Fields that are refused, and why."""
+ECHOED = {
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
+    "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
+    "truncation": "disabled", "user": None,
+}  # fmt: skip
+"""Fields of a request that its answer repeats, and their defaults."""
+
+
+class ResponsesBody(ChatBody):
+    """``POST /v1/responses``. ``asked``: as the client has sent it."""
+
+    asked: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate(cls, body: object) -> object:
+        return chat_fields(body) if isinstance(body, dict) else body
+
+
+def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat completion that asks for the same. What has another type than it should stays, for its checks to say so.
+
+    Raises:
+        ValueError: it asks for what is not here.
+    """
+    for name, why in NOT_HERE.items():
+        if body.get(name):
+            raise ValueError(f"{name} is not supported: {why}")
+    if isinstance(include := body.get("include"), list) and "message.output_text.logprobs" in include:
+        raise ValueError(f"message.output_text.logprobs is not supported: {NOT_HERE['top_logprobs']}")
+    fields = {name: body[name] for name in PASSED if name in body}
+    given, instructions = body.get("input"), body.get("instructions")
+    messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if isinstance(given, list):
+        messages = messages_of(given)
+    if isinstance(messages, list) and instructions:
+        messages.insert(0, {"role": "system", "content": instructions})
+    fields |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens"), "asked": body}
+    if isinstance(tools := body.get("tools"), list):
+        fields["tools"] = [
+            {"type": tool.get("type"), "function": without_nulls(tool)} if isinstance(tool, dict) else tool
+            for tool in tools
+        ]
+    if isinstance(text := body.get("text"), dict) and isinstance(form := text.get("format"), dict):
+        schema = {"json_schema": {"schema": form.get("schema")}} if form.get("type") == "json_schema" else {}
+        fields["response_format"] = {"type": form.get("type"), **schema}
+    return fields
+
+
+def messages_of(items: list[Any]) -> list[dict[str, Any]]:
+    """Messages of a chat completion; calls of one answer stand in one message. Raises ValueError for items of other types."""
+    made: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        kind = item.get("type") or "message" if isinstance(item, dict) else None
+        if kind == "message":
+            made.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not made or made[-1]["role"] != "assistant":
+                made.append({"role": "assistant"})
+            made[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind != "reasoning":
+            said = "must be an object" if kind is None else f"type {str(kind)[:40]!r} is not supported"
+            raise ValueError(f"input.{number}: {said}")
+    return made
+
+
+def add_responses(app: FastAPI, server: Server) -> None:
+    """Serve ``/v1/responses``."""
+
+    @app.post("/v1/responses")
+    async def respond(body: ResponsesBody, request: Request) -> Response:
+        (answer,) = await begin(server, request, body)
+        head: dict[str, object] = {
+            "id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time()), "model": server.name,
+            "status": "in_progress", "error": None, "incomplete_details": None, "output": [], "usage": None, "store": False,
+            "previous_response_id": None, "background": False,
+            **{name: default if body.asked.get(name) is None else body.asked[name] for name, default in ECHOED.items()},
+        }  # fmt: skip
+        if body.stream:
+            return Streamed([answer], events(answer, head), server.silence)
+
+        async def whole() -> dict[str, object]:
+            items = [item_of(new_name(part), part) for part in await answer.whole_blocks()]
+            return {**head, **end_of(answer), "output": items}
+
+        return Whole([answer], whole(), server.silence)
+
+
+def new_name(part: str | Call) -> str:
+    """A name for an item of an answer."""
+    return f"{'msg' if isinstance(part, str) else 'fc'}_{secrets.token_hex(12)}"
+
+
+def text_part(text: str) -> dict[str, object]:
+    """The content of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def item_of(name: str, part: str | Call) -> dict[str, object]:
+    """An item of an answer's output."""
+    head = {"id": name, "status": "completed"}
+    if isinstance(part, str):
+        return {**head, "type": "message", "role": "assistant", "content": [text_part(part)]}
+    return {**head, "type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.arguments}
+
+
+def end_of(answer: AnswerStream) -> dict[str, object]:
+    """What is known at an answer's end."""
+    tokens: dict[str, Any] = usage([answer], 1)
+    cut = answer.reason == "length"
+    return {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "usage": {
+            "input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"],
+            "total_tokens": tokens["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens_details": {**tokens["prompt_tokens_details"], "cache_write_tokens": 0}, "locret": tokens["locret"],
+        },
+    }  # fmt: skip
+
+
+async def events(answer: AnswerStream, head: dict[str, object]) -> AsyncIterator[str]:
+    """Server-sent events of a streamed answer."""
+    numbers = count()
+    names: list[str] = []
+    made: list[str | Call] = []
+
+    def event(kind: str, **fields: object) -> str:
+        return named_event({"type": f"response.{kind}", "sequence_number": next(numbers), **fields})
+
+    def begin_item(part: str | Call) -> Iterator[str]:
+        names.append(new_name(part))
+        empty = {"content": []} if isinstance(part, str) else {"arguments": ""}
+        item = {**item_of(names[-1], part), "status": "in_progress", **empty}
+        yield event("output_item.added", output_index=len(made), item=item)
+        if isinstance(part, str):
+            yield event("content_part.added", **place(len(made)), content_index=0, part=text_part(""))
+
+    def end_item() -> Iterator[str]:
+        index = len(made) - 1
+        part = made[index]
+        if isinstance(part, str):
+            yield event("output_text.done", **place(index), content_index=0, text=part, logprobs=[])
+            yield event("content_part.done", **place(index), content_index=0, part=text_part(part))
+        else:
+            yield event("function_call_arguments.done", **place(index), name=part.name, arguments=part.arguments)
+        yield event("output_item.done", output_index=index, item=item_of(names[index], part))
+
+    def place(index: int) -> dict[str, object]:
+        return {"item_id": names[index], "output_index": index}
+
+    try:
+        yield event("created", response=head)
+        yield event("in_progress", response=head)
+        async for index, part in answer.blocks():
+            if index == len(made):
+                for one in [*(end_item() if made else ()), *begin_item(part)]:
+                    yield one
+                made.append("" if isinstance(part, str) else part)
+            if isinstance(part, str):
+                made[index] = f"{made[index]}{part}"
+                yield event("output_text.delta", **place(index), content_index=0, delta=part, logprobs=[])
+            else:
+                yield event("function_call_arguments.delta", **place(index), delta=part.arguments)
+        for one in end_item() if made else ():
+            yield one
+        items = [item_of(*pair) for pair in zip(names, made, strict=True)]
+        end = end_of(answer)
+        yield event(str(end["status"]), response={**head, **end, "output": items})
+    except (ValueError, Failed, Stopping) as error:
+        code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
+        failed = {"status": "failed", "error": {"code": code, "message": first_line(error)}}
+        yield event("failed", response={**head, **failed})

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Tests of other people's programs against locret-serve at a real port (tests/clients/): LangChain, llm, lm-evaluation-harness, nginx
+# and Ray, over the demo backbone. They take some ten minutes on two cores.
+# They have an environment of their own, beside the packages of the project's (scripts/setup.sh): 400 MB and a minute to make, once.
+# nginx is taken from PATH: apt-get install nginx-light.
+# Usage: scripts/test_clients.sh [ARGUMENTS of pytest]
+# LOCRET_CLIENTS_VENV=FOLDER is the environment, by default .venv-clients; PYTHON=FILE the project's python, by default .venv's.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${LOCRET_CLIENTS_VENV:-$root/.venv-clients}"
+python="${PYTHON:-$root/.venv/bin/python}"
+clients=(langchain-openai==1.7.4 llm==0.36 "ray[serve]==2.60.0")
+
+stamp="$venv/.locret-clients"
+packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+want="$(sha256sum "${BASH_SOURCE[0]}" | cut -d ' ' -f 1) $packages"
+if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
+    echo "test_clients: making $venv" >&2
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    # The project's own packages are found there, so that only the clients are installed here.
+    echo "$packages" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+    "$venv/bin/python" -m pip install --quiet --no-input "${clients[@]}"
+    echo "$want" >"$stamp"
+fi
+cd "$root"
+"$venv/bin/python" scripts/fetch_backbone.py
+export PATH="$venv/bin:$PATH:/usr/sbin" PYTHONPATH="$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
+exec "$venv/bin/python" -m pytest -q -p no:cacheprovider -n 0 --confcutdir=tests/clients tests/clients "$@"

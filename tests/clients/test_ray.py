@@ -1,0 +1,118 @@
+"""Two replicas on two processors behind Ray Serve: they serve, one dies, clients leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import httpx
+import psutil
+import pytest
+from demo_server import WORDS
+
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+import ray
+from ray import serve
+
+from locret_kit.serving.ray import app, lacking
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory):
+    """The address of two replicas."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    words = [*WORDS, "--session-dir", str(tmp_path_factory.mktemp("sessions"))]
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"port": port})
+        serve.run(app({"replicas": "2", "options": " ".join(words)}))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def servers() -> dict[psutil.Process, dict[str, float]]:
+    """The replicas' servers, and what each counts."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "locret_kit.cli.serve" not in " ".join(process.cmdline()):
+                continue
+            (port,) = [one.laddr.port for one in process.net_connections("tcp") if one.status == "LISTEN"]
+            lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text.splitlines()
+        except (psutil.NoSuchProcess, httpx.TransportError, ValueError):
+            continue
+        figures = [line.split() for line in lines if line.startswith("locret_") and "{" not in line]
+        found[process] = {name: float(value) for name, value in figures}
+    return found
+
+
+def count(name: str) -> float:
+    """A figure of all servers."""
+    return sum(figures[f"locret_{name}"] for figures in servers().values())
+
+
+def until(true: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def ask(front: str, messages: list, **fields: object) -> httpx.Response:
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, **fields}
+    return httpx.post(f"{front}/v1/chat/completions", json=body, timeout=300)
+
+
+def test_a_replica_dies_between_two_turns(front):
+    messages = [{"role": "user", "content": f"{'The harbour was quiet. ' * 100} What is the capital of France?"}]
+    until(lambda: len(servers()) == 2)
+    for turn in range(4):
+        if turn == 2:  # the one that holds the conversation
+            until(lambda: count("saved_files_total") >= 2)
+            (holds,) = [one for one, figures in servers().items() if figures["locret_requests_total"]]
+            holds.parent().kill()
+        answer = ask(front, messages)
+        assert answer.status_code == 200, answer.text
+        value = answer.json()
+        read = value["usage"]["prompt_tokens"] - value["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert turn == 0 or read < 100, value["usage"]
+        said = value["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And then? ({turn})"}]
+    until(lambda: len(servers()) == 2)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_clients_that_leave_are_noticed(front, stream):
+    """One of a conversation whose prompt is read, and those behind it, that wait: all go to the same replica."""
+    text = " ".join(f"In {1000 + i} the town had {i * i % 977} houses." for i in range(3000))
+    body = {"messages": [{"role": "user", "content": f"{stream} {text}"}], "max_tokens": 500, "stream": stream}
+    data = json.dumps(body).encode()
+    host, port = front.removeprefix("http://").split(":")
+    clients = [socket.create_connection((host, int(port))) for _ in range(4)]
+    for client in clients:
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(data) + data
+        )
+    until(lambda: count("requests_running") >= 1 and count("requests_running") + count("requests_waiting") >= 4)
+    cancelled = count("cancelled_total")
+    for client in clients:
+        client.close()
+    until(lambda: not count("requests_running") + count("requests_waiting"), 15)
+    assert count("cancelled_total") - cancelled >= 4
+
+
+def test_what_a_cluster_lacks():
+    assert lacking(2, {"CPU": 1.0, "GPU": 0.0}, {"CPU": 2.0}) == ""
+    said = lacking(2, {"CPU": 1.5, "GPU": 1.0}, {"CPU": 2.0})
+    assert "3 CPUs, and the cluster has 2" in said and "2 GPUs, and the cluster has 0" in said
