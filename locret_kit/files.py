@@ -161,6 +161,11 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
             raise ValueError(
                 f"the text is not UTF-8: byte {offset - unread + error.start} is {error.object[error.start]:#04x}"
             ) from None
+        if at := re.search("\0|\x1b[$][@AB()]", text):  # neither is in text for people; both decode
+            kind = "UTF-16 without its mark, or no text" if at[0] == "\0" else "ISO-2022"
+            raise ValueError(
+                f"the text is not UTF-8: byte {offset - unread + len(text[: at.start()].encode())} is as in {kind}"
+            )
         offset += len(data)
         yield newlines.decode(text if begun else text.removeprefix("\ufeff"))
         begun = begun or bool(text)

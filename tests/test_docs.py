@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts_loaded import load_script
-from test_documents_reader import pdf
+from made_documents import pdf
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoConfig
 

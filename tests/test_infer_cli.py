@@ -8,18 +8,22 @@ import os
 import shutil
 import subprocess
 import sys
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.spec import spec_of
+from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.infer import main
-from locret_kit.cli.loading import too_few_slots
+from locret_kit.cli.loading import Chosen, announced, before_reading
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.planning.reading import duration, too_few
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 
@@ -52,12 +56,30 @@ def infer(monkeypatch, capsys, text: str | bytes, *arguments: str) -> tuple[int,
 
 
 def test_a_budget_that_cannot_work_is_told():
-    said = too_few_slots(RunSettings(budget=1024), None, parse_policy("snapkv"), 41370)
-    assert said == ("warning: budget=1024 slots for 41370 tokens, 1 in 40: facts need about 1 in 8: --budget 5172")
-    assert too_few_slots(RunSettings(budget=1024), None, parse_policy("snapkv"), 8192) is None
-    assert too_few_slots(RunSettings(budget=0.01), None, parse_policy("snapkv"), 99999) is not None
-    assert too_few_slots(RunSettings(budget=16), None, parse_policy("full"), 99999) is None
-    assert too_few_slots(RunSettings(budget=16), None, parse_policy("infllm"), 99999) is None
+    said = too_few(1024, 41370)
+    assert said == "1,024 slots for 41,370 tokens, 1 in 40: facts need about 1 in 8: --budget 5200"
+    assert too_few(1024, 8192) is None
+    for policy, run, told in (
+        ("snapkv", RunSettings(budget=0.01), True), ("full", RunSettings(budget=16), False),
+        ("infllm", RunSettings(budget=16), False), ("snapkv", RunSettings(budget=512), False),
+    ):  # fmt: skip
+        chosen = Chosen("", None, parse_policy(policy), None, (), None)
+        lines = before_reading(run, chosen, range(4000), tiny_model("llama"))
+        assert [line.startswith("warning: ") for line in lines] == [True] * told
+
+
+def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
+    events: list[str] = []
+    ids = array("i", [5] * 5000)
+    chosen = Chosen("", None, parse_policy("snapkv"), None, (), None)
+    monkeypatch.setattr("locret_kit.documents.document.read_alone", lambda *args: events.append("read"))
+    clock = iter((0.0, 9.0, 10.0, 10.25))
+    monkeypatch.setattr("locret_kit.planning.reading.time.perf_counter", lambda: next(clock))
+    model, settings = tiny_model("llama"), RunSettings(budget=1024, chunk=512)
+    cache = BoundedCache(settings, "snapkv", prompt_length=5000)
+    announced(settings, chosen, events.append)(model, ids, cache, None)
+    assert events == ["5,000 tokens take about 10 s, at the 512 tok/s of the first 128", "read"]
+    assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]
 
 
 def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):

@@ -30,7 +30,7 @@ from test_serving import KEYS, SETTINGS, bearer, expected, user
 from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
-from locret_kit.serving.convert import Unwanted, convert
+from locret_kit.text.convert import Unwanted, convert
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
@@ -475,7 +475,7 @@ def test_a_conversion_that_starts_slowly_gets_its_whole_input(tmp_path, monkeypa
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\nsleep 0.8\nexec {sys.executable} "$@"\n')
     slow.chmod(0o700)
-    monkeypatch.setattr("locret_kit.serving.convert.sys.executable", str(slow))
+    monkeypatch.setattr("locret_kit.text.convert.sys.executable", str(slow))
     assert convert(b"word " * 100_000, "a.txt", seconds=10) == "word " * 100_000
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..config.document_options import ASK, AskOptions
 from .command import entry
 from .loading import idle_store, open_document
-from .terminal import check_question, check_sampling, write_answer
+from .terminal import check_question, check_sampling, check_saved, write_answer
 
 if TYPE_CHECKING:
     from ..documents.document import Document
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def run(args: AskOptions) -> int:
     """Load, ask, print. Raises ValueError or OSError with a one-line message."""
     questions = questions_of(args)
+    check_saved(args.book)
     sampling = check_sampling(args)
     document, chosen = open_document(
         args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force, store=args.store

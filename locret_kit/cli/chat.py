@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from ..config.chat_options import CHAT, ChatOptions
 from .command import entry
 from .loading import check_run, choose, open_document
 from .talk import COMMANDS, SAVED, Talk, check_file
-from .terminal import check_sampling
+from .terminal import check_sampling, check_saved, text_of
 
 
 def run(args: ChatOptions) -> int:
     """Load, then talk. Raises ValueError or OSError with a one-line message."""
     file = check_file(args.file) if args.file is not None else None
+    saved = file is not None and file.suffix == SAVED
+    text: Iterable[str] = ()
+    if file is not None:  # before torch is imported: a file that is wrong is said at once
+        if saved:
+            check_saved(file)
+        else:
+            text = text_of(str(file))
     sampling = check_sampling(args)
     from .screen import Pipes, Stopped, Terminal
 
@@ -24,7 +32,7 @@ def run(args: ChatOptions) -> int:
         )
     document = None
     screen.greet("loading the model ...")
-    if file is not None and file.suffix == SAVED:
+    if saved:
         document, chosen = open_document(
             str(file), args, args.ckpt, args.model, args.adapter, args.policy, store=args.store
         )
@@ -41,7 +49,7 @@ def run(args: ChatOptions) -> int:
     elif file is not None:
         try:
             with screen.working():
-                talk.open(file, {})
+                talk.read_text(text, file.name)
         except Stopped:
             screen.note("stopped: nothing was read")
     screen.greet(f"{chosen.backbone}, policy {chosen.policy.name}; /help lists the commands")

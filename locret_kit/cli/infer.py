@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from ..config.infer_options import INFER, InferOptions
 from ..config.schema import refuse
 from ..settings import RunSettings
+from .batch_files import open_batch
 from .command import entry
 from .loading import (
     Chosen,
+    before_reading,
     beyond_window,
     check_run,
     choose,
@@ -23,7 +25,6 @@ from .loading import (
     idle_store,
     not_shown,
     prompt_ids,
-    too_few_slots,
 )
 from .terminal import (
     check_question,
@@ -51,10 +52,11 @@ def run(args: InferOptions) -> int:
         check_target(Path(args.report), "report")
     if questions == [None]:
         refuse(args, ("chat",), "without --question: the text is then the whole prompt")
+    text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
     sampling = check_sampling(args)
     reports: list[dict[str, object]] = []
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    ready = of_text(args, questions, sampling, say)
+    ready = of_text(args, text, questions, sampling, say)
     for question, answer in zip(questions, ready.answers, strict=True):
         for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not reports else ():
             if line:
@@ -87,7 +89,9 @@ class Ready:
     """To be read when the first answer is begun."""
 
 
-def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampling, say: Say) -> Ready:
+def of_text(
+    args: InferOptions, text: Iterable[str], questions: Sequence[str | None], sampling: Sampling, say: Say
+) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
     from ..backbones.load import load_tokenizer
     from ..documents.document import Document
@@ -98,19 +102,17 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     check_run(args, chosen.config)
     say(f"backbone: {chosen.backbone}")
-    text: Iterable[str] = text_of(args.file)
     if len(questions) > 1:
         text = list(text)
     tokenizer = load_tokenizer(chosen.backbone)
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    few = too_few_slots(args.run, chosen.config, chosen.policy, max(map(len, prompts)))
-    if few is not None and not args.quiet:
-        print(few, file=sys.stderr, flush=True)  # before minutes of reading
     run = args.run
     if cap is not None:
         run = replace(run, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
     model, tokenizer = chosen.load(args)
+    for line in before_reading(run, chosen, max(prompts, key=len), model) if not args.quiet else ():
+        print(line, file=sys.stderr, flush=True)
     warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)]
     shown = None if args.quiet else progress
 
@@ -202,9 +204,10 @@ def questions_of(args: InferOptions) -> list[str | None]:
 def run_or_batch(args: InferOptions) -> int:
     """The prompts of ``--batch``, or the questions about one text."""
     if args.batch:
-        from .infer_batch import run as run_batch
+        with open_batch(args) as batch:
+            from .infer_batch import answer  # with torch
 
-        return run_batch(args)
+            return answer(args, batch)
     refuse(args, ("out", "batch_size"), "without --batch")
     return run(args)
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import stat
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
-from ..config.schema import refuse
-from ..files import parse_json, write_text
 from ..naming import first_line
 from ..runtime.batch import run as answered
 from ..runtime.sequence import Request, Sequence
@@ -26,8 +18,9 @@ from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
+from .batch_files import Batch, key_of, lines_of
 from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
-from .terminal import check_question, check_target
+from .terminal import check_question
 
 if TYPE_CHECKING:
     from array import array
@@ -36,8 +29,6 @@ if TYPE_CHECKING:
 
     from ..cache.bounded import BoundedCache
 
-IDLE = ("file", "question", "question_file", "report", "graph")
-"""Options of one text."""
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""
 
@@ -50,19 +41,10 @@ class Line(Request):
     asked: bool = False
 
 
-def run(args: InferOptions) -> int:
-    """Check, load, answer what has no answer yet. Raises ValueError or OSError with a one-line message."""
-    target = check_files(args)
-    with open_prompts(str(args.batch)) as source:
-        return answer(args, source, target)
-
-
-def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
-    """The exit status of ``run``, for prompts that can be read twice: for their names, and when their turn comes."""
-    names = [name for name, _ in lines_of(source)]
-    check_names(str(args.batch), names)
-    done = keep_answers(target)
-    left = [name for name in names if key_of(name) not in done]
+def answer(args: InferOptions, batch: Batch) -> int:
+    """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
+    names, target = batch.names, batch.target
+    left = [name for name in names if key_of(name) not in batch.done]
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     check_run(args, chosen.config)
@@ -98,8 +80,8 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
             return cache
 
         def requests() -> Iterator[Line]:
-            for name, data in lines_of(source):
-                if key_of(name) in done:
+            for name, data in lines_of(batch.source):
+                if key_of(name) in batch.done:
                     continue
                 try:
                     prompt, sampling = read_line(args, data)
@@ -115,113 +97,6 @@ def answer(args: InferOptions, source: IO[bytes], target: Path) -> int:
     if errors:
         print(f"{len(errors)} of {len(left)} prompts have an error, which is in {target}", file=sys.stderr)
     return 1 if errors else 0
-
-
-# ---- the two files ---------------------------------------------------------------------------------------------------
-
-
-def check_files(args: InferOptions) -> Path:
-    """The file of the answers. Raises ValueError for files that cannot be, and for options of one text."""
-    refuse(args, IDLE, "with --batch, whose lines say what is asked")
-    refuse(args, ("gpu_memory",), "with --batch: a cache for each of --batch-size prompts is not planned yet")
-    if not args.out:
-        raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
-    target = Path(args.out)
-    check_target(target, "out")
-    if Path(str(args.batch)).resolve() == target.resolve():
-        raise ValueError(f"out={args.out!r} is the file of the prompts: name another")
-    return target
-
-
-@contextmanager
-def open_prompts(batch: str) -> Iterator[IO[bytes]]:
-    """A file of prompts, or a temporary copy of what a pipe gives, which can be read but once.
-
-    Raises:
-        ValueError: it cannot be read, or is neither.
-    """
-
-    def at_once(path: str, flags: int) -> int:
-        """Opened without waiting for a writer: a pipe that has none is empty."""
-        return os.open(path, flags | os.O_NONBLOCK)
-
-    with ExitStack() as stack:
-        try:
-            source: IO[bytes] = stack.enter_context(open(batch, "rb", opener=at_once))
-            kind = os.fstat(source.fileno()).st_mode
-            if stat.S_ISFIFO(kind):
-                os.set_blocking(source.fileno(), True)
-                copy = stack.enter_context(TemporaryFile())
-                shutil.copyfileobj(source, copy)
-                source = copy
-            elif not stat.S_ISREG(kind):
-                raise ValueError(f"batch={batch!r} must be a file or a pipe")
-        except OSError as error:
-            raise ValueError(f"batch={batch!r} cannot be read: {error.strerror}") from error
-        yield source
-
-
-def lines_of(source: IO[bytes]) -> Iterator[tuple[Name, object]]:
-    """Each prompt's id and its line's value, or the ValueError that says why there is none. Blank lines are left out."""
-    source.seek(0)
-    for number, line in enumerate(source, 1):
-        if not line.strip():
-            continue
-        try:
-            data = parse_json(line, f"line {number}")
-            json.dumps(data, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            data = ValueError(f"line {number} holds half of a character (a surrogate)")
-        except ValueError as error:
-            data = error
-        name = data.get("id") if isinstance(data, dict) else None
-        yield (name if isinstance(name, str) or type(name) is int else number), data
-
-
-def check_names(batch: str, names: list[Name]) -> None:
-    """Raise ValueError where there are no prompts, or two have one id."""
-    if not names:
-        raise ValueError(f"batch={batch!r} holds no prompts")
-    seen: set[str] = set()
-    for name in names:
-        if key_of(name) in seen:
-            raise ValueError(
-                f"batch={batch!r}: id {key_of(name)} is there twice (a prompt without one has its line's number)"
-            )
-        seen.add(key_of(name))
-
-
-def key_of(name: object) -> str:
-    """An id as JSON writes it: 1 and "1" are two."""
-    return json.dumps(name, ensure_ascii=False)
-
-
-def keep_answers(target: Path) -> set[str]:
-    """Ids that have an answer in the file. Of a run that was cut short, a last line without its end is dropped, and so are
-    errors, whose prompts are run again.
-
-    Raises:
-        ValueError: the file holds something else than answers.
-    """
-    if not target.exists():
-        return set()
-    whole = target.read_bytes()
-    kept, done = [], set()
-    for number, line in enumerate(whole.splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        record = parse_json(line, f"out={str(target)!r}: line {number}")
-        if not isinstance(record, dict) or "id" not in record or not {"answer", "error"} & record.keys():
-            raise ValueError(f"out={str(target)!r}: line {number} is no answer of a batch: name another file")
-        if "error" not in record:
-            kept.append(line)
-            done.add(key_of(record["id"]))
-    if b"".join(kept) != whole:
-        write_text(target.resolve(), b"".join(kept).decode())
-    return done
-
-
-# ---- a line ----------------------------------------------------------------------------------------------------------
 
 
 def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:

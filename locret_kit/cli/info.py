@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.document_options import INFO, InfoOptions
+from ..planning.reading import too_few
 from .command import entry
 from .terminal import plain
 
@@ -64,6 +65,8 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
         "slots",
         f"{number(high)} a head and layer" if low == high else f"{number(low)} to {number(high)} a head, by layer",
     )
+    tokens, brings_back = text.get("tokens"), "recall" in part(record, "parts")
+    yield "note", too_few(high, tokens) if type(tokens) is int and high > 0 and not brings_back else None
     yield "precision", record.get("dtype")
     yield "bytes", f"{number(size)} ({size / 2**20:.1f} MiB)"
     yield "written", f"{record.get('created')} by locret_kit {record.get('kit')}, format {record.get('version')}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config.document_options import KEPT, KeptOptions
 from ..config.schema import refuse
 from .command import entry
-from .terminal import check_target, plain
+from .terminal import check_saved, check_target, plain
 
 
 def run(args: KeptOptions) -> int:
@@ -19,6 +19,7 @@ def run(args: KeptOptions) -> int:
         check_target(Path(args.out), "out", replace=args.overwrite)
     else:
         refuse(args, ("overwrite",), "without --out")
+    check_saved(args.file)
 
     from ..backbones.load import load_tokenizer
     from ..documents.kept_positions import read_kept

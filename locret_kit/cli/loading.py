@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..cache.bounded import BoundedCache
-    from ..documents.document import Document
+    from ..documents.document import Document, Reader
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.policy import Policy
     from ..settings import RunSettings, StoreSettings
@@ -177,21 +177,27 @@ def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
 
 
-SHARE = 8
-"""Tokens for each slot beyond which few facts of a text are found again (docs/tutorials/read.md)."""
+def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], model: PreTrainedModel) -> list[str]:
+    """Lines to be read before minutes of reading: slots that are too few for facts, and the time that a long text takes."""
+    from ..planning.reading import reading_time, too_few
+
+    resolved, policy = options.resolved(chosen.config.inference if chosen.config else {}, len(ids)), chosen.policy
+    few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))
+    takes = None if options.one_shot else reading_time(model, ids, resolved.chunk)
+    return [line for line in (few and f"warning: {few}", takes) if line]
 
 
-def too_few_slots(options: RunSettings, heads: HeadsConfig | None, policy: Policy, tokens: int) -> str | None:
-    """A warning where a text has more tokens than ``SHARE`` for each slot, and the policy brings nothing back."""
-    if policy.keeps_everything or policy.recall is not None:
-        return None
-    budget = options.resolved(heads.inference if heads else {}, tokens).budget
-    if not isinstance(budget, int) or tokens <= SHARE * budget:
-        return None
-    return (
-        f"warning: budget={budget} slots for {tokens} tokens, 1 in {tokens // budget}: facts need about 1 in {SHARE}: "
-        f"--budget {-(-tokens // SHARE)}"
-    )
+def announced(options: RunSettings, chosen: Chosen, say: Callable[[str], None]) -> Reader:
+    """A reader of documents that says first what ``before_reading`` has to say."""
+    from ..documents.document import Progress, read_alone
+
+    def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
+        if not cache.get_seq_length():
+            for line in before_reading(options, chosen, ids, model):
+                say(line)
+        read_alone(model, ids, cache, progress)
+
+    return reader
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import entry
 from .loading import (
-    Chosen,
+    announced,
     beyond_window,
     check_run,
     choose,
@@ -22,9 +23,8 @@ from .loading import (
     idle_store,
     not_shown,
     open_document,
-    too_few_slots,
 )
-from .terminal import check_target, progress, text_of, title_of
+from .terminal import check_saved, check_target, progress, text_of, title_of
 
 if TYPE_CHECKING:
     from ..documents.document import Document
@@ -43,9 +43,11 @@ def run(args: ReadOptions) -> int:
         refuse(args, AS_BEFORE, "with --append: the text is read on as it began")
         if not target.exists():
             raise FileNotFoundError(f"out={args.out!r} is not there: without --append it is made")
+        check_saved(target)
     elif target.exists() and not args.overwrite:
         raise ValueError(f"out={args.out!r} is there already: --append adds to it, --overwrite replaces it")
-    document, names, tokens, seconds = append(args) if args.append else read_text(args)
+    text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
+    document, names, tokens, seconds = append(args, text) if args.append else read_text(args, text)
     document.save(target, text=args.text, names=names)
     if not args.quiet:
         rows = document.cache.kept_rows
@@ -62,7 +64,7 @@ Done = tuple["Document", dict[str, str], int, float]
 """A document, what its parts are called, and the tokens that were read, with their seconds."""
 
 
-def read_text(args: ReadOptions) -> Done:
+def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
     from ..documents.document import Document
 
@@ -71,8 +73,9 @@ def read_text(args: ReadOptions) -> Done:
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     document = Document.read(
-        model, tokenizer, text_of(args.file), args.run, chosen.policy, chosen.heads, chat=args.chat,
-        title=args.title or title_of(args.file), progress=None if args.quiet else warning_first(args, chosen),
+        model, tokenizer, text, args.run, chosen.policy, chosen.heads, chat=args.chat,
+        title=args.title or title_of(args.file), progress=None if args.quiet else progress("read"),
+        reader=None if args.quiet else announced(args.run, chosen, partial(print, file=sys.stderr, flush=True)),
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
@@ -83,26 +86,11 @@ def read_text(args: ReadOptions) -> Done:
     return document, chosen.names, document.tokens, seconds
 
 
-def warning_first(args: ReadOptions, chosen: Chosen) -> Callable[[int, int], None]:
-    """Progress, with a warning at its first piece where the slots are too few for the text."""
-    show = progress("read")
-    told: list[str | None] = []
-
-    def shown(done: int, total: int) -> None:
-        if not told:
-            told.append(too_few_slots(args.run, chosen.config, chosen.policy, total))
-            if told[0] is not None:
-                print(told[0], file=sys.stderr, flush=True)
-        show(done, total)
-
-    return shown
-
-
-def append(args: ReadOptions) -> Done:
+def append(args: ReadOptions, text: Iterable[str]) -> Done:
     """The document in the file, with the text at its end."""
     document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter, store=args.store)
     before, began = document.tokens, time.perf_counter()
-    document.append(text_of(args.file), None if args.quiet else progress("read"))
+    document.append(text, None if args.quiet else progress("read"))
     return document, chosen.names, document.tokens - before, time.perf_counter() - began
 
 

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -16,7 +16,7 @@ from ..config.command_line import given_by
 from ..naming import first_line, nearest
 from ..sizes import show
 from .command import install_hint
-from .loading import check_run
+from .loading import announced, check_run
 from .terminal import check_target, text_of
 
 if TYPE_CHECKING:
@@ -187,19 +187,25 @@ class Talk:
 
     def open(self, path: Path, given: dict[str, object]) -> None:
         """Begin a conversation about a file, read with the settings that are ``given``."""
-        from ..documents.document import Document
-
         if path.suffix == SAVED:
+            from ..documents.document import Document
+
             if given:
                 raise ValueError(f"{path} was read before: {', '.join(given)} cannot be changed")
             self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads, store=self.run.store))
             return
+        self.read_text(text_of(str(path)), path.name, **given)
+
+    def read_text(self, text: Iterable[str], title: str, **given: object) -> None:
+        """Begin a conversation about a text."""
+        from ..documents.document import Document
+
         run = replace(self.run, **given)  # type: ignore[arg-type]
         check_run(run, self.chosen.config)
         began = time.perf_counter()
         document = Document.read(
-            self.model, self.tokenizer, text_of(str(path)), run, self.chosen.policy, self.chosen.heads, title=path.name,
-            progress=self.screen.progress("read"),
+            self.model, self.tokenizer, text, run, self.chosen.policy, self.chosen.heads, title=title,
+            progress=self.screen.progress("read"), reader=announced(run, self.chosen, self.screen.note),
         )  # fmt: skip
         self.begin(document)
         self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SAVED} keeps what was read")

@@ -6,13 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..config.schema import refuse
+from ..files import read_utf8
 
 if TYPE_CHECKING:
     from ..config.infer_options import Generation
@@ -27,35 +27,57 @@ def to_stderr(line: str) -> None:
 
 
 def text_of(file: str | None) -> Iterator[str]:
-    """Pieces of the text of a file, or of stdin where it is None or -. What is no text by its first bytes, such as a PDF from
-    stdin, is converted whole.
+    """Pieces of the text of a file, or of stdin where it is None or -, which is looked at before this returns: a file as a
+    whole, a pipe at its beginning. What is no text by its name or first bytes, such as a PDF from stdin, is converted whole, in a
+    process of its own.
 
     Raises:
         ValueError: it cannot be read, is not UTF-8, or is blank. ImportError: a format that needs the extra ``documents``.
     """
-    from ..files import read_utf8
-    from ..text.reader import CONVERTED, LIMIT, may_be_text, read_document, read_stream
-
-    if file is not None and file.lower().endswith(CONVERTED):
-        yield read_document(file, lost=to_stderr)
-        return
-    source, blank = "stdin" if file in (None, "-") else f"file={file!r}", True
+    source, name = ("stdin", "stdin") if file in (None, "-") else (f"file={file!r}", str(file))
     if source == "stdin" and sys.stdin.isatty():
         print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
-    try:
-        with nullcontext(sys.stdin.buffer) if source == "stdin" else Path(str(file)).open("rb") as stream:
+    with ExitStack() as opened:
+        try:
+            stream = sys.stdin.buffer if source == "stdin" else opened.enter_context(Path(name).open("rb"))
             first = stream.read(1 << 16)
-            if not may_be_text(first):
-                whole = BytesIO(first + stream.read(LIMIT))
-                yield read_stream(whole, "stdin" if source == "stdin" else str(file), lost=to_stderr)
-                return
+            from ..text.convert import convert
+            from ..text.reader import CONVERTED, LIMIT, may_be_text
+
+            if name.lower().endswith(CONVERTED) or not may_be_text(first):
+                return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
+            blank = not first.strip()
+            if stream.seekable():
+                begun = stream.tell() - len(first)
+                blank = all([not block.strip() for block in read_utf8(stream, first=first)])  # to the end of the file
+                stream.seek(begun)
+                first = b""
+            if blank and not first:
+                raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
+        except OSError as error:
+            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+        return _blocks(stream, first, source, opened.pop_all())
+
+
+def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> Iterator[str]:
+    """The text of a stream that is open; it is closed at the end."""
+    blank = True
+    with opened:
+        try:
             for block in read_utf8(stream, first=first):
                 blank = blank and not block.strip()
                 yield block
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+        except OSError as error:
+            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     if blank:
         raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
+
+
+def check_saved(file: str | Path) -> None:
+    """Raise ValueError or OSError where a file is not there or is no saved cache, without torch: it takes seconds."""
+    from ..cache.file import read_record
+
+    read_record(Path(file))
 
 
 def title_of(file: str | None) -> str:

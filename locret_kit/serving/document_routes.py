@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
 from ..naming import first_line
-from .convert import Unwanted, convert
+from ..planning.reading import too_few
+from ..text.convert import Unwanted, convert
 from .engine import Engine
 from .errors import Refused
 from .page import kept_page
@@ -121,6 +122,9 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
     def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
         if len(ids) > server.limits.prompt_tokens:
             raise ValueError(f"it has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken")
+        if cache.policy.recall is None and not cache.policy.keeps_everything and isinstance(cache.settings.budget, int):
+            few = too_few(cache.settings.budget, len(ids))
+            upload.lost += [few] if few else []
         engine.read(model, ids, cache, progress)
 
     def read(text: str) -> Document:

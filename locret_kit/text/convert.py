@@ -1,4 +1,4 @@
-"""Uploads as text, converted in a process of its own: what a file does to a parser ends there, by limits on time and memory.
+"""Files as text, converted in a process of its own: what a file does to a parser ends there, by limits on time and memory.
 
 As a program it reads a file from stdin and writes its text to stdout.
 """
@@ -17,7 +17,7 @@ from ..naming import first_line
 from ..processes import python
 
 SECONDS = 300
-"""Processor time of a conversion, at most."""
+"""Processor time of a conversion, at most; of an upload, for which others wait, see ``serving.document_routes``."""
 BYTES = 4 << 30
 """Address space of a conversion, at most."""
 TEXT = 64 << 20
@@ -42,7 +42,7 @@ def convert(
 
     Raises:
         ValueError: a format that is not known, a damaged file, one without text, or a limit that was reached.
-        ImportError: a library is missing or broken. Its words may hold paths of this machine.
+        ImportError: a library is missing or broken, and is named. Its words may hold paths of this machine.
         Unwanted: ``unwanted`` said so; the process has ended.
     """
     command = python(__name__, name.replace("\0", ""), *map(str, (seconds, memory, text)))
@@ -51,24 +51,30 @@ def convert(
         # Not by `communicate`, which before Python 3.13 forgets after a timeout what it has not sent yet.
         threading.Thread(target=_feed, args=(child.stdin, data), daemon=True).start()
         child.stdin = None
-        while True:
-            try:
-                said, errors = child.communicate(timeout=0.5)
-                break
-            except subprocess.TimeoutExpired:
-                pass
-            if time.monotonic() > end or unwanted():
-                child.kill()
-                child.communicate()
+        try:
+            while True:
+                try:
+                    said, errors = child.communicate(timeout=0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    pass
                 if unwanted():
                     raise Unwanted
-                raise ValueError(f"{name}: its conversion took more than {2 * seconds} s")
-    if child.returncode in (1, LACKS):
-        kind = ValueError if child.returncode == 1 else ImportError
-        raise kind(errors.decode("utf-8", "replace").strip().splitlines()[-1])
+                if time.monotonic() > end:
+                    raise ValueError(f"{name}: its conversion took more than {2 * seconds} s")
+        except BaseException:  # Ctrl-C too
+            child.kill()
+            child.communicate()
+            raise
+    lines = errors.decode("utf-8", "replace").strip().splitlines()
+    if child.returncode == 1:
+        raise ValueError(lines[-1])
+    if child.returncode == LACKS:
+        module, _, words = lines[-1].partition(" ")
+        raise ImportError(words, name=module)
     if child.returncode:
         raise ValueError(f"{name}: its conversion took more than {seconds} s or {memory >> 20} MiB")
-    for line in errors.decode("utf-8", "replace").splitlines():
+    for line in lines:
         lost(line)
     return said.decode("utf-8")
 
@@ -90,16 +96,19 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     except ImportError:  # not on Windows: the time limit of the parent remains
         pass
-    from ..text.reader import read_stream
+    from .reader import read_stream
 
     losses: list[str] = []
     try:
         text = read_stream(sys.stdin.buffer, name, lost=losses.append)
     except MemoryError:
         return 3
-    except (ValueError, OSError, ImportError) as error:
+    except ImportError as error:
+        print(error.name, first_line(error), file=sys.stderr)
+        return LACKS
+    except (ValueError, OSError) as error:
         print(first_line(error), file=sys.stderr)
-        return LACKS if isinstance(error, ImportError) else 1
+        return 1
     said = text.encode("utf-8", "replace")
     if len(said) > max_bytes:
         print(f"{name}: its text has {len(said)} bytes, at most {max_bytes} are taken", file=sys.stderr)

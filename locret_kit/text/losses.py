@@ -1,0 +1,43 @@
+"""Losses of a conversion: what a file holds and its text does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+NEAR = 4096
+"""Letters behind a passage within which the next one is looked for first, so that long documents take no square of time."""
+
+
+class Refusal(ValueError):
+    """A refusal of a document whose words are complete."""
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: "1 header", "2 headers"."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def letters(text: str) -> str:
+    """The letters and digits of a text: converters change blanks and marks."""
+    return re.sub(r"[\W_]+", "", text)
+
+
+def missing(passages: Iterable[tuple[str, list[str]]], text: str) -> list[str]:
+    """Passages that a text lacks.
+
+    Args:
+        passages: each whole, and in pieces, between which something else may stand in the text. They come mostly in the
+            order of the text.
+    """
+    shown, at, lost = letters(text), 0, []
+    for whole, pieces in passages:
+        for passage in [letters(whole)] if letters(whole) in shown[at : at + NEAR] else map(letters, pieces):
+            place = shown.find(passage, at, at + NEAR + len(passage))
+            place = shown.find(passage, at) if place < 0 else place
+            if place >= 0:
+                at = place + len(passage)
+            elif passage not in shown:
+                lost.append(whole)
+                break
+    return lost

@@ -1,0 +1,222 @@
+"""Pages of a PDF as text, through PDFium: upright, columns one after another, with the values of forms and notes."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from .losses import Refusal, counted
+
+HYPHEN = "\ufffe"
+"""PDFium's mark for one at the end of a line, whose next line it has joined."""
+_LETTER = r"[^\W\d_]"
+_UNKNOWN = r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]"
+"""Characters that a font draws and has no Unicode for."""
+GUTTER = 6.0
+"""Points between two columns, at least."""
+ROWS, WIDE = 4, 18
+"""Rows that two columns have together, at least, and letters of their lines: those of a table are shorter."""
+Box = tuple[float, float, float, float]
+"""Left, bottom, right and top of a piece of a line, in points."""
+
+
+def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
+    """The pages of a PDF, with blank lines in between; its losses are added to ``losses``."""
+    from pypdfium2 import PdfDocument, PdfiumError
+    from pypdfium2.raw import FORMTYPE_XFA_FULL, FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
+
+    if b"%%EOF" not in data[-2048:]:  # PDFium would give the pages that are there, and be silent on the rest
+        raise Refusal(f"{name} is damaged: it has no %%EOF at its end; get it again, or repair it with qpdf")
+    try:
+        document = PdfDocument(data)
+    except PdfiumError as error:
+        if error.err_code in (FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY):
+            raise Refusal(f"{name} is encrypted: save it without a password, such as with qpdf --decrypt") from error
+        raise
+    with document:
+        if document.get_formtype():
+            document.init_forms()
+        pages = [_page(document, number) for number in range(len(document))]
+        if not "".join(pages).strip():
+            raise Refusal(f"{name} has no text on its {len(pages)} pages: run OCR first, such as ocrmypdf")
+        # A page's number alone, such as "- 7 -" or "iv", is not its text.
+        blank = sum(not re.search(_LETTER, re.sub(r"\b[ivxlc]+\b", "", page)) for page in pages)
+        if blank:
+            losses.append(
+                f"{blank} of {len(pages)} pages have no text but numbers: run OCR, such as ocrmypdf, if they are scanned"
+            )
+        if unknown := sum(len(re.findall(_UNKNOWN, page)) for page in pages):
+            where = next(number for number, page in enumerate(pages, 1) if re.search(_UNKNOWN, page))
+            losses.append(f"{counted(unknown, 'character')} without Unicode, the first on page {where}: run OCR")
+        if document.get_formtype() == FORMTYPE_XFA_FULL:
+            losses.append("its form (XFA) is left out: print it to PDF")
+        if attached := document.count_attachments():
+            losses.append(f"{counted(attached, 'attached file')} left out")
+    return _joined(pages)
+
+
+def _joined(pages: list[str]) -> str:
+    """Pages one after another; words that a line or a page breaks are joined, nearly always as one word."""
+    for n, page in enumerate(pages):
+        # A page's number stands behind the last line, which PDFium takes for the rest of a broken word.
+        page = re.sub(rf"(?<={_LETTER})[-{HYPHEN}](?=(?:\d{{1,4}}|[ivxlc]+)\s*$)", f"{HYPHEN}\n", page)
+        end = re.search(rf"(?<={_LETTER})[-{HYPHEN}](?=(?:\n\W*\d{{1,4}}\W*)?$)", page)
+        rest = re.match(rf"{_LETTER}+", pages[n + 1]) if n + 1 < len(pages) else None
+        if end and rest and rest[0].islower():
+            page = page[: end.start()] + HYPHEN + rest[0] + page[end.end() :]
+            pages[n + 1] = re.sub(r"^[^\w\n]*[ \n]?", "", pages[n + 1][rest.end() :], count=1)
+        pages[n] = page
+    text = "\n\n".join(pages)
+    # state-of-\nthe-art, X-\nRay and self-\nDriving keep theirs.
+    text = re.sub(rf"(-{_LETTER}+){HYPHEN}(?={_LETTER})", r"\1-", text)
+    text = re.sub(rf"(?<!\w)({_LETTER}){HYPHEN}(?={_LETTER})", r"\1-", text)
+    text = re.sub(rf"(?<={_LETTER}){HYPHEN}(?={_LETTER})", lambda mark: _hyphen(text, mark), text)
+    return text.replace(HYPHEN, "-")
+
+
+def _hyphen(text: str, mark: re.Match[str]) -> str:
+    before, after = text[mark.start() - 1], text[mark.end()]
+    return "-" if after.isupper() and not before.isupper() else ""
+
+
+def _page(document: Any, number: int) -> str:
+    """The text of a page, then what is filled in there, and its notes."""
+    import pypdfium2.raw as pdfium
+
+    page = document[number]
+    shown = page.get_textpage()
+    angles = Counter(
+        round(pdfium.FPDFText_GetCharAngle(shown, at) / 1.5707963) % 4 for at in range(0, shown.count_chars(), 9)
+    )
+    turn = (4 - angles.most_common(1)[0][0]) % 4 * 90 if angles else 0
+    if page.get_rotation() != turn:  # lines come in their order where they are upright
+        shown.close()
+        page.set_rotation(turn)
+        shown = page.get_textpage()
+    text = _ordered(shown, turn) or shown.get_text_range()
+    shown.close()
+    notes = "\n".join(_annotations(document, page))
+    page.close()
+    text = text.replace("\r\n", "\n")
+    text = re.sub("[\ufb00-\ufb06]", lambda ligature: unicodedata.normalize("NFKC", ligature[0]), text)
+    return f"{text.rstrip()}\n\n{notes}" if notes else text
+
+
+def _annotations(document: Any, page: Any) -> Iterator[str]:
+    """Lines of a page's fields that are filled in and of its notes."""
+    import pypdfium2.raw as pdfium
+
+    form = document.formenv
+    for number in range(pdfium.FPDFPage_GetAnnotCount(page)):
+        note = pdfium.FPDFPage_GetAnnot(page, number)
+        kind = pdfium.FPDFAnnot_GetSubtype(note)
+        if kind == pdfium.FPDF_ANNOT_WIDGET and form is not None:
+            named = _words(partial(pdfium.FPDFAnnot_GetFormFieldAlternateName, form, note))
+            named = named or _words(partial(pdfium.FPDFAnnot_GetFormFieldName, form, note))
+            value = _words(partial(pdfium.FPDFAnnot_GetFormFieldValue, form, note))
+            field = pdfium.FPDFAnnot_GetFormFieldType(form, note)
+            if field in (pdfium.FPDF_FORMFIELD_CHECKBOX, pdfium.FPDF_FORMFIELD_RADIOBUTTON):
+                yield f"[{'x' if pdfium.FPDFAnnot_IsChecked(form, note) else ' '}] {named}"
+            elif value and field != pdfium.FPDF_FORMFIELD_PUSHBUTTON:
+                yield f"{named}: {value}"
+        elif kind not in (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP, pdfium.FPDF_ANNOT_WIDGET):
+            words = _words(partial(pdfium.FPDFAnnot_GetStringValue, note, b"Contents"))
+            if words:
+                yield f"Note: {words}"
+        pdfium.FPDFPage_CloseAnnot(note)
+
+
+def _words(ask: Callable[..., int]) -> str:
+    """The text that a function of PDFium writes into a buffer, of as many bytes as it says."""
+    size = ask(None, 0)
+    buffer = (ctypes.c_ushort * (size // 2 + 1))()
+    ask(buffer, size)
+    return bytes(buffer)[: max(0, size - 2)].decode("utf-16-le", "replace").strip()
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+def _ordered(shown: Any, turn: int) -> str:
+    """The text of a page of columns that it draws row by row; '' where it draws none so."""
+    boxes = [shown.get_rect(number) for number in range(shown.count_rects())]
+    if turn:
+        boxes = [_turned(box, turn) for box in boxes]
+    rows = _rows(boxes)
+    if sum(len(row) > 1 for row in rows) < ROWS:
+        return ""
+    texts = [shown.get_text_bounded(*shown.get_rect(number)).strip() for number in range(len(boxes))]
+    lines = _columns(rows, boxes, texts)
+    if lines is None:
+        return ""
+    return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines))
+
+
+def _turned(box: Box, turn: int) -> Box:
+    """A box on a page that is turned by ``turn`` degrees."""
+    left, bottom, right, top = box
+    return {90: (bottom, -right, top, -left), 180: (-right, -top, -left, -bottom), 270: (-top, left, -bottom, right)}[
+        turn
+    ]
+
+
+def _rows(boxes: list[Box]) -> list[list[int]]:
+    """Numbers of boxes by the row they are drawn in, one after another from the left."""
+    rows: list[list[int]] = []
+    for n, (left, bottom, _, top) in enumerate(boxes):
+        if rows:
+            _, low, right, high = boxes[rows[-1][-1]]
+            if left >= right - 1 and min(top, high) - max(bottom, low) > 0.5 * min(top - bottom, high - low):
+                rows[-1].append(n)
+                continue
+        rows.append([n])
+    return rows
+
+
+def _columns(rows: list[list[int]], boxes: list[Box], texts: list[str]) -> list[str] | None:
+    """Lines of a page, column after column where rows have a gutter in common and read like prose; None where none have."""
+    lines, at, known = [], 0, False
+    while at < len(rows):
+        end, middle = _gutter(rows, at, boxes)
+        sides = [
+            [part for row in rows[at:end] if (part := [n for n in row if (boxes[n][0] >= middle) == right])]
+            for right in (False, True)
+        ]
+        if end - at >= ROWS and all(_prose([" ".join(texts[n] for n in row) for row in side]) for side in sides):
+            known = True
+            for side in sides:
+                lines += _columns(side, boxes, texts) or [" ".join(texts[n] for n in row) for row in side]
+            at = end
+        else:
+            lines.append(" ".join(texts[n] for n in rows[at]))
+            at += 1
+    return lines if known else None
+
+
+def _gutter(rows: list[list[int]], at: int, boxes: list[Box]) -> tuple[int, float]:
+    """The end of the rows from ``at`` on that leave a strip free, and its middle."""
+    row = rows[at]
+    gaps = [(boxes[b][0] - boxes[a][2], boxes[a][2], boxes[b][0]) for a, b in pairwise(row)]
+    if not gaps or max(gaps)[0] < GUTTER:
+        return at, 0.0
+    _, low, high = max(gaps)
+    for end in range(at, len(rows)):
+        middle = (low + high) / 2
+        left = max([low, *(boxes[n][2] for n in rows[end] if boxes[n][0] < middle)])
+        right = min([high, *(boxes[n][0] for n in rows[end] if boxes[n][0] >= middle)])
+        if right - left < GUTTER:
+            return end, middle
+        low, high = left, right
+    return len(rows), (low + high) / 2
+
+
+def _prose(lines: list[str]) -> bool:
+    """Whether lines are those of running text: long ones, of which many go on with a word."""
+    on = sum(line[:1].islower() for line in lines)
+    return len(lines) >= ROWS and sum(map(len, lines)) >= WIDE * len(lines) and 4 * on >= len(lines)

@@ -1,0 +1,213 @@
+"""Documents made in memory, so that a test knows what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import struct
+from zipfile import ZIP_DEFLATED, ZipFile
+
+
+def rc4(key: bytes, data: bytes) -> bytes:
+    """The stream cipher of PDF's first security handler."""
+    box, j, out = list(range(256)), 0, bytearray()
+    for i in range(256):
+        j = (j + box[i] + key[i % len(key)]) % 256
+        box[i], box[j] = box[j], box[i]
+    i = j = 0
+    for byte in data:
+        i = (i + 1) % 256
+        j = (j + box[i]) % 256
+        box[i], box[j] = box[j], box[i]
+        out.append(byte ^ box[(box[i] + box[j]) % 256])
+    return bytes(out)
+
+
+def pdf(pages: list[list[str]], *, password: str | None = None, image: bool = False) -> bytes:
+    """A PDF with a page per list of lines; with ``image`` each page is a grey picture instead.
+
+    With a password, content streams are encrypted by the standard handler, revision 2 (PDF reference 1.7, section 3.5).
+    """
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>",
+    ]
+    if image:
+        objects[2] = (
+            b"<< /Type /XObject /Subtype /Image /Width 2 /Height 2 /ColorSpace /DeviceGray /BitsPerComponent 8 /Length 4 >>\n"
+            b"stream\nabcd\nendstream"
+        )
+    resources = b"/XObject << /I 3 0 R >>" if image else b"/Font << /F 3 0 R >>"
+    for i, lines in enumerate(pages):
+        shown = [re.sub(r"([()\\])", r"\\\1", line) for line in lines]
+        body = "BT /F 10 Tf 12 TL 50 760 Td " + " ".join(f"({line}) Tj T*" for line in shown) + " ET"
+        stream = b"q 500 0 0 700 50 50 cm /I Do Q" if image else body.encode("cp1252")
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Contents %d 0 R /Resources << %s >> >>"
+            % (5 + 2 * i, resources)
+        )
+        objects.append(stream)
+    trailer = b""
+    if password is not None:
+        pad = bytes.fromhex("28bf4e5e4e758a4164004e56fffa01082e2e00b6d0683e802f0ca9fe6453697a")
+        user = (password.encode() + pad)[:32]
+        owner = rc4(hashlib.md5((b"owner" + pad)[:32]).digest()[:5], user)
+        key = hashlib.md5(user + owner + struct.pack("<i", -4) + b"0123456789abcdef").digest()[:5]
+        for n in range(4, len(objects), 2):  # streams; object n + 1
+            objects[n] = rc4(hashlib.md5(key + struct.pack("<I", n + 1)[:3] + b"\0\0").digest()[:10], objects[n])
+        secrets = b"/Filter /Standard /V 1 /R 2 /P -4 /O <%s> /U <%s>" % (
+            owner.hex().encode(),
+            rc4(key, pad).hex().encode(),
+        )
+        trailer = b"/ID [<%s> <%s>] /Encrypt << %s >>" % (*[b"0123456789abcdef".hex().encode()] * 2, secrets)
+    for n in range(4, len(objects), 2):
+        objects[n] = b"<< /Length %d >>\nstream\n%s\nendstream" % (len(objects[n]), objects[n])
+    out, places = bytearray(b"%PDF-1.4\n"), []
+    for number, content in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    start = len(out)
+    out += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
+    out += b"".join(b"%010d 00000 n \n" % place for place in places)
+    out += b"trailer << /Size %d /Root 1 0 R %s >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, trailer, start)
+    return bytes(out)
+
+
+def zipped(files: dict[str, str | bytes], method: int = ZIP_DEFLATED) -> bytes:
+    out = io.BytesIO()
+    with ZipFile(out, "w", method) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+OFFICE = "http://schemas.openxmlformats.org/"
+REMOTE = "http://192.0.2.1/picture.png"
+
+
+def escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def docx_files(paragraphs: list[str]) -> dict[str, str | bytes]:
+    """Parts of a Word file: paragraphs, a table, and a picture that lies elsewhere."""
+    rel, main = f"{OFFICE}officeDocument/2006/relationships", f"{OFFICE}wordprocessingml/2006/main"
+    text = [f'<w:p><w:r><w:t xml:space="preserve">{escaped(line)}</w:t></w:r></w:p>' for line in paragraphs]
+    cells = "".join(f"<w:tc><w:p><w:r><w:t>{word}</w:t></w:r></w:p></w:tc>" for word in ("left", "right"))
+    picture = (
+        '<w:p><w:r><w:drawing><wp:inline><a:graphic><a:graphicData><pic:pic><pic:blipFill><a:blip r:link="r1"/>'
+        "</pic:blipFill></pic:pic></a:graphicData></a:graphic></wp:inline></w:drawing></w:r></w:p>"
+    )
+    spaces = (
+        f'xmlns:w="{main}" xmlns:r="{rel}" xmlns:a="{OFFICE}drawingml/2006/main" '
+        f'xmlns:pic="{OFFICE}drawingml/2006/picture" xmlns:wp="{OFFICE}drawingml/2006/wordprocessingDrawing"'
+    )
+    body = "".join(text) + f"<w:tbl><w:tr>{cells}</w:tr></w:tbl>" + picture
+    relations = f'<Relationships xmlns="{OFFICE}package/2006/relationships">%s</Relationships>'
+    types = f"{OFFICE}package/2006/content-types"
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    return {
+        "[Content_Types].xml": f'<Types xmlns="{types}"><Override PartName="/word/document.xml" ContentType="{kind}"/></Types>',
+        "_rels/.rels": relations % f'<Relationship Id="r1" Type="{rel}/officeDocument" Target="word/document.xml"/>',
+        "word/_rels/document.xml.rels": relations
+        % f'<Relationship Id="r1" Type="{rel}/image" Target="{REMOTE}" TargetMode="External"/>',
+        "word/document.xml": f"<w:document {spaces}><w:body>{body}</w:body></w:document>",
+    }
+
+
+def epub_files(chapters: list[str]) -> dict[str, str | bytes]:
+    """Parts of a book; its chapters lie in the archive in another order than they are read."""
+    items = "".join(
+        f'<item id="c{i}" href="c{i}.xhtml" media-type="application/xhtml+xml"/>' for i in range(len(chapters))
+    )
+    spine = "".join(f'<itemref idref="c{i}"/>' for i in range(len(chapters)))
+    page = (
+        f'<?xml version="1.0"?><html><head><title>no</title></head><body><p>%s</p><img src="{REMOTE}"/></body></html>'
+    )
+    return {
+        "mimetype": "application/epub+zip",
+        **{f"c{i}.xhtml": page % escaped(chapters[i]) for i in reversed(range(len(chapters)))},
+        "content.opf": f"<package><metadata/><manifest>{items}</manifest><spine>{spine}</spine></package>",
+        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="content.opf"/></rootfiles></container>',
+    }
+
+
+def docx(paragraphs: list[str]) -> bytes:
+    return zipped(docx_files(paragraphs))
+
+
+def epub(chapters: list[str]) -> bytes:
+    return zipped(epub_files(chapters))
+
+
+def html(paragraphs: list[str], encoding: str = "utf-8") -> bytes:
+    body = "".join(f"<p>{escaped(text)}</p>" for text in paragraphs)
+    return (
+        f"<html><head><meta charset='{encoding}'><style>p {{ color: red }}</style><script src='{REMOTE}.js'>var hidden</script>"
+        f"</head><body><h1>Title</h1>{body}<table><tr><td>left</td><td>right</td></tr></table><img src='{REMOTE}'></body></html>"
+    ).encode(encoding)
+
+
+def drawn(*contents: str, page: str = "", catalog: str = "", font: str = "", objects: tuple[str, ...] = ()) -> bytes:
+    """A PDF of pages by their operators, such as those of ``at``. Further objects have the numbers from 4 + 2 pages on.
+
+    Args:
+        page, catalog, font: what their dictionaries hold besides.
+    """
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(contents)))
+    parts = [
+        f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(contents)} >>",
+        f"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica {font or '/Encoding /WinAnsiEncoding'} >>",
+    ]
+    for i, content in enumerate(contents):
+        parts.append(
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Contents {5 + 2 * i} 0 R "
+            f"/Resources << /Font << /F 3 0 R >> >> {page} >>"
+        )
+        parts.append(f"<< /Length {len(content.encode('cp1252'))} >>\nstream\n{content}\nendstream")
+    out = "%PDF-1.4\n" + "".join(f"{n} 0 obj\n{part}\nendobj\n" for n, part in enumerate([*parts, *objects], 1))
+    places = "".join(f"{out.index(f'{n} 0 obj'):010d} 00000 n \n" for n in range(1, len(parts) + len(objects) + 1))
+    size = len(parts) + len(objects) + 1
+    table = f"xref\n0 {size}\n0000000000 65535 f \n{places}trailer << /Size {size} /Root 1 0 R >>\nstartxref\n"
+    return f"{out}{table}{len(out)}\n%%EOF\n".encode("cp1252")
+
+
+def at(x: int, y: int, line: str, turn: str = "1 0 0 1") -> str:
+    """Operators that draw a line at a place in points; ``turn`` is the matrix of its letters."""
+    return f"BT /F 10 Tf {turn} {x} {y} Tm ({line}) Tj ET\n"
+
+
+WORD = (
+    f'xmlns:w="{OFFICE}wordprocessingml/2006/main" xmlns:m="{OFFICE}officeDocument/2006/math" '
+    f'xmlns:a="{OFFICE}drawingml/2006/main" xmlns:c="{OFFICE}drawingml/2006/chart" '
+    f'xmlns:mc="{OFFICE}markup-compatibility/2006" xmlns:v="urn:schemas-microsoft-com:vml" '
+    'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
+)
+"""Namespaces of the parts of a Word file."""
+
+
+def word(body: str, **parts: str) -> bytes:
+    """A Word file with a body and further parts, by their names in it without .xml."""
+    files = docx_files(["Before."])
+    document = f"<w:document {WORD}><w:body><w:p><w:r><w:t>Before.</w:t></w:r></w:p>{body}</w:body></w:document>"
+    return zipped(files | {"word/document.xml": document} | {f"word/{name}.xml": part for name, part in parts.items()})
+
+
+def said(text: str) -> str:
+    """A run of a Word file."""
+    return f"<w:r><w:t>{escaped(text)}</w:t></w:r>"
+
+
+def book(chapters: dict[str, bytes | str], manifest: str, spine: str, prefix: str = "", folder: str = "") -> bytes:
+    """An EPUB of chapters by their entries in the archive."""
+    p = prefix and f"{prefix}:"
+    space = f'xmlns{prefix and f":{prefix}"}="http://www.idpf.org/2007/opf"'
+    opf = f"<{p}package {space}><{p}manifest>{manifest}</{p}manifest><{p}spine>{spine}</{p}spine></{p}package>"
+    return zipped({
+        "mimetype": "application/epub+zip", **chapters, f"{folder}a.opf": opf,
+        "META-INF/container.xml": f'<container><rootfiles><rootfile full-path="{folder}a.opf"/></rootfiles></container>',
+    })  # fmt: skip

@@ -1,0 +1,301 @@
+"""Some sixty documents with known facts: each is in the text, or its loss is said, or the file is refused."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from made_documents import WORD, at, book, docx_files, drawn, said, word, zipped
+
+from locret_kit.text.reader import read_stream
+
+FACT = "The rent is 4711 euros"
+OTHER = "Heating costs 815 euros"
+Case = tuple[str, bytes, list[str], list[str]]
+"""A document's name, its bytes, facts in its text, and words of its losses."""
+LONG = [
+    "The rent of the house is 4711 euros", "a month, and it is due on the first", "of each month at the latest, in full,",
+    "and it never grows by more than two", "of a hundred in any year of the term.",
+]  # fmt: skip
+RIGHT = [
+    "Heating is paid by the tenant and", "costs 815 euros in winter months,", "which is read on the meters there by",
+    "the landlord, who shows his figures", "to the tenant before the year ends.",
+]  # fmt: skip
+LEASE = "The rent of the house is 4711 euros a month, and it is due on the first of each month at the latest"
+METER = "costs 815 euros in winter months, which is read on the meters there by the landlord"
+
+
+def pdfs() -> Iterator[Case]:
+    lines = [at(50, 760 - 12 * i, line) for i, line in enumerate(LONG)]
+    for turn in (0, 90, 180, 270):
+        yield f"page{turn}.pdf", drawn("".join(lines), page=f"/Rotate {turn}"), [LEASE], []
+    matrices = {"0 1 -1 0": lambda i: (100 + 12 * i, 50), "-1 0 0 -1": lambda i: (500, 100 + 12 * i)}
+    matrices["0 -1 1 0"] = lambda i: (500 - 12 * i, 700)
+    for number, (matrix, place) in enumerate(matrices.items()):
+        yield (
+            f"letters{number}.pdf",
+            drawn("".join(at(*place(i), line, matrix) for i, line in enumerate(LONG))),
+            [LEASE],
+            [],
+        )
+    pairs = list(enumerate(zip(LONG, RIGHT, strict=True)))
+    both = [at(50, 760 - 12 * i, a) + at(320, 760 - 12 * i, b) for i, (a, b) in pairs]
+    yield "rows.pdf", drawn("".join(both)), [LEASE, METER], []
+    turned = [at(100 + 12 * i, 50, a, "0 1 -1 0") + at(100 + 12 * i, 320, b, "0 1 -1 0") for i, (a, b) in pairs]
+    yield "rows-turned.pdf", drawn("".join(turned)), [LEASE, METER], []
+    columns = "".join(lines) + "".join(at(320, 760 - 12 * i, line) for i, line in enumerate(RIGHT))
+    yield "columns.pdf", drawn(columns), [LEASE, METER], []
+    table = "".join(at(50, 760 - 12 * i, f"Item {i}") + at(200, 760 - 12 * i, f"{i}00 euros") for i in range(8))
+    yield "table.pdf", drawn(table), ["Item 3 300 euros", "Item 7 700 euros"], []
+    yield "number.pdf", drawn(at(50, 60, "well insu-") + at(300, 40, "17"), at(50, 760, "lated")), ["insulated 17"], []
+    beside = drawn(at(50, 60, "the last words") + at(500, 60, "17"), at(50, 760, "next"))
+    yield "number2.pdf", beside, ["last words 17 next"], []
+    broken = drawn(at(50, 760, "a state-of-") + at(50, 748, "the-art X-") + at(50, 736, "Ray"))
+    yield "hyphens.pdf", broken, ["state-of-the-art X-Ray"], []
+    differences = "/Encoding << /BaseEncoding /WinAnsiEncoding /Differences [1 /fi /fl /ffi] >>"
+    yield "ligature.pdf", drawn(at(50, 700, r"the o\003ce \002oor \001ve"), font=differences), ["office floor five"], []
+    cmap = (
+        "begincmap 1 begincodespacerange <00> <ff> endcodespacerange 3 beginbfchar <01> <fb01> <02> <fb02> <03> <e003> "
+        "endbfchar endcmap"
+    )
+    objects = (f"<< /Length {len(cmap)} >>\nstream\n{cmap}\nendstream",)
+    font = "/Encoding /WinAnsiEncoding /ToUnicode 6 0 R"
+    unicode = drawn(at(50, 700, r"\002oor \001ve \003\003"), font=font, objects=objects)
+    yield "unicode.pdf", unicode, ["floor five"], ["2 characters without Unicode, the first on page 1"]
+    form = (
+        "<< /Type /Annot /Subtype /Widget /FT /Tx /T (rent) /V (4711 euros) /Rect [50 600 200 620] >>",
+        "<< /Type /Annot /Subtype /Widget /FT /Ch /Ff 131072 /Opt [(yearly)] /T (due) /V (yearly) /Rect [50 5 200 20] >>",
+        "<< /Type /Annot /Subtype /Text /Contents (Heating costs 815 euros) /Rect [50 400 60 410] >>",
+    )
+    fields = {"page": "/Annots [6 0 R 7 0 R 8 0 R]", "catalog": "/AcroForm << /Fields [6 0 R 7 0 R] >>"}
+    filled = drawn(at(50, 760, "Lease"), objects=form, **fields)
+    yield "form.pdf", filled, ["Lease", "rent: 4711 euros", "due: yearly", OTHER], []
+    yield "blank.pdf", drawn(at(50, 700, FACT), *[""] * 9), [FACT], ["9 of 10 pages have no text", "run OCR"]
+    yield (
+        "numbered.pdf",
+        drawn(at(50, 700, FACT), at(300, 40, "2"), at(300, 40, "iii")),
+        [FACT],
+        ["2 of 3 pages have no text"],
+    )
+
+
+def words() -> Iterator[Case]:
+    fact = f"<w:p>{said(FACT)}</w:p>"
+    for kind in ("ins", "moveTo", "bdo", "dir", "smartTag", "fldSimple", "customXml", "hyperlink"):
+        yield f"{kind}.docx", word(f"<w:p><w:{kind}>{said(FACT)}</w:{kind}></w:p>"), [FACT], []
+    for kind in ("ins", "moveTo", "customXml"):
+        yield f"{kind}-block.docx", word(f"<w:{kind}>{fact}</w:{kind}>"), [FACT], []
+    yield "sdt.docx", word(f"<w:sdt><w:sdtContent>{fact}</w:sdtContent></w:sdt>"), [FACT], []
+    content = f"<w:txbxContent>{fact}<w:p>{said(OTHER)}</w:p></w:txbxContent>"
+    box, old = (
+        f"<wps:txbx>{content}</wps:txbx>",
+        f"<w:pict><v:shape><v:textbox>{content}</v:textbox></v:shape></w:pict>",
+    )
+    choice = f"<mc:Choice>{box}</mc:Choice>"
+    for name, inner in {
+        "new": f"<w:drawing>{box}</w:drawing>", "old": old,
+        "both": f"<mc:AlternateContent>{choice}<mc:Fallback>{old}</mc:Fallback></mc:AlternateContent>",
+        "no-old": f"<mc:AlternateContent>{choice}</mc:AlternateContent>",
+        "picture": f"<mc:AlternateContent>{choice}<mc:Fallback><w:pict/></mc:Fallback></mc:AlternateContent>",
+    }.items():  # fmt: skip
+        yield f"box-{name}.docx", word(f"<w:p>{said('Around.')}<w:r>{inner}</w:r></w:p>"), ["Around.", FACT, OTHER], []
+    cell = f"<w:tbl><w:tr><w:tc><w:p><w:r><w:drawing>{box}</w:drawing></w:r></w:p></w:tc></w:tr></w:tbl>"
+    yield "box-cell.docx", word(cell), [FACT, OTHER], []
+    number = "<m:r><m:t>%s</m:t></m:r>"
+    for name, properties in (("whole", "<m:fPr/>"), ("bare", "")):
+        fraction = f"<m:f>{properties}<m:num>{number % 47}</m:num><m:den>{number % 11}</m:den></m:f>"
+        equation = f"<w:p><m:oMath>{number % 'x=815+'}{fraction}</m:oMath></w:p>"
+        yield f"equation-{name}.docx", word(equation), ["x=815+", "47", "11"], []
+    alone = f"<m:oMathPara><m:oMath>{number % 'y=4711'}</m:oMath></m:oMathPara>"
+    yield "equation-block.docx", word(f"<w:p>{alone}</w:p>" + alone.replace("y=4711", "z=42")), ["y=4711", "z=42"], []
+    breaks = '<w:t>4711</w:t><w:cr/><w:t>euros</w:t><w:br w:type="page"/><w:t>rent</w:t><w:ptab/><w:t>due</w:t>'
+    yield "breaks.docx", word(f"<w:p><w:r>{breaks}</w:r></w:p>"), ["4711 euros rent due"], []
+    parts = {
+        "header1": ("hdr", fact, "1 header left out"), "footer3": ("ftr", fact, "1 footer left out"),
+        "comments": ("comments", "".join(f'<w:comment w:id="{n}">{fact}</w:comment>' for n in "12"), "2 comments left out"),
+        "footnotes": ("footnotes", f'<w:footnote w:id="3">{fact}</w:footnote>', "1 note left out"),
+    }  # fmt: skip
+    for name, (root, inner, loss) in parts.items():
+        yield f"{name}.docx", word("", **{name: f"<w:{root} {WORD}>{inner}</w:{root}>"}), ["Before."], [loss]
+    again = f"<w:hdr {WORD}><w:p>{said('Before.')}</w:p></w:hdr>"
+    yield "header-again.docx", word("", header1=again), ["Before."], []
+    chart = f"<c:chartSpace {WORD}><a:p><a:r><a:t>{FACT}</a:t></a:r></a:p></c:chartSpace>"
+    yield "chart.docx", word("", **{"charts/chart1": chart}), ["Before."], ["1 chart left out"]
+    unknown = word(f"<w:p><w:strange>{said(FACT)}</w:strange></w:p>")
+    yield "unknown.docx", unknown, ["Before."], ["1 passage left out"]
+    files = docx_files([FACT])
+    yield "sheet.docx", zipped(files | {"word/embeddings/a.xlsx": "x"}), [FACT], ["1 file within it left out"]
+
+    def changed(old: str, new: str) -> dict[str, str]:
+        return {name.replace(old, new): str(part).replace(old, new) for name, part in files.items()}
+
+    spaces = "schemas.openxmlformats.org/wordprocessingml/2006/main", "purl.oclc.org/ooxml/wordprocessingml/main"
+    yield "strict.docx", zipped(changed(*spaces)), [FACT], []
+    renamed = changed("document.xml", "document2.xml")
+    moved = f"<w:p><w:moveTo>{said(OTHER)}</w:moveTo></w:p></w:body>"
+    renamed["word/document2.xml"] = renamed["word/document2.xml"].replace("</w:body>", moved)
+    yield "renamed.docx", zipped(renamed), [FACT, OTHER], []
+
+
+def books() -> Iterator[Case]:
+    page = "<html><body><p>%s</p></body></html>"
+    item, ref = '<item id="%s" href="%s"/>', '<itemref idref="%s"/>'
+
+    def of(href: str, entry: str, *, html: str | bytes = page % FACT, **more: str) -> bytes:
+        p = f"{more['prefix']}:" if "prefix" in more else ""
+        manifest, spine = (one.replace("<", f"<{p}") for one in (item % ("a", href), ref % "a"))
+        return book({entry: html}, manifest, spine, **more)
+
+    yield "plain.epub", of("a.xhtml", "a.xhtml"), [FACT], []
+    yield "prefix.epub", of("a.xhtml", "a.xhtml", prefix="opf"), [FACT], []
+    yield "up.epub", of("../text/a.xhtml", "text/a.xhtml", folder="OEBPS/"), [FACT], []
+    yield "case.epub", of("Text/A.XHTML", "OEBPS/text/a.xhtml", folder="OEBPS/"), [FACT], []
+    yield "percent.epub", of("a%20%C3%A9.xhtml", "a \u00e9.xhtml"), [FACT], []
+    yield "accent.epub", of("e\u0301.xhtml", "\u00e9.xhtml"), [FACT], []
+    yield "slash.epub", of(r"text\a.xhtml", "text/a.xhtml"), [FACT], []
+    yield "fragment.epub", of("a.xhtml#top", "a.xhtml"), [FACT], []
+    space = 'xmlns:h="http://www.w3.org/1999/xhtml"'
+    prefixed = f'<?xml version="1.0"?><h:html {space}><h:style>x</h:style><h:body><h:p>{FACT}</h:p></h:body></h:html>'
+    yield "xhtml-prefix.epub", of("a.xhtml", "a.xhtml", html=prefixed), [FACT], []
+    for encoding in ("utf-16", "iso-8859-1", "shift_jis"):
+        word = "\u65e5\u672c" if encoding == "shift_jis" else "caf\u00e9"
+        html = f'<?xml version="1.0" encoding="{encoding}"?>' + page % word
+        yield f"{encoding}.epub", of("a.xhtml", "a.xhtml", html=html.encode(encoding)), [word], []
+    latin = (page % "one caf\u00e9").encode("latin-1")
+    yield "wrong.epub", of("a.xhtml", "a.xhtml", html=latin), ["one"], ["1 character not in utf-8"]
+    open_comment = f"<html><body><!-- never ends <p>{FACT}</p></body></html>"
+    yield "comment.epub", of("a.xhtml", "a.xhtml", html=open_comment), [FACT], []
+    two, spine = item % ("a", "a.xhtml") + item % ("b", "b.xhtml"), ref % "a" + ref % "b"
+    lost = book({"a.xhtml": page % FACT}, two, spine + ref % "c")
+    yield "lost.epub", lost, [FACT], ["2 of 3 chapters of the spine are not in the file"]
+    pictures = book({"a.xhtml": page % FACT, "b.xhtml": "<img src='x.png'/>"}, two, spine)
+    yield "pictures.epub", pictures, [FACT], ["1 of 2 chapters are pictures without text"]
+
+
+YEN = "\u5bb6\u8cc3\u306f4711\u5186\u3067\u3059"
+TEXTS = {
+    "utf-8": f"{YEN} \u0410\u0440\u0435\u043d\u0434\u0430 \u0627\u064a\u062c\u0627\u0631", "utf-16": FACT,
+    "utf-16-le": FACT, "utf-16-be": FACT, "utf-32": FACT, "shift_jis": YEN, "euc_jp": YEN, "iso2022_jp": YEN,
+    "gb18030": "\u6bcf\u6708\u623f\u79df\u662f\u56db\u5343\u5143", "big5": "\u623f\u79df\u56db\u5343",
+    "euc_kr": "\uc6d4\uc138 4711", "koi8_r": "\u0410\u0440\u0435\u043d\u0434\u0430 4711 \u0440\u0443\u0431",
+    "cp1252": "le loyer est de 4711 \u20ac, pay\u00e9", "latin-1": "le loyer pay\u00e9",
+}  # fmt: skip
+"""Texts by their encodings."""
+
+
+def pages() -> Iterator[Case]:
+    for encoding, text in TEXTS.items():
+        page = f"<html><head><meta charset='{encoding}'></head><body><p>{text}</p></body></html>"
+        if encoding not in ("utf-32", "utf-16-le", "utf-16-be"):  # no page is in UTF-32
+            yield f"{encoding}.html", page.encode(encoding), [text], []
+    bare = f"<html><body><p>{TEXTS['cp1252']}</p></body></html>"
+    yield "bare.html", bare.encode("cp1252"), [], ["names no encoding"]
+    yield "false.html", f"<meta charset='iso-8859-1'><p>{TEXTS['utf-8']}</p>".encode(), [TEXTS["utf-8"]], []
+    yield (
+        "utf8-not.html",
+        b"<meta charset='utf-8'><p>one \xff\xfe two</p>",
+        ["one", "two"],
+        ["2 characters not in utf-8"],
+    )
+    yield (
+        "title.html",
+        f"<html><head><title>{FACT}</title></head><body>More.</body></html>".encode(),
+        [FACT, "More."],
+        [],
+    )
+    yield (
+        "bodies.html",
+        f"<body><p>One.</p></body><body><p>{FACT}</p></body>".encode(),
+        ["One."],
+        ["1 passage left out"],
+    )
+    form = f"<p>Lease</p><input name='rent' value='{FACT}'><iframe src='x'></iframe>".encode()
+    yield "form.html", form, ["Lease"], ["1 field of a form left out", "1 frame with other pages"]
+    yield "comment.html", f"<p>One.</p><!-- never ends <p>{FACT}</p>".encode(), ["One.", FACT], []
+
+
+def texts() -> Iterator[Case]:
+    for encoding, text in TEXTS.items():
+        facts, losses = ([text], []) if encoding == "utf-8" else ([], ["UTF-"])
+        yield f"{encoding}.txt", text.encode(encoding), facts, losses
+    yield "crlf.csv", f"a,b\r\n{FACT}\r\n{OTHER}\r".encode(), [f"a,b\n{FACT}\n{OTHER}\n"], []
+    yield "old.rtf", b"{\\rtf1 rent}", [], ["save it as .docx"]
+    yield "old.doc", b"\xd0\xcf\x11\xe0" + bytes(600), [], ["save it as .docx"]
+    yield "deck.pptx", zipped({"ppt/slides/slide1.xml": "<x/>"}), [], ["save it as PDF"]
+    yield "sheet.xlsx", zipped({"xl/workbook.xml": "<x/>"}), [], ["save it as PDF"]
+    yield "note.odt", zipped({"mimetype": "x", "content.xml": "<x/>"}), [], ["save it as .docx or PDF"]
+
+
+CASES = [*pdfs(), *words(), *books(), *pages(), *texts()]
+
+
+@pytest.mark.parametrize(("name", "data", "facts", "losses"), CASES, ids=[case[0] for case in CASES])
+def test_a_fact_is_in_the_text_or_its_loss_is_said(name, data, facts, losses):
+    assert len(data) < 8192
+    lost: list[str] = []
+    try:
+        text = read_stream(io.BytesIO(data), name, lost=lost.append)
+    except ValueError as error:
+        text, lost = "", [str(error)]
+    shown = text if name.endswith((".csv", ".txt")) else re.sub(r"\s+", " ", text)
+    for fact in facts:
+        assert shown.count(fact) == 1, (shown, lost)
+    for words in losses:
+        assert any(words in line for line in lost), (shown, lost)
+    assert facts or not text, text
+    assert losses or not lost, lost
+    assert all(line.startswith(name) and "\n" not in line for line in lost)
+
+
+def test_there_are_sixty():
+    assert len(CASES) >= 60 and len({case[0] for case in CASES}) == len(CASES)
+
+
+LOOKED = """
+import contextlib, io, sys
+from locret_kit.cli import ask, chat, infer, kept, read
+mains = {"ask": ask, "chat": chat, "infer": infer, "kept": kept, "read": read}
+for line in sys.stdin.read().splitlines():
+    command, *words = line.split("\t")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = mains[command].main(words)
+    print(status, "torch" in sys.modules, said.getvalue().strip(), sep="\t")
+"""
+
+
+def test_a_file_is_looked_at_before_torch_is_imported(tmp_path):
+    """A name that is wrong, a scan, an old format: each is said without the seconds that loading takes."""
+    files = {
+        "scan.pdf": drawn("", ""), "empty.txt": b"", "blank.txt": b" \n", "latin.txt": b"x" * 70000 + b"\xe9",
+        "a.rtf": b"{\\rtf1", "a.locret": b"x" * 99, "deck.pptx": zipped({"ppt/slides/slide1.xml": "<x/>"}), "prompts.jsonl": b"",
+    }  # fmt: skip
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    heads = ["--ckpt", "checkpoints/smollm2-135m-locret"]
+    lines, words = [], []
+    for name, told in {
+        "scan.pdf": "run OCR", "empty.txt": "no text", "blank.txt": "no text", "latin.txt": "not UTF-8", "a.rtf": "as .docx",
+        "deck.pptx": "as PDF", "none.pdf": "No such file",
+    }.items():  # fmt: skip
+        lines += [["infer", name, *heads, "--question", "x"], ["read", name, "-o", "new.locret", *heads]]
+        words += [told] * 2
+    lines += [["chat", "scan.pdf", *heads], ["infer", "--batch", "none.jsonl", "-o", "out.jsonl", *heads]]
+    lines += [["infer", "--batch", "prompts.jsonl", "-o", "out.jsonl", *heads]]
+    lines += [[command, "a.locret", *rest] for command, rest in (("ask", ["x"]), ("kept", []), ("chat", []))]
+    lines += [["read", "scan.pdf", "-o", "a.locret", "--append"]]
+    words += ["run OCR", "No such file", "holds no prompts", *["no saved cache"] * 4]
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKED],
+        input="\n".join(map("\t".join, lines)),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for line, told, result in zip(lines, words, done.stdout.splitlines(), strict=True):
+        status, torch, error = result.split("\t")
+        assert (status, torch) == ("1", "False") and told in error and len(error) < 200, (line, result)
