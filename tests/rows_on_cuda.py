@@ -23,7 +23,10 @@ def main() -> None:
         keys = torch.randn(1, 2, S, D, generator=generator, device="cuda").bfloat16()
         buffers, found = [keys, scores], {}
         for name in ("reference", "triton"):
-            call = {each: backend.function(each, name) for each in backend.functions()}
+            call = {
+                each: backend.function(each, name)
+                for each in ("select_rows", "kept_rows", "compact_rows", "rotate_rows")
+            }
             most = torch.full((1, 2), K, device="cuda")
             stay = call["select_rows"](scores, protected, valid, most)
             index = call["kept_rows"](stay, K)

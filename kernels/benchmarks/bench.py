@@ -40,6 +40,8 @@ SHAPES = {"phi3-mini": Shape(32, 32, 96, 6000, 3072), "llama3.1-8b": Shape(32, 8
 """Recipe -> its sizes (Locret, table 6)."""
 REPLAYED = ("triton", "sdpa")
 """Backends that are timed as graphs. References make the host wait, and a graph's copy is slower than PyTorch's own."""
+OWN = {"triton", "cpu"}
+"""Backends that are compared with the reference."""
 TINY = Shape(4, 2, 64, 96, 48, prompt=150, answer=20)
 """Sizes for a CPU."""
 
@@ -137,10 +139,10 @@ def difference(mine: object, theirs: object, *, exact: bool = False) -> str | No
 
 
 def gate(case: Case) -> None:
-    """Raise Disagreement unless the case's kernel, where it runs, equals its reference."""
-    if "triton" in case.runs:
-        mine, theirs = (outputs(case, key) for key in ("triton", "reference"))
-        agree(mine, theirs, f"{case.operation} at {case.shape}", exact=bool(case.state))
+    """Raise Disagreement unless the case's kernels, where they run, equal its reference."""
+    for key in OWN & case.runs.keys():
+        mine, theirs = (outputs(case, each) for each in (key, "reference"))
+        agree(mine, theirs, f"{case.operation} ({key}) at {case.shape}", exact=bool(case.state))
 
 
 def measure(case: Case, key: str, milliseconds: int, where: Mapping[str, str], device: torch.device) -> Row:

@@ -150,7 +150,8 @@ def launches(D: int, dtype: torch.dtype) -> Iterator[Launch]:
 
     with common.recorded(record):
         for case in cases("", Shape(32, 8, D, 16384, 1024), torch.device("meta"), dtype):
-            case.runs["triton"]()
+            if "triton" in case.runs:
+                case.runs["triton"]()
             yield from made
             made.clear()
 

@@ -36,7 +36,7 @@ def function(name: str, backend: str) -> Callable[..., Any]:
 
     Raises:
         ValueError: an unknown function or backend.
-        BackendUnavailable: Triton is asked for and not installed.
+        BackendUnavailable: Triton is asked for and not installed, or of an operation without kernels for it.
     """
     if name not in functions():
         raise ValueError(f"function={name!r} must be one of: {', '.join(functions())}")
@@ -44,6 +44,8 @@ def function(name: str, backend: str) -> Callable[..., Any]:
         raise ValueError(f"backend={backend!r} must be one of: {', '.join(BACKENDS)}")
     if backend == "cpu" and not has_form(name, backend):
         backend = "reference"
+    if not has_form(name, backend):
+        raise BackendUnavailable(f"function={name!r} has no form for backend={backend!r}")
     try:
         module = import_module(f".{functions()[name]}.{backend}", __package__)
     except ModuleNotFoundError as error:
@@ -65,8 +67,8 @@ def runnable(name: str, device: torch.device) -> tuple[str, ...]:
     from . import common
 
     on_cpu = device.type == "cpu"
-    runs = {"reference": True, "triton": not on_cpu or common.INTERPRETED, "cpu": on_cpu and has_form(name, "cpu")}
-    return tuple(backend for backend, here in runs.items() if here)
+    runs = {"reference": True, "triton": not on_cpu or common.INTERPRETED, "cpu": on_cpu}
+    return tuple(backend for backend, here in runs.items() if here and has_form(name, backend))
 
 
 def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:

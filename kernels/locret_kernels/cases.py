@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from . import backend
 from .column_stats import STATISTICS
+from .product.formats import FORMATS, format_of
 from .ragged_decode import Float8Rows, PackedRows, Rotation, Spans
 from .sparse_attend import Blocks
 
@@ -115,6 +116,12 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     gated = x(1, T, 8 * D * Q)
     yield case("swiglu", f"T={T} C={4 * D * Q}", *gated.chunk(2, -1), nbytes=1.5 * gated.nbytes)
 
+    for form in FORMATS:
+        matrix = packed_matrix(C := Q * D, C, form, device)
+        yield case(
+            f"product {form}", f"T={T} K={C} N={C}", wide, matrix, form, flops=2 * T * C**2, nbytes=matrix.nbytes
+        )
+
     table, one, row = x(S, D // 2).repeat(1, 2), q[:, :, 0].contiguous(), q[:, :, :1]
     yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
     place = torch.arange(S, dtype=torch.int32, device=device).repeat(1, H, 1)
@@ -145,6 +152,20 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         for form, turn, received in forms:
             name, nbytes = f"packed_decode {bits} bits{form}", sum(t.nbytes for t in rows)
             yield case(name, f"S={S}", one, rows, spans, scaling, turn, received, nbytes=nbytes)
+
+
+def packed_matrix(
+    N: int, K: int, form: str, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Random codes of a matrix ``[N, K]`` as they lie in a file, with steps of about 0.001."""
+    size = format_of(form)
+    blocks = torch.randint(
+        0, 256, (N, K // size.block, size.nbytes), dtype=torch.uint8, device=device, generator=generator
+    )
+    for at in size.halves:
+        steps = 1e-3 * (1 + torch.rand(N, K // size.block, 1, device=device, generator=generator))
+        blocks[..., at : at + 2] = steps.half().view(torch.uint8)
+    return blocks.flatten(1)
 
 
 def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device, dtype: torch.dtype) -> PackedRows:
