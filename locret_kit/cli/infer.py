@@ -24,6 +24,7 @@ from .loading import (
     not_shown,
     prompt_ids,
     too_few_slots,
+    with_text_budget,
 )
 from .terminal import (
     check_question,
@@ -104,13 +105,15 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     tokenizer = load_tokenizer(chosen.backbone)
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    few = too_few_slots(args.run, chosen.config, chosen.policy, max(map(len, prompts)))
+    run, longest = args.run, max(map(len, prompts))
+    if cap is not None:
+        run = replace(run, chunk=plan_chunk(args, chosen, longest, cap, say))
+    model, tokenizer = chosen.load(args)
+    if cap is None:
+        run = with_text_budget(run, chosen, model, longest, say)
+    few = too_few_slots(run, chosen.config, chosen.policy, longest)
     if few is not None and not args.quiet:
         print(few, file=sys.stderr, flush=True)  # before minutes of reading
-    run = args.run
-    if cap is not None:
-        run = replace(run, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
-    model, tokenizer = chosen.load(args)
     warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)]
     shown = None if args.quiet else progress
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,10 @@ from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import entry
 from .loading import (
-    Chosen,
     beyond_window,
     check_run,
     choose,
+    counted_text,
     idle_stabilizers,
     idle_store,
     not_shown,
@@ -70,9 +70,13 @@ def read_text(args: ReadOptions) -> Done:
     check_run(args.run, chosen.config)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
+    say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
+    text, run = counted_text(text_of(args.file), args.run, chosen, model, tokenizer, say, chat=args.chat)
+    if few := too_few_slots(run, chosen.config, chosen.policy, text.tokens):
+        say(few)
     document = Document.read(
-        model, tokenizer, text_of(args.file), args.run, chosen.policy, chosen.heads, chat=args.chat,
-        title=args.title or title_of(args.file), progress=None if args.quiet else warning_first(args, chosen),
+        model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat,
+        title=args.title or title_of(args.file), progress=None if args.quiet else progress("read"),
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
@@ -81,21 +85,6 @@ def read_text(args: ReadOptions) -> Done:
         if line:
             print(line, file=sys.stderr)
     return document, chosen.names, document.tokens, seconds
-
-
-def warning_first(args: ReadOptions, chosen: Chosen) -> Callable[[int, int], None]:
-    """Progress, with a warning at its first piece where the slots are too few for the text."""
-    show = progress("read")
-    told: list[str | None] = []
-
-    def shown(done: int, total: int) -> None:
-        if not told:
-            told.append(too_few_slots(args.run, chosen.config, chosen.policy, total))
-            if told[0] is not None:
-                print(told[0], file=sys.stderr, flush=True)
-        show(done, total)
-
-    return shown
 
 
 def append(args: ReadOptions) -> Done:
