@@ -1,5 +1,5 @@
-"""Packages of the wheel: those found in two folders, `recipes/` as `locret_recipes` and `examples/` as `locret_examples`; and
-its description, which is the README."""
+"""Packages of the wheel: those found in two folders, `recipes/` as `locret_recipes`, `examples/` as `locret_examples` and the
+demo's heads as `locret_demo`; and its description, which is the README."""
 
 import re
 from pathlib import Path
@@ -20,14 +20,15 @@ def name_of(link: "re.Match[str]") -> str:
     return f"`{file}`" if text == file or file.endswith(f"/{text}") else f"{text} (`{file}`)"
 
 
+FOLDERS = {
+    "locret_recipes": "recipes",
+    "locret_examples": "examples",
+    "locret_demo": "checkpoints/smollm2-135m-locret",  # weights, configuration and card alone: 13 MB
+}
 # `kernels/` has no `__init__.py`: as a package it would shadow the `kernels` package that transformers probes.
 setup(
-    packages=[*find_packages(include=["locret_kit*"]), *find_packages("kernels"), "locret_recipes", "locret_examples"],
-    package_dir={
-        "locret_kernels": "kernels/locret_kernels",
-        "locret_recipes": "recipes",
-        "locret_examples": "examples",
-    },
+    packages=[*find_packages(include=["locret_kit*"]), *find_packages("kernels"), *FOLDERS],
+    package_dir={"locret_kernels": "kernels/locret_kernels", **FOLDERS},
     long_description=description(),
     long_description_content_type="text/markdown",
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import hub
+from .backbones import demo
 from .files import CONFIG, WEIGHTS, read_folder, read_json, read_weights, write_beside, write_folder
 
 FORMAT = "locret_kit.heads.v1"
@@ -61,6 +62,8 @@ def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
         FileNotFoundError: nothing is there. ValueError: it is no checkpoint of heads, or damaged.
     """
     path = Path(source)
+    if str(source) == demo.HEADS and not path.exists():
+        path = demo.heads_folder()
     if path.is_dir():
         config, state = read_folder(path, "heads")
         return Stored(state, path, config)

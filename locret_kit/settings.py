@@ -113,7 +113,8 @@ class RunSettings(StoreSettings):
 
     budget: Budget | None = None
     """Slots that a key/value head keeps in one layer, everything counted: an integer; or with a point, such as 0.1, a
-    share of the prompt. Default: the heads', or 1024."""
+    share of the prompt. Default: the heads', or 1024; locret-infer, locret-read and locret-chat take a quarter of a text where
+    that is more, as far as window and memory allow."""
     chunk: Slots | None = None
     """Tokens between evictions while the prompt is read. Default: the heads', or 512."""
     stabilizers: Count | None = None

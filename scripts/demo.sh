@@ -5,7 +5,7 @@ set -euo pipefail
 
 tokens="${1:-131072}"
 budget="${2:-512}"
-LOCRET_EXTRAS="${LOCRET_EXTRAS:-documents,gguf,serve}" # an environment with more is left as it is
+LOCRET_EXTRAS="${LOCRET_EXTRAS:-documents,serve}" # an environment with more is left as it is
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 python scripts/fetch_backbone.py

@@ -206,7 +206,8 @@ def commands() -> str:
         ),
     ]
     for command in COMMANDS:
-        blocks += [f"## {command.name}", f"```text\n{command.usage.strip()}\n```", *options(command)]
+        usage = f"{command.usage.strip()}\n{command.notes}".rstrip()
+        blocks += [f"## {command.name}", f"```text\n{usage}\n```", *options(command)]
         if command is EVAL:
             for name, one in OF_EVAL.items():
                 blocks += [f"### locret-eval {name}", f"```text\n{one.usage.strip()}\n```", *options(one)]

@@ -276,7 +276,6 @@ BAD = [
     (("read", "long.txt", "-o", "{out}/x", "--append", "--overwrite"), 1, "not both"),
     (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
     (("read", "-o", "{out}/x", "--ckpt", "heads"), 1, "stdin holds no text"),
-    (("read", "long.txt", "-o", "{out}/x"), 1, "give --ckpt"),
     (("read", "long.txt", "-o", "{out}/x", "--ckpt", "heads", "--budgt", "4"), 2, "Did you mean 'budget'?"),
     (("info",), 2, "file=... is missing"),
     (("info", "long.txt"), 1, "long.txt is no saved cache"),

@@ -378,7 +378,7 @@ def test_one_table_of_needles_perplexity_and_reconstruction(heads, tmp_path, cap
 
 def test_figures_need_matplotlib_and_rows_do_not(heads, tmp_path, monkeypatch, capsys):
     def without(out):
-        raise ImportError("No module named 'matplotlib': pip install 'locret-kit[eval]'")
+        raise ImportError("No module named 'matplotlib': in the clone, pip install '.[eval]'")
 
     monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", without)
     out = tmp_path / "run"

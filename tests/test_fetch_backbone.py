@@ -8,13 +8,11 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFWriter, TokenType
-from scripts_loaded import load_script
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
+from locret_kit.backbones.demo import dequantise
 from locret_kit.backbones.load import load_backbone
-
-script = load_script("scripts/fetch_backbone.py")
 
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -67,7 +65,7 @@ def test_a_folder_holds_the_weights_and_the_tokens(tmp_path):
     tokenizer = tiny_tokenizer()
     model = tiny_model("qwen2", vocab_size=len(tokenizer))
     write(tmp_path / "tiny.gguf", model, tokenizer)
-    script.dequantise(tmp_path / "tiny.gguf", tmp_path / "made", "any/tiny").save_pretrained(tmp_path / "made")
+    dequantise(tmp_path / "tiny.gguf", tmp_path / "made", "any/tiny").save_pretrained(tmp_path / "made")
     made, split = load_backbone(str(tmp_path / "made"), dtype="bfloat16", device="cpu")
     wanted = model.bfloat16().state_dict()
     assert made.state_dict().keys() == wanted.keys()

@@ -270,8 +270,8 @@ def test_the_cards_table_shows_signs_as_they_are(tmp_path):
 # ---- the real client against a local server -----------------------------------------------------------------------
 
 ROUND_TRIP = """
-import importlib.util, re
-ckpt, work, root = sys.argv[1:]
+import re
+ckpt, work, _ = sys.argv[1:]
 os.environ.pop("HF_TOKEN")
 dry = cli("publish", "--ckpt", ckpt, "--repo", "me/heads", "--private", "--dry-run")
 os.environ["HF_TOKEN"] = "hf_me"
@@ -289,13 +289,12 @@ out = io.StringIO()
 with redirect_stdout(out):
     exec(snippet, names := {})
 report(snippet=[names["cache"].get_seq_length(), names["ids"].shape[1], names["out"].shape[1]])
-spec = importlib.util.spec_from_file_location("fetch_backbone", root + "/scripts/fetch_backbone.py")
-fetch = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fetch)
-fetch.REPO = "lab/tiny"
-made = fetch.Path(work) / "made"
-made.mkdir()
-report(fetched=[fetch.from_hub(made), sorted(p.name for p in made.iterdir())])
+from pathlib import Path
+from locret_kit.backbones import demo
+demo.REPO = "lab/tiny"
+made = Path(work) / "new" / "made"
+made.mkdir(parents=True)
+report(fetched=[demo.from_hub(made), sorted(p.name for p in made.iterdir())])
 """
 
 OUT_OF_REACH = """

@@ -59,7 +59,7 @@ def test_an_answer_and_a_plan_need_no_extra(tmp_path):
 
 HEAVY = {"torch", "transformers", "pydantic", "yaml", "triton"}
 HELP = {
-    "ask": ["--question-file"], "chat": ["--history-file"], "eval": ["torchrun --nproc_per_node", "kvzip"], "infer": ["--budget"],
+    "ask": ["--question-file"], "chat": ["--history-file"], "eval": ["--policies", "lm_eval"], "infer": ["--budget"],
     "info": [], "kept": [], "plan": ["--gpu-memory"], "publish": [], "read": [], "serve": ["--sessions"], "train": ["recipe="],
     "vllm": ["--sessions"],
 }  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_missing_extra_is_one_line_that_says_how_to_install_it(tmp_path):
     words = ["recipe=tiny", f"backbone.model={backbone}", f"out={tmp_path / 'out'}"]
     done = run(f"from locret_kit.cli.train import main\nsys.exit(main({words!r}))")
     assert done.returncode == 1
-    assert done.stderr.strip() == "locret-train: No module named 'lightning': pip install 'locret-kit[train]'"
+    assert done.stderr.strip() == "locret-train: No module named 'lightning': in the clone, pip install '.[train]'"
 
 
 def test_names_and_types_for_users():

@@ -12,8 +12,11 @@ from annotated_types import Ge
 
 from locret_kit.cli import eval, infer, plan, publish, train
 from locret_kit.config.benchmark_runs import BENCHMARK
-from locret_kit.config.command_help import help_of
+from locret_kit.config.chat_options import CHAT
+from locret_kit.config.command_help import full_help, short_help
 from locret_kit.config.command_line import given_by, read
+from locret_kit.config.document_options import ASK, INFO, READ
+from locret_kit.config.document_options import KEPT as DOCUMENT_KEPT
 from locret_kit.config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command
 from locret_kit.config.figure_options import CURVES, FIGURE, SWEEP, TABLE
 from locret_kit.config.infer_options import INFER
@@ -21,14 +24,18 @@ from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
 from locret_kit.config.recipes import TRAIN
 from locret_kit.config.schema import Command, Repeatable, UsageError, options_of
-from locret_kit.evals.tasks.task import CHAT
+from locret_kit.config.serve_options import SERVE
+from locret_kit.config.vllm_options import VLLM
+from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
 from locret_kit.samples.needles import ENDINGS
 from locret_kit.settings import RunSettings
 from locret_kit.validation import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}
-EVERY = [*COMMANDS.values(), BENCHMARK, FIGURE, SWEEP, CURVES, TABLE, PAIRED, KEPT, TASKS, folder_command("summary")]
+OTHERS = [READ, ASK, CHAT, DOCUMENT_KEPT, INFO, SERVE, VLLM]
+OF_EVAL = [BENCHMARK, FIGURE, SWEEP, CURVES, TABLE, PAIRED, KEPT, TASKS, folder_command("summary")]
+EVERY = [*COMMANDS.values(), *OTHERS, *OF_EVAL]
 
 
 @dataclass
@@ -179,14 +186,26 @@ def test_the_command_line_comes_before_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.usage.split("\n")[0])
-def test_help_explains_every_option(one):
-    text = " ".join(help_of(one).split())
+def test_help_all_explains_every_option(one):
+    text = " ".join(full_help(one).split())
     for name, option in options_of(one.schema).items():
         assert f"--{name.replace('_', '-')}" in text
         assert option.owner.__doc__ and not option.owner.__doc__.startswith(f"{option.owner.__name__}(")
-    lines = help_of(one).splitlines()
+    lines = full_help(one).splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith("  --") and "every option as" not in line]
     assert all(lines[i + 1].startswith("      ") for i in heads[: len(options_of(one.schema))])
+
+
+@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.usage.split("\n")[0])
+def test_help_is_ten_options_on_one_screen(one, monkeypatch):
+    """40 lines of 80 columns; what is left out is counted."""
+    monkeypatch.setenv("COLUMNS", "80")
+    known, lines = options_of(one.schema), short_help(one).splitlines()
+    shown = one.main or tuple(known)
+    assert set(shown) <= set(known) and len(shown) <= 12 and len(lines) <= 40, len(lines)
+    heads = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert [head.removeprefix("--").removeprefix("no-").replace("-", "_") for head in heads] == list(shown)
+    assert (f"--help all: {len(known) - len(shown)} more" in lines[-1]) == (len(shown) < len(known))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +226,7 @@ def test_help_and_version_everywhere(main, argv, capsys):
 
 def test_choices_are_those_of_the_parts():
     known = options_of(EVAL.schema)
-    assert choices(known["chat"].annotation) == list(CHAT)
+    assert choices(known["chat"].annotation) == list(CHAT_FORMS)
     assert choices(known["ending"].annotation) == [name for name in ENDINGS if name]
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..naming import first_line
+from . import demo
 from .spec import check_config
 from .weight_bits import quantisation
 
@@ -47,7 +48,8 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_model(name: str, field: str = "model") -> str:
-    """A folder as given, or the same relative path beside the installed project, or a Hub id as it is.
+    """A folder as given, or the same relative path beside the installed project, or a Hub id as it is; the demo backbone
+    wherever it was fetched to.
 
     Raises:
         FileNotFoundError: a relative path under ``checkpoints/`` that is in neither place; names ``field``.
@@ -57,10 +59,11 @@ def resolve_model(name: str, field: str = "model") -> str:
     beside = Path(__file__).resolve().parents[2] / name
     if beside.exists():
         return str(beside)
+    if name == demo.BACKBONE and demo.backbone_folder().exists():
+        return str(demo.backbone_folder())
     if name.startswith(("checkpoints/", "./", "/")):
-        hint = " (in a clone, python scripts/fetch_backbone.py makes it): on the Hub it is HuggingFaceTB/SmolLM2-135M-Instruct"
-        demo = name == "checkpoints/SmolLM2-135M-Instruct"
-        raise FileNotFoundError(f"{field}={name!r}: no such folder{hint if demo else ''}")
+        hint = f": locret-infer FILE fetches it once; on the Hub it is {demo.REPO}" if name == demo.BACKBONE else ""
+        raise FileNotFoundError(f"{field}={name!r}: no such folder{hint}")
     return name
 
 

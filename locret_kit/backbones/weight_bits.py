@@ -37,7 +37,7 @@ def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAnd
     """
     check_weight_bits(bits)
     if find_spec("bitsandbytes") is None:
-        raise ImportError(f"weight_bits={bits} needs bitsandbytes: pip install 'locret-kit[quantised]'")
+        raise ImportError(f"weight_bits={bits} needs bitsandbytes: in the clone, pip install '.[quantised]'")
     # It says once for each matrix and call that activations become float16 for LLM.int8().
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from bitsandbytes import supported_torch_devices

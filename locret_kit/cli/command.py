@@ -43,7 +43,7 @@ def install_hint(error: ImportError) -> str:
     for requirement in wanted:
         match = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
         if match and match[1].replace("-", "_") == missing:
-            return f": pip install 'locret-kit[{match[2]}]'"
+            return f": in the clone, pip install '.[{match[2]}]'"
     return ""
 
 

@@ -171,7 +171,7 @@ def _table(config: TableConfig) -> None:
 
 def _figure(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
-        print(help_of(FIGURE))
+        print(help_of(FIGURE, argv))
         return 0
     from ..evals.figures import FIGURES, draw, find_figure
 
@@ -255,7 +255,7 @@ def _lm_eval(argv: list[str]) -> int:
     try:
         from ..evals.engine.harness import main as harness
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: pip install 'locret-kit[harness]'") from error
+        raise ImportError(f"{error}: in the clone, pip install '.[harness]'") from error
     harness(argv, engine_for_harness)
     return 0
 

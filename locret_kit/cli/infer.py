@@ -25,6 +25,7 @@ from .loading import (
     idle_store,
     not_shown,
     prompt_ids,
+    with_text_budget,
 )
 from .terminal import (
     check_question,
@@ -107,11 +108,13 @@ def of_text(
     tokenizer = load_tokenizer(chosen.backbone)
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    run = args.run
+    run, longest = args.run, max(prompts, key=len)
     if cap is not None:
-        run = replace(run, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
+        run = replace(run, chunk=plan_chunk(args, chosen, len(longest), cap, say))
     model, tokenizer = chosen.load(args)
-    for line in before_reading(run, chosen, max(prompts, key=len), model) if not args.quiet else ():
+    if cap is None:
+        run = with_text_budget(run, chosen, model, len(longest), say)
+    for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
         print(line, file=sys.stderr, flush=True)
     warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)]
     shown = None if args.quiet else progress

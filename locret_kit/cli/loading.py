@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..cache.bounded import BoundedCache
-    from ..documents.document import Document, Reader
+    from ..documents.document import Document
+    from ..documents.document_text import DocumentText
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.policy import Policy
     from ..settings import RunSettings, StoreSettings
     from ..text.spans import Span
+
+POLICY = "compactor"
+"""The policy of a backbone without heads: of those that need no training, the one that finds most (docs/howto/choose.md)."""
 
 
 @dataclass(frozen=True)
@@ -96,29 +100,33 @@ class Chosen:
 def choose(
     ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | None = None
 ) -> Chosen:
-    """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open.
+    """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open. Where neither backbone nor
+    heads are named, they are the demo's; its backbone is fetched once.
 
     Raises:
-        ValueError, OSError: nothing is named, heads that cannot be read, an unknown policy, one that needs heads or does
-            not store ``kv_bits``.
+        ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads or does not store ``kv_bits``,
+            a demo backbone that cannot be fetched.
     """
+    from ..backbones import demo
     from ..backbones.load import choose_adapter, other_backbone
     from ..cache.storage.quantised import check_storage
     from ..heads import RetainingHeads
     from ..policies.grammar import parse_policy
 
+    if not ckpt and not model:
+        ckpt = demo.HEADS
     named = parse_policy(policy) if policy is not None else None
     if named is not None:
         check_storage(kv_bits, named)
         if named.needs_heads and not ckpt:
             raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
-    if not ckpt and not model:
-        raise ValueError("give --ckpt (heads, which name their backbone) or --model")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
-    chosen = named or parse_policy(config.policy if config else "streaming")
+    chosen = named or parse_policy(config.policy if config else POLICY)
     check_storage(kv_bits, chosen)
     name = model or (config.backbone if config else "")
+    if demo.is_missing(name):
+        demo.fetch()
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
     other = other_backbone(config.backbone, name) if config else None
     return Chosen(name, heads, chosen, adapter, tuple(line for line in (warning, other) if line), ckpt)
@@ -156,6 +164,38 @@ def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
         Schedule.of(options.resolved(heads.inference if heads else {}, length), length)
 
 
+def with_text_budget(
+    run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
+) -> RunSettings:
+    """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns`` slots
+    come beside it."""
+    from ..planning.text_budget import budget_of_text
+
+    if run.budget is not None or chosen.policy.keeps_everything:
+        return run
+    published = chosen.config.inference if chosen.config else {}
+    budget, line = budget_of_text(model, chosen.policy, run, published, tokens, turns)
+    say(line)
+    return replace(run, budget=budget)
+
+
+def counted_text(
+    text: Iterable[str], run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None], *, chat: bool = True, turns: int = 0,
+) -> tuple[DocumentText, RunSettings]:  # fmt: skip
+    """A document's tokens, and the settings with a budget for them; ``say`` is told what one wants to know before minutes of
+    reading. Raises ValueError where there is no text."""
+    from ..documents.document_text import DocumentText
+
+    whole = DocumentText.begin(tokenizer, chat)
+    if not whole.feed(text):
+        raise ValueError("the document holds no text")
+    run = with_text_budget(run, chosen, model, whole.tokens, say, turns)
+    for line in before_reading(run, chosen, whole.ids, model):
+        say(line)
+    return whole, run
+
+
 def idle_stabilizers(options: RunSettings, policy: Policy) -> str | None:
     """A warning where stabilizers are asked for and the policy has none."""
     from ..policies.scopes import Stabilizers
@@ -185,19 +225,6 @@ def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], mod
     few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))
     takes = None if options.one_shot else reading_time(model, ids, resolved.chunk)
     return [line for line in (few and f"warning: {few}", takes) if line]
-
-
-def announced(options: RunSettings, chosen: Chosen, say: Callable[[str], None]) -> Reader:
-    """A reader of documents that says first what ``before_reading`` has to say."""
-    from ..documents.document import Progress, read_alone
-
-    def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        if not cache.get_seq_length():
-            for line in before_reading(options, chosen, ids, model):
-                say(line)
-        read_alone(model, ids, cache, progress)
-
-    return reader
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:

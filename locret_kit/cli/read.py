@@ -15,10 +15,10 @@ from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import entry
 from .loading import (
-    announced,
     beyond_window,
     check_run,
     choose,
+    counted_text,
     idle_stabilizers,
     idle_store,
     not_shown,
@@ -72,10 +72,11 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     check_run(args.run, chosen.config)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
+    say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
+    whole, run = counted_text(text, args.run, chosen, model, tokenizer, say, chat=args.chat)
     document = Document.read(
-        model, tokenizer, text, args.run, chosen.policy, chosen.heads, chat=args.chat,
+        model, tokenizer, whole, run, chosen.policy, chosen.heads, chat=args.chat,
         title=args.title or title_of(args.file), progress=None if args.quiet else progress("read"),
-        reader=None if args.quiet else announced(args.run, chosen, partial(print, file=sys.stderr, flush=True)),
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))

@@ -16,7 +16,7 @@ from ..config.command_line import given_by
 from ..naming import first_line, nearest
 from ..sizes import show
 from .command import install_hint
-from .loading import announced, check_run
+from .loading import check_run, counted_text
 from .terminal import check_target, text_of
 
 if TYPE_CHECKING:
@@ -203,9 +203,12 @@ class Talk:
         run = replace(self.run, **given)  # type: ignore[arg-type]
         check_run(run, self.chosen.config)
         began = time.perf_counter()
+        whole, run = counted_text(
+            text, run, self.chosen, self.model, self.tokenizer, self.screen.note, turns=self.args.history
+        )
         document = Document.read(
-            self.model, self.tokenizer, text, run, self.chosen.policy, self.chosen.heads, title=title,
-            progress=self.screen.progress("read"), reader=announced(run, self.chosen, self.screen.note),
+            self.model, self.tokenizer, whole, run, self.chosen.policy, self.chosen.heads, title=title,
+            progress=self.screen.progress("read"),
         )  # fmt: skip
         self.begin(document)
         self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SAVED} keeps what was read")
@@ -216,7 +219,8 @@ class Talk:
         config = self.chosen.config
         published = self.run.resolved(config.inference if config else {}, 1).budget
         now = "" if self.document is None else f"; this document has {self.document.cache.settings.budget} slots"
-        self.screen.note(f"budget for the next /read: {self.run.budget or published}{now}")
+        budget = self.run.budget or f"a quarter of its tokens, at least {published}"
+        self.screen.note(f"budget for the next /read: {budget}{now}")
 
     def save(self, words: str) -> None:
         path = Path(words).expanduser()

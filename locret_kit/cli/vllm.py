@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins")
 """Entry points by which vLLM finds the kit."""
+STREAMING = "streaming"
+"""The policy of a backbone without heads: vLLM's pages have no room for what others remember."""
 
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
@@ -53,7 +55,8 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     from ..backbones.load import resolve_model
     from ..vllm.server_settings import Served, ServerSettings
 
-    chosen = choose(args.ckpt, args.model, None, args.policy)
+    policy = args.policy or (STREAMING if args.model and not args.ckpt else None)
+    chosen = choose(args.ckpt, args.model, None, policy)
     if chosen.adapter is not None:
         raise ValueError(
             f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge the adapter into the backbone first"
@@ -62,7 +65,7 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     for line in chosen.warnings:
         print(line, file=sys.stderr)
     served = Served(
-        **vars(args.run), heads=args.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
+        **vars(args.run), heads=chosen.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
         plugin=args.plugin,
     )  # fmt: skip
     return ServerSettings(served), resolve_model(chosen.backbone)

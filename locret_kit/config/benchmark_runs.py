@@ -70,6 +70,7 @@ BENCHMARK = Command(
     "locret-eval",
     BenchmarkConfig,
     "usage: locret-eval benchmark ckpt=[...] haystacks=[FOLDER] out=FOLDER [key=value ...]",
+    ("ckpt", "haystacks", "out", "size", "policy", "samples", "blocks", "data", "against", "write"),
 )
 
 

@@ -17,7 +17,7 @@ USAGE = """usage: locret-chat [BOOK.locret | FILE] [--key value | key=value ...]
 Talk with a model in a terminal, about a document or about anything. Memory does not grow with the conversation.
 
   locret-chat book.locret
-  locret-chat book.pdf --ckpt checkpoints/smollm2-135m-locret --budget 2048
+  locret-chat book.pdf --budget 2048
   printf 'Who came in?\\nWhen?\\n' | locret-chat book.locret
 
 Enter sends, Alt-Enter or a backslash at the end begins another line, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the
@@ -54,5 +54,11 @@ class SlashReadOptions(RunSettings):
     """The document."""
 
 
-CHAT = Command("locret-chat", ChatOptions, USAGE, positional=("file",))
+CHAT = Command(
+    "locret-chat",
+    ChatOptions,
+    USAGE,
+    ("file", "model", "ckpt", "budget", "history", "policy", "max_new_tokens", "temperature", "system", "history_file"),
+    positional=("file",),
+)
 READ = Command("/read", SlashReadOptions, "", positional=("file",))

@@ -16,15 +16,15 @@ from .yaml_values import nested, read_yaml, values_of
 
 
 def read(command: Command[T], argv: list[str]) -> T | None:
-    """The options that the words of a command line give; None after ``--help``, ``--version`` or ``--print-config``, which it
-    answers on stdout.
+    """The options that the words of a command line give; None after ``--help``, ``--help all``, ``--version`` or
+    ``--print-config``, which it answers on stdout.
 
     Raises:
         UsageError: an unknown option, suggests the nearest; one without a value, or given twice.
         ValueError: a value of a wrong type or out of bounds; a file that cannot be read.
     """
     if {"-h", "--help"} & set(argv):
-        print(help_of(command))
+        print(help_of(command, argv))
         return None
     if "--version" in argv:
         from .. import __version__

@@ -16,7 +16,7 @@ READ_USAGE = """usage: locret-read [FILE] -o BOOK.locret [--key value | key=valu
 
 Read a text once into a file that locret-ask and locret-chat ask about.
 
-  locret-read book.txt -o book.locret --ckpt checkpoints/smollm2-135m-locret --budget 1024
+  locret-read book.txt -o book.locret
   pdftotext paper.pdf - | locret-read -o paper.locret --model checkpoints/SmolLM2-135M-Instruct --policy snapkv
   locret-read chapter-2.txt -o book.locret --append"""
 
@@ -140,7 +140,20 @@ class KeptOptions:
     """The backbone whose tokenizer made the tokens: a folder or a Hub id. Default: what the file names."""
 
 
-READ = Command("locret-read", ReadOptions, READ_USAGE, positional=("file",), short={"-o": "--out"})
+READ = Command(
+    "locret-read",
+    ReadOptions,
+    READ_USAGE,
+    ("file", "out", "model", "ckpt", "budget", "policy", "append", "overwrite", "title", "quiet"),
+    positional=("file",),
+    short={"-o": "--out"},
+)
 INFO = Command("locret-info", InfoOptions, INFO_USAGE, positional=("file",))
-ASK = Command("locret-ask", AskOptions, ASK_USAGE, positional=("book", "question"))
+ASK = Command(
+    "locret-ask",
+    AskOptions,
+    ASK_USAGE,
+    ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
+    positional=("book", "question"),
+)
 KEPT = Command("locret-kept", KeptOptions, KEPT_USAGE, positional=("file",), short={"-o": "--out"})

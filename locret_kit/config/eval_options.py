@@ -15,27 +15,25 @@ from .machine import Machine
 from .schema import Command, build
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
-       locret-eval summary out=FOLDER
-       locret-eval report out=FOLDER
-       locret-eval table out=FOLDER [format=latex] [key=value ...]
-       locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]
-       locret-eval benchmark ckpt=[...] haystacks=[FOLDER] out=FOLDER [key=value ...]
-       locret-eval figure NAME out=FOLDER [formats=[pdf]] [key=value ...]
-       locret-eval kept out=FOLDER sample=N [key=value ...]
-       locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
+       locret-eval SUBCOMMAND [key=value ...]
+
+Compare policies: a row per example, a table at the end; a rerun does only what is missing.
 
   locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
       samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
-  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
+  locret-eval table out=runs/needles format=latex
+
+Subcommands, each with a --help of its own: tasks, figure, table, summary, report, paired, kept, benchmark, lm_eval."""
+NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
   locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
+  locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
   torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
-A rerun does only what is missing, and what prompts have in common at their beginning is read once.
-An unknown key, task or policy is an error that names the nearest; --help lists the keys, also of subcommands.
+What prompts have in common at their beginning is read once. An unknown key, task or policy is an error that names the nearest.
 Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies, and here also kvzip and
 kvzip(joint=true) (oracles that read the whole prompt first) and random-heads (locret with untrained heads).
-`locret-eval lm_eval` is lm-evaluation-harness's own command line (pip install 'locret-kit[harness]') with one model more,
-locret; its --model_args take policy=, budget= and this command's keys, such as ckpt= and chunk=."""
+`locret-eval lm_eval` is lm-evaluation-harness's own command line (extra `harness`) with one model more, locret; its
+--model_args take policy=, budget= and this command's keys, such as ckpt= and chunk=."""
 
 Names = Annotated[list[str], MinLen(1)]
 
@@ -160,7 +158,13 @@ class NoConfig:
     """No options."""
 
 
-EVAL = Command("locret-eval", EvalConfig, USAGE)
+EVAL = Command(
+    "locret-eval",
+    EvalConfig,
+    USAGE,
+    ("tasks", "out", "policies", "budgets", "lengths", "samples", "ckpt", "model", "haystacks", "data"),
+    NOTES,
+)
 PAIRED = Command(
     "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
 )

@@ -63,7 +63,17 @@ class TableConfig(RowsConfig):
     """'wilson' gives Wilson's 95% interval of a share, which is honest also at 0 and 1, in place of the standard error."""
 
 
-FIGURE = Command("locret-eval", FigureConfig, "usage: locret-eval figure NAME out=FOLDER [key=value ...]")
-SWEEP = Command("locret-eval", SweepConfig, "usage: locret-eval figure sweep x=SETTING out=FOLDER [key=value ...]")
+FIGURE = Command(
+    "locret-eval",
+    FigureConfig,
+    "usage: locret-eval figure NAME out=FOLDER [key=value ...]",
+    ("out", "tasks", "haystacks", "policies", "budgets", "lengths", "formats", "width", "height", "title"),
+)
+SWEEP = Command(
+    "locret-eval",
+    SweepConfig,
+    "usage: locret-eval figure sweep x=SETTING out=FOLDER [key=value ...]",
+    ("x", "out", "tasks", "haystacks", "policies", "budgets", "lengths", "formats", "width", "height"),
+)
 CURVES = Command("locret-eval", CurvesConfig, "usage: locret-eval figure training-curves out=FOLDER [key=value ...]")
 TABLE = Command("locret-eval", TableConfig, "usage: locret-eval table out=FOLDER [key=value ...]")

@@ -16,10 +16,10 @@ USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
 
 Answer from a long text in a fixed key/value budget.
 
-  locret-infer long.txt --ckpt checkpoints/smollm2-135m-locret --budget 1024 --question "What is the pass key?"
+  locret-infer book.pdf --question "Who finds the key?"
   locret-infer --ckpt user/heads --budget 0.1 --question "Who?" --question "When?" < long.txt
   locret-infer book.txt --model checkpoints/SmolLM2-135M-Instruct --policy 'h2o(window=0.25)' --budget 512
-  locret-infer --batch prompts.jsonl -o answers.jsonl --ckpt checkpoints/smollm2-135m-locret"""
+  locret-infer --batch prompts.jsonl -o answers.jsonl"""
 
 Name = str | int
 """Name of a line of a batch."""
@@ -123,6 +123,7 @@ INFER = Command(
     "locret-infer",
     InferOptions,
     USAGE,
+    ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
     short={"-o": "--out"},
     gone={"save_cache": _READ_ONCE, "cache": _READ_ONCE},

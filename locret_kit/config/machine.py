@@ -40,13 +40,14 @@ class Backbone:
     """The backbone, its retaining heads and the policy."""
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's, for
+    SmolLM2-135M-Instruct."""
     model: str | None = None
     """The backbone: a folder or a Hub id. Default: the one the heads name."""
     adapter: str | None = None
     """PEFT adapter for the backbone, or none. Default: the one the heads name."""
     policy: str | None = None
     """A policy's name or an expression. Default: what the heads were published with (locret, where they name none); without
-    heads streaming."""
+    heads compactor."""
     list_policies: bool = False
     """Print every policy with its parts and leave."""

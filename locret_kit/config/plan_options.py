@@ -68,4 +68,9 @@ class PlanOptions(RunSettings, Plugin):
     """The card of ``speed``. Default: all three."""
 
 
-PLAN = Command("locret-plan", PlanOptions, USAGE)
+PLAN = Command(
+    "locret-plan",
+    PlanOptions,
+    USAGE,
+    ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions", "train", "speed"),
+)

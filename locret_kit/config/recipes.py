@@ -25,7 +25,7 @@ USAGE = """usage: locret-train recipe=NAME [key=value ...]
 
 model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the device.
 Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the nearest;
---help lists the keys."""
+--help all lists the keys."""
 
 
 AUTO = "auto"
@@ -120,6 +120,18 @@ TRAIN = Command(
     "locret-train",
     TrainConfig,
     USAGE,
+    (
+        "recipe",
+        "backbone.model",
+        "out",
+        "data.sources",
+        "data.max_tokens",
+        "heads.d_hidden",
+        "optim.steps",
+        "optim.lr",
+        "trainer.devices",
+        "resume",
+    ),
     aliases={"model": "backbone.model"},
     complete=partial(with_recipe, choose=choose_for_device),
 )

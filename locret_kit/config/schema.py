@@ -42,6 +42,10 @@ class Command(Generic[T]):
     schema: type[T]
     usage: str
     """Usage and examples, for ``--help``."""
+    main: tuple[str, ...] = ()
+    """The options that ``--help`` shows, in order, ten at most; () for all, where a command has no more."""
+    notes: str = ""
+    """Text below the usage of ``--help all``."""
     positional: tuple[str, ...] = ()
     """The options that bare words are, in order; the last takes the rest of them."""
     short: Mapping[str, str] = field(default_factory=dict)

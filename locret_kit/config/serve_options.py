@@ -15,7 +15,7 @@ USAGE = """usage: locret-serve [--key value | key=value ...]
 
 Serve OpenAI's protocol with a fixed key/value budget per session.
 
-  locret-serve --ckpt checkpoints/smollm2-135m-locret --port 8000
+  locret-serve --port 8000
   locret-serve --ckpt user/heads --budget 4096 --sessions 16 --api-key-file keys.txt --host 0.0.0.0"""
 
 
@@ -78,13 +78,18 @@ class ServeOptions(Service, RunSettings, Machine):
     """The backbone, its retaining heads and the policy."""
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's."""
     model: str | None = None
     """The backbone: a folder or a Hub id. Default: the one the heads name."""
     adapter: str | None = None
     """PEFT adapter for the backbone, or none. Default: the one the heads name."""
     policy: str | None = None
-    """A policy's name or an expression. Default: what the heads were published with; without heads streaming."""
+    """A policy's name or an expression. Default: what the heads were published with; without heads compactor."""
 
 
-SERVE = Command("locret-serve", ServeOptions, USAGE)
+SERVE = Command(
+    "locret-serve",
+    ServeOptions,
+    USAGE,
+    ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
+)

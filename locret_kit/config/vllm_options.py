@@ -31,7 +31,7 @@ class VllmOptions(RunSettings, Plugin):
     )  # fmt: skip
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's."""
     model: str | None = None
     """The backbone: a folder or a Hub id. Default: the one the heads name."""
     policy: str | None = None
@@ -44,7 +44,12 @@ class VllmOptions(RunSettings, Plugin):
     """Folder of documents that locret-read made: a prompt that begins with one goes on from its file."""
 
 
-VLLM = Command("locret-vllm", VllmOptions, USAGE)
+VLLM = Command(
+    "locret-vllm",
+    VllmOptions,
+    USAGE,
+    ("model", "ckpt", "budget", "policy", "policies", "sessions", "documents", "chunk", "protect", "plugin"),
+)
 
 
 def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -61,6 +66,8 @@ def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
             ours.append(word)
             alone = word == "-h" or name in ("help", "version", "print_config")
             if not alone and match and not match[3] and rest:
+                ours.append(rest.popleft())
+            if name == "help" and rest and rest[0] == "all":
                 ours.append(rest.popleft())
         else:
             theirs.append(word)

@@ -76,7 +76,7 @@ class Document:
         cls,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        text: str | Path | Iterable[str],
+        text: str | Path | Iterable[str] | DocumentText,
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
         heads: RetainingHeads | str | Path | None = None,
@@ -91,7 +91,8 @@ class Document:
         """Read a text.
 
         Args:
-            text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``.
+            text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``; or its tokens, where somebody had to
+                count them before.
             settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
@@ -104,9 +105,12 @@ class Document:
         """
         if isinstance(text, Path):
             title = title or text.name
-        whole = DocumentText.begin(tokenizer, chat)
-        if not whole.feed(text):
-            raise ValueError("the document holds no text")
+        if isinstance(text, DocumentText):
+            whole = text
+        else:
+            whole = DocumentText.begin(tokenizer, chat)
+            if not whole.feed(text):
+                raise ValueError("the document holds no text")
         if not isinstance(settings, RunSettings):
             settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
         elif given:

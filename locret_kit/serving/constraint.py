@@ -58,7 +58,7 @@ def constraint(
     try:
         from llguidance import LLMatcher
     except ImportError:
-        raise HTTPException(400, "answers by a grammar need llguidance: pip install 'locret-kit[serve]'") from None
+        raise HTTPException(400, "answers by a grammar need llguidance: in the clone, pip install '.[serve]'") from None
 
     try:
         parts = (json.dumps(before), f"%json {json.dumps(of_schema(schema))}", json.dumps(after))

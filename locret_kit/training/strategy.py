@@ -47,7 +47,7 @@ def make_strategy(name: str, devices: int, num_nodes: int) -> Strategy | str:
         return ReplicatedStrategy()
     if name in ZERO:
         if find_spec("deepspeed") is None:
-            raise ImportError(f"trainer.strategy={name} needs DeepSpeed: pip install 'locret-kit[deepspeed]'")
+            raise ImportError(f"trainer.strategy={name} needs DeepSpeed: in the clone, pip install '.[deepspeed]'")
         return ZeroStrategy(*ZERO[name])
     if name == "fsdp":
         return ModelParallelStrategy(world, 1, save_distributed_checkpoint=False)

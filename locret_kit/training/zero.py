@@ -184,7 +184,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     import deepspeed
 
     if not hasattr(deepspeed.DeepSpeedEngine, "coalesce_grad_reduction"):
-        raise ImportError(f"deepspeed {deepspeed.__version__} is too old: pip install 'locret-kit[deepspeed]'")
+        raise ImportError(f"deepspeed {deepspeed.__version__} is too old: in the clone, pip install '.[deepspeed]'")
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)

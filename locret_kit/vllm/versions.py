@@ -22,5 +22,5 @@ def check_version() -> None:
     if not is_taken():
         known = " or ".join(VERSIONS)
         raise RuntimeError(
-            f"vllm=={release()}: locret_kit's plugin takes {known} alone: pip install 'locret-kit[vllm]'"
+            f"vllm=={release()}: locret_kit's plugin takes {known} alone: in the clone, pip install '.[vllm]'"
         )

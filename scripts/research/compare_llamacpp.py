@@ -6,7 +6,7 @@ Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: 
     python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret
 
 All ways read the same tokens, by turns, in one run; each says as many tokens, greedily, whatever they are. llama.cpp runs in a
-process of its own, through the wheel ``xllamacpp``, on the GGUF file from which scripts/fetch_backbone.py makes the demo
+process of its own, through the wheel ``xllamacpp``, on the GGUF file of which ``backbones/demo.py`` makes the demo
 backbone (or ``--gguf FILE``). A share of the bandwidth is what one token reads (weights as the compiled call holds them,
 retaining heads, and the rows of the cache), by the rate of tokens, over what copying a large tensor moves.
 """
@@ -156,8 +156,7 @@ def gguf_file(given: Path | None):
     if given is not None:
         yield given
         return
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from fetch_backbone import GGUF, download_wheel
+    from locret_kit.backbones.demo import GGUF, download_wheel
 
     with tempfile.TemporaryDirectory() as work, zipfile.ZipFile(download_wheel(Path(work))) as archive:
         yield Path(archive.extract(GGUF, work))

@@ -17,11 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from locret_kit.backbones.demo import dequantise, say
 from locret_kit.cli.command import command
 from locret_kit.naming import first_line
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from fetch_backbone import dequantise, say
 
 MAGIC = b"GGUF"
 

@@ -69,5 +69,5 @@ def draw(name: str, source: object, folder: Path, look: Look | None = None) -> l
     try:
         from . import style
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: pip install 'locret-kit[eval]'") from error
+        raise ImportError(f"{error}: in the clone, pip install '.[eval]'") from error
     return style.draw(getattr(import_module(f".{module}", __name__), function), source, folder, name, look)
