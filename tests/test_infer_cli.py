@@ -19,9 +19,8 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.spec import spec_of
-from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.infer import main
-from locret_kit.cli.loading import Chosen, announced, before_reading
+from locret_kit.cli.loading import Chosen, before_reading
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.planning.reading import duration, too_few
 from locret_kit.policies.grammar import parse_policy
@@ -69,16 +68,12 @@ def test_a_budget_that_cannot_work_is_told():
 
 
 def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
-    events: list[str] = []
     ids = array("i", [5] * 5000)
     chosen = Chosen("", None, parse_policy("snapkv"), None, (), None)
-    monkeypatch.setattr("locret_kit.documents.document.read_alone", lambda *args: events.append("read"))
     clock = iter((0.0, 9.0, 10.0, 10.25))
     monkeypatch.setattr("locret_kit.planning.reading.time.perf_counter", lambda: next(clock))
-    model, settings = tiny_model("llama"), RunSettings(budget=1024, chunk=512)
-    cache = BoundedCache(settings, "snapkv", prompt_length=5000)
-    announced(settings, chosen, events.append)(model, ids, cache, None)
-    assert events == ["5,000 tokens take about 10 s, at the 512 tok/s of the first 128", "read"]
+    said = before_reading(RunSettings(budget=1024, chunk=512), chosen, ids, tiny_model("llama"))
+    assert said == ["5,000 tokens take about 10 s, at the 512 tok/s of the first 128"]
     assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]
 
 

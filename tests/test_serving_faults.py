@@ -30,10 +30,10 @@ from test_serving import KEYS, SETTINGS, bearer, expected, user
 from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
-from locret_kit.text.convert import Unwanted, convert
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
+from locret_kit.text.convert import Unwanted, convert
 
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
 
