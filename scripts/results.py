@@ -22,7 +22,7 @@ from pathlib import Path
 from locret_kit.evals.cells import Cell, size, summarize
 from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.report.summary import score_table, score_tables, to_markdown, usual_dtype
-from locret_kit.evals.tables import MARKS, line
+from locret_kit.evals.tables import MARKS, line, placed
 from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,19 +128,6 @@ def _ground(rows: Sequence[Row]) -> str:
     return ", ".join(f"{name} {' and '.join(sorted(values))}" for name, values in named.items() if values)
 
 
-def replaced(text: str, name: str, new: str) -> str:
-    """The text with ``new`` between the markers of that name.
-
-    Raises:
-        ValueError: a marker is missing, or stands there more than once or in the wrong order.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"the file must have {begin} and then {end}, once each")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{new}{end}{rest.split(end)[1]}"
-
-
 def read_gpu_rows(files: Sequence[Path]) -> list[dict[str, str]]:
     """The rows that `scripts/gpu.py` wrote."""
     return [row for file in files for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines())]
@@ -180,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             sections.append(("docs/results/needles.md", "gemma", f"{ground}\n{second(cells)}"))
         for name, marker, table in sections:
             path = args.root / name
-            texts[path] = replaced(texts.get(path) or path.read_text(encoding="utf-8"), marker, table)
+            texts[path] = placed(texts.get(path) or path.read_text(encoding="utf-8"), marker, table)
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
         if args.check and stale:
             names = " and ".join(str(path.relative_to(args.root)) for path in stale)

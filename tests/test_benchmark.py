@@ -7,17 +7,15 @@ from itertools import takewhile
 
 import numpy as np
 import pytest
-import torch
+from tiny_heads import save_tiny_heads
 from tiny_text import tiny_tokenizer
 from tiny_tokenizer import save_tiny_backbone
 
-from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.eval import main
 from locret_kit.config import benchmark_runs as config
 from locret_kit.evals.cells import wilson
 from locret_kit.evals.engine.result_rows import Row, read_rows
-from locret_kit.evals.report.benchmark_tables import BEGIN, END, BlockRows, by_document, compared, grids, scores
+from locret_kit.evals.report.benchmark_tables import BlockRows, by_document, compared, grids, scores
 from locret_kit.evals.tasks import ExampleRequest, find_tasks
 from locret_kit.samples import overlap
 from locret_kit.samples.facts import FACTS, HELD_FACTS
@@ -165,15 +163,8 @@ def test_a_block_of_another_name_is_refused_with_the_names_there_are(capsys):
 
 def test_a_small_benchmark_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     backbone = save_tiny_backbone(tmp_path / "backbone")
-    from transformers import AutoConfig
-
-    inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
-    heads = HeadsConfig.for_backbone(
-        spec_of(AutoConfig.from_pretrained(backbone)), str(backbone), 8, inference=inference
-    )
     for seed, name in enumerate(("old", "new")):
-        torch.manual_seed(seed)
-        RetainingHeads(heads).save_pretrained(tmp_path / name)
+        save_tiny_heads(tmp_path, seed=seed, backbone=backbone, name=name)
     keys = {"lengths": [900], "budgets": [64], "policies": ["full", "locret"], "max_new_tokens": 4}
     blocks = {
         "questions": {"tasks": ["questions"], **keys, "policies": ["locret"]},
@@ -181,7 +172,7 @@ def test_a_small_benchmark_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
     monkeypatch.setattr(config, "definition", lambda: {"sizes": {"screening": 1}, "blocks": blocks})
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
+    page.write_text("before\n<!-- heads:begin -->\nold\n<!-- heads:end -->after\n")
     words = [
         "benchmark", f"ckpt=[{tmp_path / 'old'},{tmp_path / 'new'}]", "haystacks=[pydoc]", f"out={tmp_path / 'out'}",
         "blocks=[questions,grid]", "dtype=float32", f"write={page}",
@@ -190,7 +181,8 @@ def test_a_small_benchmark_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     rows = [len(read_rows(tmp_path / "out" / place)) for place in ("questions", "grid", "grid/offset=16")]
     assert rows == [8, 4, 4]
     text = (tmp_path / "out" / "benchmark.md").read_text()
-    assert page.read_text() == f"before\n{BEGIN}{text}{END}after\n" and text in capsys.readouterr().out
+    assert page.read_text() == f"before\n<!-- heads:begin -->\n{text}<!-- heads:end -->after\n"
+    assert text in capsys.readouterr().out
     assert all(word in text for word in ("Minus locret (old)", "Grid, repeated", "offset=16", "questions (share)"))
     before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("rows.*.jsonl")}
     assert main(words) == 0

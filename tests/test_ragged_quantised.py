@@ -16,8 +16,9 @@ from locret_kit import attach
 from locret_kit.cache.decoding import decode_rows
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.groups import pairs_of, regroup, table_size
-from locret_kit.cache.storage.layouts import EqualRows, RaggedRows
+from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.ragged import RaggedRows
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.random import Random

@@ -13,8 +13,9 @@ from locret_kit.cache.decoding import decode_rows
 from locret_kit.cache.storage.codec import Codec, Plain
 from locret_kit.cache.storage.compiled import CompiledBits
 from locret_kit.cache.storage.float8 import Float8
-from locret_kit.cache.storage.layouts import EqualRows, Layout, RaggedRows
+from locret_kit.cache.storage.layouts import EqualRows, Layout
 from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.ragged import RaggedRows
 from locret_kit.cache.storage.rows import BoundedLayer
 
 H, D, Q, ROOM = 3, 16, 6, 60

@@ -17,7 +17,7 @@ from ..policies.base import PrefillMask
 from .attention import attend_heads
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
-from .storage.layouts import RaggedRows
+from .storage.ragged import RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
 
 

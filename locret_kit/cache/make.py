@@ -12,8 +12,9 @@ from .storage.compiled import CompiledBits
 from .storage.float8 import Float8
 from .storage.groups import SPARE
 from .storage.host import HostMemory, RowForm
-from .storage.layouts import EqualRows, RaggedRows
+from .storage.layouts import EqualRows
 from .storage.quantised import FLOAT8, GroupedBits, Scratch, check_head_size
+from .storage.ragged import RaggedRows
 from .storage.rows import BoundedLayer
 
 

@@ -14,7 +14,7 @@ from annotated_types import Interval
 
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..cache.file import Record, read_record
-from ..cache.saved import Saved
+from ..cache.saved_record import Saved
 from ..naming import blaming
 from ..settings import INT32_MAX, Share
 from ..validation import check, made, shown

@@ -23,7 +23,8 @@ from threading import Lock
 
 from ..cache.bounded import BoundedCache
 from ..cache.file import LaterVersion, read, read_record, write
-from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
+from ..cache.saved import APART, Origin, export, restore
+from ..cache.saved_record import CREATED, Saved
 from ..documents.document import Document
 from ..files import locked, shared, write_beside
 from ..naming import first_line

@@ -24,7 +24,8 @@ from ..cache.bounded import BoundedCache
 from ..cache.context import Context
 from ..cache.file import read
 from ..cache.fork import CannotFork, check_lengths, check_past
-from ..cache.saved import APART, Origin, Saved, restore
+from ..cache.saved import APART, Origin, restore
+from ..cache.saved_record import Saved
 from ..documents.document import IDS
 from ..naming import blaming
 from ..policies.grammar import parts_of

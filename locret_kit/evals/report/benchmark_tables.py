@@ -11,12 +11,11 @@ from statistics import fmean
 
 from ...config.benchmark_runs import GRIDS, QUESTIONS
 from ...files import write_text
+from ...naming import blaming
 from ..cells import LIKELIHOOD, Cell, size, summarize
 from ..engine.result_rows import Row
-from ..tables import Figure, Table
+from ..tables import Figure, Table, placed
 from .paired import Difference, differences
-
-BEGIN, END = "<!-- heads:begin -->\n", "<!-- heads:end -->"
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,8 @@ def write_page(parts: Sequence[BlockRows], against: str, out: Path, write: Path 
     text = tables(parts, against)
     write_text(out / "benchmark.md", text)
     if write is not None:
-        page = write.read_text(encoding="utf-8")
-        if page.count(BEGIN) != 1 or page.count(END) != 1:
-            raise ValueError(f"write={write} must hold {BEGIN.strip()} and {END}, a line each")
-        before, rest = page.split(BEGIN)
-        write_text(write, before + BEGIN + text + END + rest.split(END)[1])
+        with blaming(f"write={write}", ValueError):
+            write_text(write, placed(write.read_text(encoding="utf-8"), "heads", text))
     return text
 
 

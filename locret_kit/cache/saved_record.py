@@ -1,0 +1,91 @@
+"""The record of a saved cache."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from annotated_types import Interval
+
+from ..backbones.identity import NAMES
+from ..naming import blaming
+from ..settings import INT32_MAX, Resolved, StoreSettings
+from ..validation import check, made, shown
+from .file import Record
+from .pins import pins_of
+
+Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
+CREATED = "%Y-%m-%dT%H:%M:%SZ"
+MOST_PINS = 1024
+"""Ranges of pinned positions in a file: each costs a pass over the rows."""
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The record of a saved cache, beside its tensors.
+
+    Raises:
+        ValueError: a field of another type or out of its bound; it is named.
+    """
+
+    version: int
+    kit: str
+    created: str
+    """Date and time, UTC."""
+    model: dict[str, object]
+    """See ``backbones.identity``."""
+    heads: str | None
+    """Fingerprint of the retaining heads."""
+    policy: str
+    parts: dict[str, str]
+    """The policy in full, every parameter written out."""
+    pool: str | None
+    """Fingerprint of the weights with which a policy merges."""
+    settings: dict[str, object]
+    ropes: list[dict[str, object]] | None
+    """See ``rotations``."""
+    dtype: str
+    batch: Annotated[int, Interval(ge=1, le=1)]
+    """A cache takes one text."""
+    prompt_length: Count | None
+    counters: dict[str, int | float | str]
+    layers: list[dict[str, int | float]]
+    """Counts of each layer."""
+    pins: list[list[Count]]
+    """Positions that are never evicted: pairs of start and end, ascending, with a gap between any two."""
+    document: dict[str, object] | None
+    """What was read, see ``documents``."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        with blaming("created", ValueError):
+            time.strptime(self.created, CREATED)
+        for name in NAMES:
+            if not isinstance(self.model.get(name), str | None):
+                raise ValueError(f"model.{name}={shown(self.model[name])} must be a text or null")
+        if len(self.pins) > MOST_PINS:
+            raise ValueError(f"pins: {len(self.pins)} ranges must be at most {MOST_PINS}")
+        if (
+            any(len(pin) != 2 for pin in self.pins)
+            or [[*pin] for pin in pins_of((a, b) for a, b in self.pins)] != self.pins
+        ):
+            raise ValueError(
+                f"pins={shown(self.pins)} must be pairs of start and end, ascending, apart from each other"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
+
+    @classmethod
+    def of(cls, record: Record, where: object) -> Saved:
+        """The record of a file. Raises ValueError that begins with ``where``."""
+        with blaming(f"{where}", ValueError, TypeError):
+            return made(cls, record, "field", whole=True)
+
+    @property
+    def resolved(self) -> Resolved:
+        """The run settings; the backend is chosen anew, and where recall stores is said at hand."""
+        with blaming("settings", ValueError):
+            return replace(made(Resolved, {**vars(StoreSettings()), **self.settings}, whole=True), backend=None)
