@@ -158,4 +158,11 @@ def test_turns_of_a_conversation_have_one_name():
     )
     for body in (b"", b"[]", b"\xff", b'{"messages": [1]}', b'{"messages": {}}', b"[" * 100_000):
         assert len(affinity_key(path, key, body)) in (0, 32)
+    claude = {"x-api-key": "a"}
+    for route, field in (("/v1/messages", "messages"), ("/v1/responses", "input")):
+        asked = [json.dumps({field: [question, *more], "max_tokens": 4}).encode() for more in ([], turns)]
+        assert affinity_key(route, claude, asked[0]) == affinity_key(route, claude, asked[1]) != ""
+        assert affinity_key(route, claude, asked[0]) != affinity_key(route, {"x-api-key": "b"}, asked[0])
+    said = [json.dumps({"input": text}).encode() for text in ("a", "b")]
+    assert affinity_key("/v1/responses", key, said[0]) != affinity_key("/v1/responses", key, said[1])
     assert affinity_key("/v1/models", key, b"") == affinity_key("/v1/documents", key, b"file") == ""

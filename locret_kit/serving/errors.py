@@ -85,18 +85,12 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
         param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)
-        return problem(
-            error.status_code, str(error.detail), param, code, headers=error.headers, path=request.url.path
-        )  # fmt: skip
+        path, said = request.url.path, str(error.detail)
+        return problem(error.status_code, said, param, code, headers=error.headers, path=path)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> JSONResponse:
         return problem(500, "the server failed", path=request.url.path)  # how is in its log alone
-
-    @app.exception_handler(404)
-    async def missing(request: Request, error: Exception) -> JSONResponse:
-        path = request.url.path
-        return problem(404, str(getattr(error, "detail", f"{path} is not there")), path=path)
 
     @app.exception_handler(ValueError)
     @app.exception_handler(Busy)

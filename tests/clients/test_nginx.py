@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 SILENCE = 10
-CONFIG = """daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
+CONFIG = """daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ }}
 http {{
     access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;

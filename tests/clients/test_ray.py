@@ -41,17 +41,17 @@ def front(tmp_path_factory):
 
 
 def servers() -> dict[psutil.Process, dict[str, float]]:
-    """The replicas' servers, and what each counts."""
+    """The replicas' servers that are ready, and what each counts."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         try:
             if "locret_kit.cli.serve" not in " ".join(process.cmdline()):
                 continue
             (port,) = [one.laddr.port for one in process.net_connections("tcp") if one.status == "LISTEN"]
-            lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text.splitlines()
-        except (psutil.NoSuchProcess, httpx.TransportError, ValueError):
+            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).raise_for_status()
+        except (psutil.NoSuchProcess, httpx.HTTPError, ValueError):  # one ends, or is still loading
             continue
-        figures = [line.split() for line in lines if line.startswith("locret_") and "{" not in line]
+        figures = [line.split() for line in answer.text.splitlines() if line.startswith("locret_") and "{" not in line]
         found[process] = {name: float(value) for name, value in figures}
     return found
 
