@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts_loaded import load_script
 from made_documents import pdf
+from scripts_loaded import load_script
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoConfig
 
