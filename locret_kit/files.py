@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 HASH = "weights_sha256"
 """Field of ``config.json`` that says which weights it belongs to."""
+_CUT = "{} is truncated or no safetensors file"
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
@@ -178,17 +179,19 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
 
 
 def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors``.
+    """Write ``model.safetensors`` and ``config.json``.
 
-    The configuration holds the hash of its weights. It is on the disk before they are renamed, and is renamed after them:
-    a full disk leaves the previous pair, and a kill between the two renames leaves a pair that ``read_folder`` refuses.
+    The weights hold the configuration too, and are renamed first: from then on the folder is the new save, whatever ends
+    the process. ``config.json``, which people may edit, holds the hash of its weights.
     """
     from safetensors.torch import save_file
 
     def both(settings: Path) -> None:
         def weights(path: Path) -> None:
-            save_file(state, path, metadata={"format": "pt"})
-            settings.write_text(json.dumps({**config, HASH: _digest(path)}, indent=2) + "\n", encoding="utf-8")
+            save_file(state, path, metadata={"format": "pt", CONFIG: json.dumps(config)})
+            settings.write_text(
+                json.dumps({**config, HASH: _digest(path.read_bytes())}, indent=2) + "\n", encoding="utf-8"
+            )
 
         write_beside(folder / WEIGHTS, weights)
 
@@ -201,15 +204,51 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
     Raises:
         FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two belong to different saves.
     """
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict):
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    config, weights = _read_pair(folder, what)
+    with blaming(_CUT.format(folder / WEIGHTS), SafetensorError):
+        return config, load(weights)
+
+
+def read_folder_config(folder: Path, what: str) -> dict[str, object]:
+    """The configuration alone. Raises as ``read_folder``."""
+    return _read_pair(folder, what)[0]
+
+
+def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
+    """The configuration and the bytes of the weights, of one save."""
+    lacks = FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
+    if not (folder / WEIGHTS).is_file():
+        raise lacks
+    weights = (folder / WEIGHTS).read_bytes()
+    there = (folder / CONFIG).is_file()
+    config = read_json(folder / CONFIG) if there else None
+    if there and not isinstance(config, dict):
         raise ValueError(f"{folder / CONFIG} is not a configuration of {what}")
-    state = read_weights(folder / WEIGHTS)
-    if config.pop(HASH, None) not in (None, _digest(folder / WEIGHTS)):
-        raise ValueError(f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short")
-    return config, state
+    if isinstance(config, dict) and config.pop(HASH, None) in (None, _digest(weights)):
+        return config, weights
+    # A save was cut short between the two renames: its weights say what it is.
+    metadata = _header(weights).get("__metadata__")
+    within = metadata.get(CONFIG) if isinstance(metadata, dict) else None
+    if not isinstance(within, str):
+        pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
+        raise ValueError(pair) if there else lacks
+    own = parse_json(within, f"{folder / WEIGHTS}: its configuration")
+    if not isinstance(own, dict):
+        raise ValueError(f"{folder / WEIGHTS} holds no configuration of {what}")
+    return own, weights
+
+
+def _header(weights: bytes) -> dict[str, object]:
+    """The header of a safetensors file; an empty one where there is none."""
+    size = int.from_bytes(weights[:8], "little")
+    try:
+        header = json.loads(weights[8 : 8 + size])
+    except ValueError:
+        return {}
+    return header if isinstance(header, dict) else {}
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -221,12 +260,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with blaming(f"{path} is truncated or no safetensors file", SafetensorError):
+    with blaming(_CUT.format(path), SafetensorError):
         return load_file(path)
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @contextmanager

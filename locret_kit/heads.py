@@ -7,7 +7,7 @@ A head depends on one token alone, so a score is computed once, when the token e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 from typing_extensions import Unpack
 
 from .backbones.handler import Linear
+from .backbones.identity import fingerprint
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
 from .files import CONFIG, HASH, read_json
@@ -193,10 +194,25 @@ class RetainingHeads(nn.Module):
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
+        self._exact: str | None = None
         self.layers = nn.ModuleList(FORMS[config.form](config, layer) for layer in config.layers)
 
     def __getitem__(self, layer: int) -> nn.Module:
         return self.layers[layer]
+
+    @property
+    def fingerprint(self) -> str:
+        """See ``backbones.identity.fingerprint``; the same after a cast to float16, which rounds otherwise than bfloat16 does."""
+        return self._exact or fingerprint(self.parameters())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetainingHeads:
+        """Move or cast the weights, as ``to`` and its likes do."""
+        first = next(self.parameters()).detach()
+        if fn(first[:0]).dtype != torch.float16:
+            self._exact = None
+        elif first.dtype != torch.float16:
+            self._exact = fingerprint(self.parameters())
+        return super()._apply(fn, recurse)
 
     def check_backbone(self, spec: BackboneSpec) -> None:
         """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""

@@ -1,13 +1,26 @@
-"""Check that a wheel and an sdist hold everything: ``python scripts/check_release.py FOLDER``."""
+"""Check a release, as a user's pip will have it.
+
+``python scripts/check_release.py`` builds the wheel, installs it into a fresh environment with what pip resolves on that
+day (PyTorch first), and asks the demo model of ``checkpoints/`` for the pass key of a text. ``--transformers 5.10.1`` takes that
+release, such as the lowest supported one. LOCRET_TORCH_INDEX=URL takes PyTorch from that index.
+
+``python scripts/check_release.py FOLDER`` looks whether a wheel and an sdist that are there hold everything.
+"""
 
 from __future__ import annotations
 
+import argparse
+import html
+import os
 import re
+import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from configparser import ConfigParser
 from email import message_from_string
+from functools import partial
 from pathlib import Path
 
 if sys.version_info < (3, 11):
@@ -58,11 +71,11 @@ def missing_of_sdist(sdist: tarfile.TarFile) -> list[str]:
     return [f"sdist: {name}" for name in wanted if name not in names]
 
 
-def main(folder: str) -> int:
+def check_contents(folder: Path) -> int:
     """Name what is missing; 1 if anything is."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    (wheel,), (sdist,) = Path(folder).glob("*.whl"), Path(folder).glob("*.tar.gz")
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as opened, tarfile.open(sdist) as packed:
         missing = missing_of_wheel(opened, project) + missing_of_sdist(packed)
         print(f"{len(opened.namelist())} files in the wheel, {len(packed.getnames())} in the sdist")
@@ -70,5 +83,63 @@ def main(folder: str) -> int:
     return int(bool(missing))
 
 
+def check_answer(work: Path, transformers: str | None) -> int:
+    """Build, install and ask in the folder ``work``; 1 if the answer is wrong."""
+    run = partial(subprocess.run, check=True, cwd=work)
+    run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", str(ROOT)])
+    (wheel,) = (work / "dist").glob("*.whl")
+    run([sys.executable, "-m", "venv", "fresh"])
+    bin = work / "fresh" / "bin"
+    pip = [bin / "python", "-m", "pip", "install", "--quiet"]
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    index = os.environ.get("LOCRET_TORCH_INDEX")
+    run([*pip, *(["--index-url", index] if index else []), torch])
+    run([*pip, f"{wheel}[documents]", *([f"transformers=={transformers}"] if transformers else [])])
+    versions = (
+        "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('torch', 'transformers')), sep=', ')"
+    )
+    run([bin / "python", "-c", versions])
+
+    model, heads = ROOT / "checkpoints/SmolLM2-135M-Instruct", ROOT / "checkpoints/smollm2-135m-locret"
+    words = ["--tokens", "1024", "--document-only", "--tokenizer", str(model)]
+    made = run([bin / "python", str(ROOT / "scripts/make_long_text.py"), *words], capture_output=True, text=True)
+    key = re.search(r"expected answer: (\d+)", made.stderr)[1]
+    (work / "long.html").write_text(f"<html><body><p>{html.escape(made.stdout)}</p></body></html>", encoding="utf-8")
+    for ways in (["--ckpt", heads], ["--policy", "snapkv"]):
+        command = [
+            bin / "locret-infer",
+            "long.html",
+            "--model",
+            model,
+            *ways,
+            "--budget",
+            "512",
+            "--max-new-tokens",
+            "16",
+        ]
+        done = run([*command, "--question", "What is the pass key?"], capture_output=True, text=True)
+        right = key in done.stdout
+        print(f"{' '.join(map(str, ways[:1]))}: {done.stdout.strip()!r}, {'right' if right else f'not {key}'}")
+        if not right:
+            print(done.stderr, file=sys.stderr)
+            return 1
+    return 0
+
+
+def main() -> int:
+    """The exit status of what the words ask for."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, help="a wheel and an sdist, whose contents are checked")
+    parser.add_argument("--transformers", metavar="VERSION", help="its release, in place of the one that pip resolves")
+    args = parser.parse_args()
+    if args.folder is not None:
+        return check_contents(args.folder)
+    environment = [name for name in os.environ if name.startswith("PYTHON")]  # the checkout is not to be found
+    for name in environment:
+        del os.environ[name]
+    with tempfile.TemporaryDirectory() as work:
+        return check_answer(Path(work), args.transformers)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

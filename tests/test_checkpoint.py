@@ -10,12 +10,14 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from forked import start, status_of
+from safetensors.torch import load_file, save_file
 from tiny_tokenizer import save_tiny_backbone
 from transformers import AutoConfig
 
@@ -333,13 +335,31 @@ def test_a_pipe_is_not_replaced(tmp_path):
 # ---- faults of a review: pairs cut short, modes, leftovers, weights that score nothing ------------------------------
 
 
-def test_a_kill_between_the_two_renames_is_noticed(tmp_path, monkeypatch):
-    """Heads of equal shapes: nothing but the hash tells that the configuration is the other one's."""
+@pytest.mark.parametrize("renames", range(3))
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, renames):
+    """A save that ends after none, one or both of its renames. The heads have equal shapes: only the file tells them apart."""
+    changed = replace(CONFIG, target="logit")
     make(0).save_pretrained(tmp_path / "h")
-    old = (tmp_path / "h" / "config.json").read_bytes()
-    make(1, replace(CONFIG, target="logit")).save_pretrained(tmp_path / "h")
-    assert equal(RetainingHeads.from_pretrained(tmp_path / "h"), make(1))
-    (tmp_path / "h" / "config.json").write_bytes(old)
+    rename, done = os.replace, []
+
+    def killed(*names: object) -> None:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(rename(*names))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt) if renames < 2 else nullcontext():
+            make(1, changed).save_pretrained(tmp_path / "h")
+    heads = RetainingHeads.from_pretrained(tmp_path / "h")
+    assert equal(heads, make(1 if renames else 0)) and heads.config.target == (changed if renames else CONFIG).target
+
+
+def test_files_of_different_saves_are_noticed(tmp_path):
+    """As older releases left them, whose weights do not say what they are."""
+    make(0).save_pretrained(tmp_path / "h")
+    weights = tmp_path / "h" / "model.safetensors"
+    save_file({name: weight + 1 for name, weight in load_file(weights).items()}, weights)
     with pytest.raises(ValueError, match="belong to different saves"):
         RetainingHeads.from_pretrained(tmp_path / "h")
 

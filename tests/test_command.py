@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from locret_kit.backbones import tested
 from locret_kit.cli import ask, chat, eval, infer, info, kept, plan, publish, read, train
 from locret_kit.cli.command import command
 from locret_kit.hub import OneRetryLine
@@ -49,6 +50,25 @@ def test_a_bug_keeps_its_traceback_unless_the_command_names_its_kind(capsys):
     assert ended(capsys, RuntimeError("out of memory"), also=(RuntimeError,)) == (1, "locret-x: out of memory\n")
     with pytest.raises(SystemExit):
         ended(capsys, SystemExit(2))
+
+
+def test_a_newer_library_is_named_and_so_is_the_release_that_works(capsys, monkeypatch, caplog):
+    monkeypatch.setattr(tested, "version", {"transformers": "6.1.0.dev1", "torch": "2.13.1+cpu"}.get)
+    line = "transformers 6.1.0.dev1 is newer than 5.24, which was tested: pip install 'transformers==5.24.*'"
+    tested.warn_of_newer.cache_clear()
+    for _ in range(2):
+        tested.warn_of_newer()
+    tested.warn_of_newer.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [f"warning: {line} if something fails"]
+    failed = f"locret-x: not attached\nlocret-x: {line}\n"
+    assert ended(capsys, RuntimeError("not attached"), also=(RuntimeError,)) == (1, failed)
+    assert ended(capsys, ImportError("cannot import name 'x'"))[1].endswith(f"locret-x: {line}\n")
+    assert ended(capsys, ValueError("budget=0 must be at least 1")) == (1, "locret-x: budget=0 must be at least 1\n")
+    with pytest.raises(KeyError):
+        ended(capsys, KeyError("cache"))
+    assert capsys.readouterr().err == f"locret-x: {line}\n"
+    monkeypatch.setattr(tested, "version", {"transformers": "5.24.9", "torch": "2.12.0"}.get)
+    assert tested.newer() == []
 
 
 def test_ctrl_c_says_what_there_is_to_say(capsys):

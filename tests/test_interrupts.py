@@ -276,6 +276,27 @@ def test_reset_for_another_length_equals_a_new_cache(family, policy, first, seco
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "full"])
+@torch.no_grad()
+def test_reset_alone_forgets_the_length(policy):
+    """A longer and a shorter text, as ``model.generate`` reads them: the answers of a new cache."""
+    model = tiny_model("llama")
+    given = {"settings": 48, "policy": policy, "chunk": 32, "stabilizers": 8, "local_len": 8}
+    for first, second in ((60, 180), (180, 60)):
+        used, fresh = BoundedCache(**given, prompt_length=first), BoundedCache(**given)
+        ids = tokens(second, seed=3)
+        with attach(model):
+            prefill(model, tokens(first)[0].tolist(), used)
+            used.reset()
+            wanted = model.generate(ids, past_key_values=fresh, do_sample=False, max_new_tokens=6)
+            assert torch.equal(model.generate(ids, past_key_values=used, do_sample=False, max_new_tokens=6), wanted)
+        assert used.schedule == fresh.schedule and used.nbytes == fresh.nbytes
+    shared = BoundedCache(0.5, policy, prompt_length=40)
+    with pytest.raises(ValueError, match="pass prompt_length="):
+        shared.reset()
+    assert shared.schedule.prompt_length == 40
+
+
 def test_reset_keeps_the_buffers_where_their_size_stays():
     model, cache = tiny_model("llama"), BoundedCache(16, "h2o", chunk=8, prompt_length=40)
     with attach(model), torch.no_grad():

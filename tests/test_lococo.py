@@ -308,7 +308,7 @@ def spoil_weights(change):
 SPOILT = [
     (lambda f: (f / "model.safetensors").unlink(), "holds no pool: it needs config.json and model.safetensors"),
     (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
-    (lambda f: (f / "config.json").write_text("[]"), "says format=None, a pool says 'locret_kit.lococo.v1'"),
+    (lambda f: (f / "config.json").write_text("[]"), "is not a configuration of pool"),
     (spoil_config(format="locret_kit.heads.v1"), "says format='locret_kit.heads.v1'"),
     (spoil_config(stride=2), "unknown field 'stride'"),
     (spoil_config(kernel=4), "kernel=4 must be odd"),

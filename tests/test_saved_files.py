@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document
-from locret_kit.cache import saved
+from locret_kit.cache import file, saved
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
 
@@ -228,3 +229,51 @@ def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp
         loaded = saved.load_cache(tmp_path / "cache.locret", model)
         outs = [model(input_ids=ids[:, 280:], past_key_values=one).logits for one in (cache, loaded)]
     assert torch.equal(*outs) and kept(cache) == kept(loaded)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """A writer comes between the header and the tensors."""
+    path, model = tmp_path / "a.locret", parts("llama")
+    old, new = (read("llama", "h2o", text_of(words)) for words in (120, 300))
+    old.save(path)
+    opened, real = [], file.safe_open
+
+    def late(*given, **options):
+        if not opened:
+            opened.append(new.save(path))
+        return real(*given, **options)
+
+    monkeypatch.setattr(file, "safe_open", late)
+    assert Document.load(path, *model[:2]).ids == new.ids and opened
+
+
+def test_two_writers_of_one_file_notice_each_other(tmp_path):
+    path, (model, tokenizer, _) = tmp_path / "a.locret", parts("llama")
+    read("llama", "h2o", text_of(120)).save(path)
+    one, two = (Document.load(path, model, tokenizer) for _ in range(2))
+    for number in range(2):  # one alone may go on as often as it likes
+        one.append(f" first {number}")
+        one.save(path)
+    two.append(" second")
+    with pytest.raises(OSError, match="somebody else has written it since it was loaded: load it again"):
+        two.save(path)
+    assert Document.load(path, model, tokenizer).ids == one.ids
+    with pytest.raises(OSError, match="it is there already"):
+        two.save(path, replace=False)
+    two.save(tmp_path / "b.locret")
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_float16_knows_its_own_files(tmp_path):
+    """The heads are cast to the model's float16, which rounds otherwise than the bfloat16 of fingerprints."""
+    model, tokenizer, heads = parts("llama")
+    model, held, again = deepcopy(model).half(), deepcopy(heads), deepcopy(heads)
+    document = Document.read(model, tokenizer, text_of(120), 64, "locret", held, chunk=32, stabilizers=8, local_len=8)
+    document.save(tmp_path / "a.locret")
+    assert next(held.parameters()).dtype == torch.float16
+    assert Document.load(tmp_path / "a.locret", model, tokenizer, again).ids == document.ids
+    other = deepcopy(heads)
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    with pytest.raises(ValueError, match="heads: "):
+        Document.load(tmp_path / "a.locret", model, tokenizer, other)

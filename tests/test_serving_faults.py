@@ -29,11 +29,12 @@ from test_serving import KEYS, SETTINGS, bearer, expected, user
 
 from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving import uploads
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
-from locret_kit.text.convert import Unwanted, convert
+from locret_kit.text.convert import Late, Unwanted, convert
 
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
 
@@ -368,6 +369,41 @@ def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server):
             archive.writestr(name, text)
     made = uploaded(url, "a.epub", data.getvalue())
     assert made["status"] == "ready" and made["lost"] == ["a.epub: 1 of 2 chapters of the spine are not in the file"]
+    name = upload(url, text_of(100)).json()["id"]
+    for start, status in ((0, (200, 409)), (2**31, (400, 422)), (10**20, (400, 422))):
+        got = httpx.get(f"{url}/v1/documents/{name}/kept?start={start}", headers=bearer())
+        assert got.status_code in status, got.text
+    emptied(url, server)
+
+
+def test_one_upload_stops_nobody_else(url, server, monkeypatch):
+    """Three files that a parser works on without end, then an honest one of the same owner and one of another."""
+    emptied(url, server)
+    started, ended = [], threading.Event()
+
+    def convert(data, name, *, seconds, unwanted, lost):
+        if name.startswith("bomb"):
+            started.append((name, seconds))
+            ended.wait(0.2 if seconds == uploads.SHORT else 60)
+            raise Late(f"{name}: its conversion took more than {seconds} s")
+        return text_of(50)
+
+    monkeypatch.setattr(uploads, "convert", convert)
+    monkeypatch.setattr(server, "limits", replace(server.limits, documents=9))
+    names = [f"bomb{number}.html" for number in range(3)] + ["a.html", "a.txt"]
+    for name in names:
+        httpx.post(f"{url}/v1/documents", files={"file": (name, text_of(50).encode())}, headers=bearer(), timeout=60)
+    httpx.post(f"{url}/v1/documents", files={"file": ("b.pdf", b"%PDF-")}, headers=bearer(KEYS[1]), timeout=60)
+    try:
+        for _ in range(200):
+            states = {held.title: held.shown()["status"] for held in server.documents.values()}
+            if all(states[name] == "ready" for name in ("a.html", "a.txt", "b.pdf")):
+                break
+            time.sleep(0.05)
+        assert states == dict.fromkeys(names[:3], "reading") | dict.fromkeys(["a.html", "a.txt", "b.pdf"], "ready")
+        assert ("bomb0.html", uploads.LONG) in started and len(started) == 4
+    finally:
+        ended.set()
     emptied(url, server)
 
 
@@ -421,13 +457,13 @@ def pdf(size: int) -> bytes:
     ("name", "make", "mib", "memory", "words"),
     [
         ("a.docx", zipped, 257, 4096, "bytes unpacked, more than limit"),
-        ("a.pdf", pdf, 256, 320, "took more than 20 s or 320 MiB"),
+        ("a.pdf", pdf, 256, 320, " s or 320 MiB"),
     ],
 )
 def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name, make, mib, memory, words):
     data = make(mib << 20)
     assert len(data) < 2 << 20
-    monkeypatch.setattr("locret_kit.serving.document_routes.convert", partial(convert, seconds=20, memory=memory << 20))
+    monkeypatch.setattr("locret_kit.serving.uploads.convert", partial(convert, memory=memory << 20))
     monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
     held = uploaded(url, name, data)
     assert held["status"] == "failed" and words in held["error"], held

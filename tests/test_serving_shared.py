@@ -49,7 +49,7 @@ def test_a_conversation_and_a_document_go_on_at_another_server(tmp_path):
         upload = {"file": ("book.txt", text_of(200).encode())}
         name = httpx.post(f"{first}/v1/documents", files=upload, headers=bearer(), timeout=60).json()["id"]
         for _ in range(400):
-            if one.store.has(name):
+            if name in one.store._files:
                 break
             time.sleep(0.02)
         [listed] = httpx.get(f"{second}/v1/documents", headers=bearer()).json()["data"]
@@ -80,6 +80,25 @@ def test_a_conversation_and_a_document_go_on_at_another_server(tmp_path):
     with sharing(tmp_path / "alone") as (_, url):
         whole = talk_over_http(url, 4, [], saved=0)
     assert said == whole and whole[3][1] > whole[2][1] > whole[1][1] > 0
+
+
+def test_a_document_that_is_deleted_at_one_server_is_gone_at_all(tmp_path):
+    """Whether the others have loaded it just now, often, or made it themselves."""
+    with ExitStack() as stack:
+        (one, first), (_, second) = (stack.enter_context(sharing(tmp_path)) for _ in range(2))
+        for looks, at in ((1, first), (2, first), (1, second)):
+            upload = {"file": ("book.txt", text_of(100).encode())}
+            name = httpx.post(f"{first}/v1/documents", files=upload, headers=bearer(), timeout=60).json()["id"]
+            for _ in range(400):
+                if name in one.store._files:
+                    break
+                time.sleep(0.02)
+            for _ in range(looks):
+                assert httpx.get(f"{second}/v1/documents/{name}", headers=bearer()).status_code == 200
+            assert httpx.delete(f"{at}/v1/documents/{name}", headers=bearer()).status_code == 200
+            for url in (first, second, first, second):
+                assert httpx.get(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 404
+                assert httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"] == []
 
 
 def test_documents_come_while_others_are_listed():

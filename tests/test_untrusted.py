@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -188,3 +190,26 @@ def test_overlapping_spellings():
     assert list(stream.finish(f" a{CUT}b")) == [
         *tiny_tokenizer()("one").input_ids, *tiny_tokenizer()("two a").input_ids, *tiny_tokenizer()("b").input_ids
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 2000000 steps",
+        ),
+        ("{{ 'a' * 10000000000 }}", "numbers are at most 1000000"),
+        ("{{ 'a' * 10**10 }}", "computes a power"),
+        ("{{ messages|tojson(indent=1000000000) }}", "numbers are at most 1000000"),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_a_template_has_a_limit_of_work(template, words):
+    tokenizer = tiny_tokenizer(template)
+    began, traced = time.monotonic(), sys.gettrace()
+    with pytest.raises(ValueError, match=words):
+        render(tokenizer, [{"role": "user", "content": "x"}])
+    assert time.monotonic() - began < 60 and sys.gettrace() is traced
+    many = [{"role": "user", "content": f"message {number}"} for number in range(2000)]
+    assert render(tiny_tokenizer(), many).count("message") == 2000

@@ -17,6 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..naming import first_line
 from . import demo
 from .spec import check_config
+from .tested import warn_of_newer
 from .weight_bits import quantisation
 
 M = TypeVar("M", bound=nn.Module)
@@ -135,6 +136,7 @@ def load_backbone(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    warn_of_newer()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)

@@ -1,4 +1,7 @@
-"""Differences between the releases of transformers, in one place: looked for in the library, not read off its version."""
+"""Differences between the releases of transformers, in one place: looked for in the library, not read off its version.
+
+``tested`` says which releases were tried.
+"""
 
 from __future__ import annotations
 

@@ -404,13 +404,13 @@ class BoundedCache(StatefulCache, Handler):
         """Forget the text: what is read next is another one, as by a new cache, in the same buffers.
 
         Args:
-            prompt_length: tokens of the next prompt; None where it is as long as the last one's, or both are unknown.
+            prompt_length: tokens of the next prompt; None where they are unknown, as in a cache that is made without.
                 Buffers whose size depends on it are made anew.
 
         Raises:
             ValueError: a length with which the settings cannot be met; the cache is then as it was.
         """
-        if prompt_length not in (None, self.schedule.prompt_length):
+        if prompt_length != self.schedule.prompt_length:
             before = dict(vars(self))
             try:
                 self._resize(prompt_length)
@@ -426,7 +426,7 @@ class BoundedCache(StatefulCache, Handler):
         self.last_hidden, self.reread_positions, self.unfinished = None, [], False
         self._set_pins(self._first_pins())
 
-    def _resize(self, prompt_length: int) -> None:
+    def _resize(self, prompt_length: int | None) -> None:
         """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
         self._resolve(self._asked, prompt_length)
         if self._context is not None:

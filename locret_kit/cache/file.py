@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from safetensors import SafetensorError, safe_open
 
@@ -35,8 +36,11 @@ class LaterVersion(ValueError):
     """A file of a later kit."""
 
 
-def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file as ``files.write_beside`` does.
+def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Callable[[], object] = lambda: None) -> str:
+    """Write a file as ``files.write_beside`` does; its digest.
+
+    Args:
+        check: called when all is written but the new file's name; what it raises leaves the file that was there.
 
     Raises:
         OSError: it cannot be written; the file that was there is whole. ValueError: the record is too large for a header.
@@ -53,7 +57,13 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor]) -> None:
     data = save(
         body, metadata={RECORD: text}
     )  # its save_file has a temporary file of its own, which a kill would leave
-    write_beside(path, lambda beside: beside.write_bytes(data))
+
+    def whole(beside: Path) -> None:
+        beside.write_bytes(data)
+        check()
+
+    write_beside(path, whole)
+    return str(record["digest"])
 
 
 def read_record(path: Path) -> Record:
@@ -63,39 +73,52 @@ def read_record(path: Path) -> Record:
         OSError: there is no such file. ValueError: it is no saved cache, or of a version that this kit does not read
             (``LaterVersion``).
     """
-    return _record(path, _header(path))
+    with _opened(path) as file:
+        return _record(path, _header(path, file))
 
 
 def read(path: Path) -> tuple[Record, dict[str, Tensor]]:
-    """Record and tensors, whose digest is right. Tensors take as many bytes as the file.
+    """Record and tensors. Raises as ``read_with_digest``."""
+    return read_with_digest(path)[:2]
+
+
+def read_with_digest(path: Path) -> tuple[Record, dict[str, Tensor], str]:
+    """Record and tensors, and their digest, which is right. Tensors take as many bytes as the file.
 
     Raises:
         OSError: there is no such file. ValueError: as ``read_record``, or it is damaged.
     """
-    header = _header(path)
-    record = _record(path, header)
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    while True:
+        with _opened(path) as opened:
+            record = _record(path, _header(path, opened))
+            try:
+                with safe_open(path, framework="pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+            if os.path.samestat(os.fstat(opened.fileno()), path.stat()):  # no other file took its name meanwhile
+                break
     # A flipped bit in a key would load and answer wrongly; the digest covers record and tensors alike.
     said = record.pop("digest", None)
     if said != digest(record, tensors):
         raise ValueError(f"{path} is damaged: its content does not have the digest that it states")
-    return record, tensors
+    return record, tensors, str(said)
 
 
-def _header(path: Path) -> dict[str, object]:
-    """The safetensors header, read by itself: it says what the file holds before anything of that size is read."""
-    held = path.stat().st_size
-    if not path.is_file():  # a pipe would be waited for
+def _opened(path: Path) -> BinaryIO:
+    """A file, open. Raises ValueError for a pipe, which would be waited for, and its likes."""
+    path.stat()
+    if not path.is_file():
         raise ValueError(f"{path} is no regular file, so no saved cache")
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= min(LARGEST, held - 8):
-            raise ValueError(f"{path} is no saved cache, or is truncated: {held} bytes, of which {size} are its header")
-        return _object(file.read(size), f"{path}: its header")
+    return path.open("rb")
+
+
+def _header(path: Path, file: BinaryIO) -> dict[str, object]:
+    """The safetensors header, read by itself: it says what the file holds before anything of that size is read."""
+    held, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if not 2 <= size <= min(LARGEST, held - 8):
+        raise ValueError(f"{path} is no saved cache, or is truncated: {held} bytes, of which {size} are its header")
+    return _object(file.read(size), f"{path}: its header")
 
 
 def _record(path: Path, header: dict[str, object]) -> Record:

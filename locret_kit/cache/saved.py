@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ class Origin:
     @staticmethod
     def of_heads(heads: RetainingHeads | None) -> str | None:
         """Identity of retaining heads."""
-        return None if heads is None else fingerprint(heads.parameters())
+        return None if heads is None else heads.fingerprint
 
     def of_cache(self, cache: BoundedCache) -> Origin:
         """Of a cache, which may be scored without the heads."""
@@ -64,19 +64,20 @@ class Origin:
 
 
 def save_cache(
-    cache: BoundedCache, path: str | Path, document: Record | None = None, more: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write a cache to ``path``.
+    cache: BoundedCache, path: str | Path, document: Record | None = None, more: Mapping[str, Tensor] | None = None,
+    check: Callable[[], object] = lambda: None,
+) -> str:  # fmt: skip
+    """Write a cache to ``path``; the digest of what was written.
 
     Args:
-        document: further fields of the record; plain JSON values. more: further tensors.
+        document: further fields of the record; plain JSON values. more: further tensors. check: see ``file.write``.
 
     Raises:
         ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
         OSError: the file cannot be written; the one that was there is whole.
     """
     record, tensors = export(cache)
-    write(Path(path), {**record, "document": document}, {**tensors, **(more or {})})
+    return write(Path(path), {**record, "document": document}, {**tensors, **(more or {})}, check)
 
 
 def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, dict[str, Tensor]]:

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from typing import ParamSpec
 
 from .. import threads
+from ..backbones.tested import newer
 from ..config.command_line import read
 from ..config.machine import Backbone, Plugin
 from ..config.schema import Command, T, UsageError
@@ -54,12 +55,17 @@ def command(
 
     Its status is then its own, 1 after an error or a closed stdout, 130 after Ctrl-C, each said in one line on stderr that
     begins with ``name``. ``usage`` is the status after words that are no options, and ``stopped`` what Ctrl-C says, '' to say
-    nothing. Any other exception is a bug and shows its traceback.
+    nothing. Any other exception is a bug and shows its traceback. Where a library may have failed that is newer than the
+    tested one, a line names a release that works.
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *also)
 
     def say(words: object) -> None:
         print(f"{name}: {words}", file=sys.stderr)
+
+    def say_newer() -> None:
+        for line in newer():
+            say(line)
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @functools.wraps(main)
@@ -77,7 +83,12 @@ def command(
                 return 1
             except mendable as error:
                 say(first_line(error) + (install_hint(error) if isinstance(error, ImportError) else ""))
+                if not isinstance(error, ValueError | OSError):  # as a library raises them that is not as we know it
+                    say_newer()
                 return usage if isinstance(error, UsageError) else 1
+            except Exception:
+                say_newer()
+                raise
             except KeyboardInterrupt:
                 if stopped:
                     print(f"\n{name}: {stopped}", file=sys.stderr)

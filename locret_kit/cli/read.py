@@ -48,7 +48,7 @@ def run(args: ReadOptions) -> int:
         raise ValueError(f"out={args.out!r} is there already: --append adds to it, --overwrite replaces it")
     text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
     document, names, tokens, seconds = append(args, text) if args.append else read_text(args, text)
-    document.save(target, text=args.text, names=names)
+    document.save(target, text=args.text, names=names, replace=args.append or args.overwrite)
     if not args.quiet:
         rows = document.cache.kept_rows
         slots = f"{min(rows)} to {max(rows)}" if min(rows) < max(rows) else f"{rows[0]}"

@@ -18,7 +18,7 @@ import torch
 from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
-from ..cache.file import read
+from ..cache.file import Record, read_record, read_with_digest
 from ..cache.fork import CannotFork
 from ..cache.saved import restore, save_cache
 from ..heads import RetainingHeads, loaded
@@ -67,6 +67,7 @@ class Document:
         self.text = text
         self._reader: Reader = read_alone
         self._ahead = False
+        self._file: tuple[Path, str] | None = None
         self.reads = 0
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -276,16 +277,20 @@ class Document:
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path, *, text: bool = True, names: dict[str, str] | None = None) -> None:
+    def save(
+        self, path: str | Path, *, text: bool = True, names: dict[str, str] | None = None, replace: bool = True
+    ) -> None:
         """Write the document to one ``.safetensors`` file.
 
         Args:
             text: False leaves the token ids out; the tokens after the last safe boundary are then stored as rows.
             names: what backbone and heads are called, for people and as a default of commands.
+            replace: whether a file that is there may be replaced.
 
         Raises:
             ValueError: without its text, a document of a policy that reads passages again, or one whose last token
-                hangs on the question. OSError: the file cannot be written; the one that was there is whole.
+                hangs on the question. OSError: the file cannot be written, or somebody else has written it since it was
+                loaded; the one that was there is whole.
         """
         document = self if self.text.bare or (text and self.has_text) else self._without_text()
         stream = document.text.stream
@@ -296,7 +301,16 @@ class Document:
             tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
-        save_cache(document.cache, path, asdict(record), more)
+        target = Path(path).resolve()
+
+        def check() -> None:
+            if not replace and target.exists():
+                raise OSError(f"cannot write {path}: it is there already")
+            loaded = self._file is not None and self._file[0] == target and target.exists()
+            if loaded and (target, read_record(target).get("digest")) != self._file:
+                raise OSError(f"cannot write {path}: somebody else has written it since it was loaded: load it again")
+
+        self._file = target, save_cache(document.cache, path, asdict(record), more, check)
 
     def _without_text(self) -> Document:
         """The same document with every token read and no ids."""
@@ -332,7 +346,26 @@ class Document:
             OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
                 is at hand.
         """
-        record, tensors = read(Path(path))
+        record, tensors, digest = read_with_digest(Path(path))
+        document = cls.restored(record, tensors, path, model, tokenizer, heads, policy, force=force, store=store)
+        document._file = Path(path).resolve(), digest
+        return document
+
+    @classmethod
+    def restored(
+        cls,
+        record: Record,
+        tensors: dict[str, torch.Tensor],
+        path: str | Path,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        heads: RetainingHeads | str | Path | None = None,
+        policy: str | Policy | None = None,
+        *,
+        force: bool = False,
+        store: StoreSettings | None = None,
+    ) -> Document:
+        """The document of a file that was read. Arguments and errors as of ``load``."""
         saved, about = stated(record, path)
         with blaming(str(path), ValueError):
             text = stored_text(about, tensors.pop(IDS, None), tokenizer)

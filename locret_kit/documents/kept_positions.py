@@ -14,7 +14,7 @@ from ..cache.file import read
 from ..naming import blaming
 from ..runtime.kept_text import CONTEXT, token_texts
 from .document import Document
-from .text_record import IDS, describe, stored_text
+from .text_record import IDS, stated, stored_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,8 +81,8 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     Raises:
         OSError: there is no such file. ValueError: it is damaged, is of another tokenizer, or holds no text.
     """
-    saved, about = describe(path)
-    _, tensors = read(Path(path))
+    record, tensors = read(Path(path))
+    saved, about = stated(record, path)
     with blaming(str(path), ValueError):
         if not about.text:
             raise ValueError("it was written with --no-text, so nobody can say which words it holds")
@@ -105,6 +105,8 @@ def _positions(tensors: dict[str, torch.Tensor], layer: int, seen: int) -> list[
         raise ValueError(f"{name}.positions must be from 0 to {seen - 1}")
     if lengths is None:
         return list(positions.flatten(0, 1).numpy())
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}.lengths must be integers")
     ends = lengths.flatten().cumsum(0).tolist()
     if not ends or min(lengths.flatten().tolist()) < 0 or ends[-1] != positions.numel():
         raise ValueError(f"{name}.lengths must make {positions.numel()} rows")

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import time
 from array import array
-from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, BinaryIO
@@ -21,7 +20,8 @@ from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
 from ..naming import first_line
 from ..planning.reading import too_few
-from ..text.convert import Unwanted, convert
+from ..settings import INT32_MAX
+from ..text.convert import Unwanted
 from .engine import Engine
 from .errors import Refused
 from .page import kept_page
@@ -72,7 +72,7 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/documents/{name}/kept")
     async def kept(
-        name: str, request: Request, start: Annotated[int, Query(ge=0)] = 0,
+        name: str, request: Request, start: Annotated[int, Query(ge=0, le=INT32_MAX)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
     ) -> dict[str, object]:  # fmt: skip
         upload = server.document(await server.asks(request, name), name)
@@ -136,15 +136,14 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
 
     loop = asyncio.get_running_loop()
     try:
-        async with server.converting:
-            if isinstance(data, Path):
-                document = await loop.run_in_executor(server.readers, engine.load_document, data)
-            else:
-                text = await loop.run_in_executor(
-                    server.readers,
-                    partial(convert, data, upload.title, unwanted=lambda: upload.deleted, lost=upload.lost.append),
-                )
-        upload.document = document if isinstance(data, Path) else await loop.run_in_executor(server.readers, read, text)
+        if isinstance(data, Path):
+            async with server.lanes.short.turn(upload.owner):
+                upload.document = await loop.run_in_executor(server.readers, engine.load_document, data)
+        else:
+            text = await server.lanes.text(
+                server.readers, data, upload.title, upload.owner, lambda: upload.deleted, upload.lost.append
+            )
+            upload.document = await loop.run_in_executor(server.readers, read, text)
     except ImportError as error:  # its words name files of this machine
         upload.error = f"{upload.title}: the server lacks a library that this format needs, which its log names"
         LOG.warning("document %s failed: %s", upload.id, first_line(error).encode("unicode_escape").decode())

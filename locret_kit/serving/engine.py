@@ -20,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
+from ..cache.file import read
 from ..documents.document import Document, Progress
-from ..documents.text_record import describe
+from ..documents.text_record import stated
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
@@ -156,11 +157,14 @@ class Engine:
 
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
-        saved, _ = describe(path)
+        record, tensors = read(path)
+        saved, _ = stated(record, path)
         with blaming(str(path), ValueError):
             self.spec.check(saved)
         policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
-        return Document.load(path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store)
+        return Document.restored(
+            record, tensors, path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store
+        )
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""

@@ -22,6 +22,7 @@ from ..documents.text_record import describe
 from ..naming import first_line
 from .engine import Engine
 from .store import Store, owner_of
+from .uploads import Lanes
 
 LOG = logging.getLogger("locret_kit.serving")
 
@@ -58,8 +59,6 @@ class UploadedDocument:
     """What its file holds and its text does not, in a line each."""
     deleted: bool = False
     """While it is still being read, its memory counts."""
-    on_disk: bool = False
-    """Whether it had a file when somebody asked last, where servers share the folder."""
 
     def shown(self) -> dict[str, object]:
         """As the protocol has it."""
@@ -104,8 +103,8 @@ class Server:
         default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
     )
     """Threads that wait for documents, apart from those that answers need."""
-    converting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One file at a time, so that the memory of a conversion is that of one."""
+    lanes: Lanes = field(default_factory=Lanes)
+    """Two files at a time, so that the memory of conversions is that of two."""
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Salt of the owners' names."""
     ended: Event = field(default_factory=Event)
@@ -193,11 +192,9 @@ class Server:
         with self._looking:
             store.refresh(owner)
             for upload in [upload for upload in list(self.documents.values()) if upload.owner == owner]:
-                on_disk = store.has(upload.id)
-                if upload.on_disk and not on_disk:  # another server has deleted it
+                if store.lost(upload.id):  # another server has deleted it
                     upload.deleted = True
                     self.documents.pop(upload.id, None)
-                upload.on_disk = on_disk
             if document is not None:
                 self.restore(engine, owner=owner, name=document)
 

@@ -36,6 +36,8 @@ SUFFIX, SALT = ".locret", "salt"
 SESSION = re.compile(r"session_[0-9a-f]{32}")
 DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")
 OWNER = re.compile(r"[0-9a-f]{32}")
+LOST = 10_000
+"""Names of files that other servers have removed, at most: of more, the oldest are forgotten."""
 ABANDONED = 3600
 """Seconds after which nobody goes on writing a file, where servers share the folder."""
 MARGIN = 1 << 13
@@ -78,6 +80,7 @@ class Store:
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
         self._mine: dict[str, dict[str, PrefixKey]] = {}
+        self._lost: OrderedDict[str, None] = OrderedDict()
         self._origin: Origin | None = None
         self._check: Callable[[Saved, str], None] = lambda saved, about: None
         self._damaged: list[str] = []
@@ -155,6 +158,9 @@ class Store:
             known = {name: file for name, file in self._files.items() if file.path.parent.name == owner}
             for name in known.keys() - there.keys():
                 self._drop(name)
+                self._lost[name] = None
+            while len(self._lost) > LOST:
+                self._lost.popitem(last=False)
         for name, path in there.items():
             with suppress(FileNotFoundError):
                 if name not in known or known[name].written != path.stat().st_mtime_ns:
@@ -163,10 +169,10 @@ class Store:
                         with self._lock:
                             self._add(name, file)
 
-    def has(self, name: str) -> bool:
-        """Whether a session or a document has a file that this server knows."""
+    def lost(self, name: str) -> bool:
+        """Whether another server has removed the file of a session or a document."""
         with self._lock:
-            return name in self._files
+            return name in self._lost
 
     def sessions(self, owner: str) -> list[PrefixKey]:
         """Keys of what an owner's sessions have read."""
@@ -193,6 +199,7 @@ class Store:
             return sum(file.bytes for file in self._files.values())
 
     def _add(self, name: str, file: File) -> None:
+        self._lost.pop(name, None)
         self._files.pop(name, None)
         self._files[name] = file
         if file.key is not None:

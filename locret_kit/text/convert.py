@@ -5,6 +5,7 @@ As a program it reads a file from stdin and writes its text to stdout.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from ..naming import first_line
 from ..processes import python
 
 SECONDS = 300
-"""Processor time of a conversion, at most; of an upload, for which others wait, see ``serving.document_routes``."""
+"""Processor time of a conversion, at most; of an upload, for which others wait, see ``serving.uploads``."""
 BYTES = 4 << 30
 """Address space of a conversion, at most."""
 TEXT = 64 << 20
@@ -28,6 +29,10 @@ LACKS = 4
 
 class Unwanted(Exception):
     """Nobody wants the text any more."""
+
+
+class Late(ValueError):
+    """The limit on time was reached."""
 
 
 def convert(
@@ -41,7 +46,8 @@ def convert(
         lost: told of what the file holds and its text does not, line by line.
 
     Raises:
-        ValueError: a format that is not known, a damaged file, one without text, or a limit that was reached.
+        ValueError: a format that is not known, a damaged file, one without text, or too much memory; ``Late`` where it took
+            too long.
         ImportError: a library is missing or broken, and is named. Its words may hold paths of this machine.
         Unwanted: ``unwanted`` said so; the process has ended.
     """
@@ -61,7 +67,7 @@ def convert(
                 if unwanted():
                     raise Unwanted
                 if time.monotonic() > end:
-                    raise ValueError(f"{name}: its conversion took more than {2 * seconds} s")
+                    raise Late(f"{name}: its conversion took more than {2 * seconds} s")
         except BaseException:  # Ctrl-C too
             child.kill()
             child.communicate()
@@ -73,7 +79,8 @@ def convert(
         module, _, words = lines[-1].partition(" ")
         raise ImportError(words, name=module)
     if child.returncode:
-        raise ValueError(f"{name}: its conversion took more than {seconds} s or {memory >> 20} MiB")
+        late = -child.returncode in (signal.SIGKILL, signal.SIGXCPU)
+        raise (Late if late else ValueError)(f"{name}: its conversion took more than {seconds} s or {memory >> 20} MiB")
     for line in lines:
         lost(line)
     return said.decode("utf-8")

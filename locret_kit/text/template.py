@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..settings import read_protect
 from .spans import Span, encode, token_span
 from .untrusted import defused, defused_values
+from .work_limit import check_template, limited_steps
 
 
 def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
@@ -172,15 +173,17 @@ def render(
 
     said = [defused_values(tokenizer, _with_reasoning(tokenizer, message)) for message in messages]
     more: dict[str, object] = {"tools": defused_values(tokenizer, tools)} if tools else {}
+    check_template(str(tokenizer.chat_template))
     try:
-        return tokenizer.apply_chat_template(
-            said,
-            tokenize=False,
-            add_generation_prompt=generation and not continued,
-            continue_final_message=continued,
-            **more,
-        )
-    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        with limited_steps():
+            return tokenizer.apply_chat_template(
+                said,
+                tokenize=False,
+                add_generation_prompt=generation and not continued,
+                continue_final_message=continued,
+                **more,
+            )
+    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 

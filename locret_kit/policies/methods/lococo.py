@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...files import CONFIG, HASH, WEIGHTS, read_folder, read_json, write_folder
+from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
 from ...naming import blaming
 from ...validation import made
 from ..base import Folded, Merge, Score, Slots, rank_of
@@ -133,13 +133,10 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
         FileNotFoundError: nothing there. ValueError: something else is there; it is named.
     """
     folder = Path(folder)
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
-    raw = read_json(folder / CONFIG)
-    version = raw.pop("format", None) if isinstance(raw, dict) else None
-    if not isinstance(raw, dict) or version != FORMAT:
+    raw = read_folder_config(folder, "pool")
+    version = raw.pop("format", None)
+    if version != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={version!r}, a pool says {FORMAT!r}")
-    raw.pop(HASH, None)
     with blaming(str(folder / CONFIG), ValueError):
         return made(PoolConfig, raw, "field")
 
