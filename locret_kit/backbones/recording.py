@@ -109,8 +109,13 @@ def record(
 def record_mask(*args: Any, **named: Any) -> Tensor | None:
     mask = eager_mask(*args, **named)
     if mask is not None:
-        NOW.masks[mask.untyped_storage().data_ptr()] = named.get("mask_function")
+        NOW.masks[storage_of(mask)] = named.get("mask_function")
     return mask
+
+
+def storage_of(x: Tensor) -> int:
+    """A number of the storage that ``x`` is a view of, while that lives: on the meta device too, where addresses are 0."""
+    return x.untyped_storage()._cdata
 
 
 AttentionInterface.register(NAME, record)
