@@ -43,6 +43,9 @@ RIGHT = {
     "layers without positions": "smollm3 no positions",
     "learned positions": "gpt2",
     "the other sense": "nanochat",
+    "norms with weights after the rotation": "hunyuan_v1_dense",
+    "attention that is a method": "gpt_neox_japanese",
+    "attention of experts": "jetmoe",
     "experts": "qwen3_moe",
     "experts of other names": "granitemoe",
     "sinks": "gpt_oss",
@@ -64,6 +67,7 @@ RIGHT = {
 """Kind -> row: everything is exact."""
 REFUSED = {
     "bloom": "its attention is not behind transformers' interface",
+    "gpt_neo": "is scaled or masked in a way of its own",
     "diffllama": "reads keys that are in no cache",
     "doge": "is given a mask of the model's own",
     "deepseek_v32": "is given 'indices', which the kit does not know",
@@ -73,7 +77,7 @@ REFUSED = {
 }
 """Row -> words of the sentence that everybody gets; attaching such a model is refused, or changes nothing."""
 PARTLY = {
-    "hunyuan_v1_dense": ("rotates queries and keys in a way that the kit does not know", r"heads \w+|training"),
+    "gptj": ("rotates queries and keys in a way that the kit does not know", r"heads \w+|training"),
     "bamba": ("lose their state between pieces of a text", "generate|save|fork"),
 }
 """Row -> words of a sentence and the checks that get it; the others are exact."""

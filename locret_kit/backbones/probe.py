@@ -279,7 +279,8 @@ def _rotations(
     unknown = "attention of {!r} rotates queries and keys in a way that the kit does not know"
     made: dict[int, Rotation] = {}
     for call, before, after in zip(found.calls, second.calls, first.calls, strict=True):
-        form = _rotation(rotaries, before, after, with_keys=not call.shared)
+        norms = _norms(decoder, call.module, before.q.shape[-1])
+        form = _rotation(rotaries, before, after, norms)
         if form is None or made.setdefault(call.layer, form) != form:
             return unknown.format(call.module)
     if not all(one.module for one in made.values()):
@@ -292,10 +293,17 @@ def _rotations(
     return tuple(made[layer] for layer in range(len(found.spec.layers)))
 
 
+def _norms(decoder: nn.Module, attention: str, D: int) -> dict[str, Tensor]:
+    """Weights below a module of attention that could be of a norm of a head's ``D`` channels, by their paths."""
+    weights = decoder.get_submodule(attention).named_parameters()
+    return {f"{attention}.{path}": weight for path, weight in weights if weight.shape == (D,)}
+
+
 def _rotation(
-    rotaries: dict[str, nn.Module], before: RecordedCall, after: RecordedCall, *, with_keys: bool
+    rotaries: dict[str, nn.Module], before: RecordedCall, after: RecordedCall, norms: dict[str, Tensor]
 ) -> Rotation | None:
-    """The form that turns queries and keys without a rotation into those with it; None for none of the known ones."""
+    """The form that turns queries and keys without a rotation into those with it; None for none of the known ones. ``norms``:
+    see ``_norms``."""
     pairs = [(before.q, after.q), (before.k, after.k)]
     if all(close(a, b) for a, b in pairs):
         return Rotation()
@@ -308,9 +316,20 @@ def _rotation(
             for order in _orders(D, 2 * len(inv_freq)):
                 for sense in (1, -1):
                     rope = Rope(sense * inv_freq, scaling_of(module, buffer))
+                    same = order == list(range(D))
+                    form = Rotation(path, buffer, sense < 0, None if same else tuple(order))
                     if all(close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
-                        same = order == list(range(D))
-                        return Rotation(path, buffer, sense < 0, None if same else tuple(order))
+                        return form
+                    weighted = {
+                        name: Rope(rope.inv_freq, weight_R=weight[order][: 2 * len(inv_freq)])
+                        for name, weight in norms.items()
+                    }
+                    found = [
+                        next((n for n, w in weighted.items() if close(_turned(a, w, order), b[..., order])), None)
+                        for a, b in pairs
+                    ]
+                    if found[0] and found[1]:
+                        return replace(form, norms=(found[0], found[1]))
     return None
 
 
