@@ -32,7 +32,7 @@ from .decoder_attention import (
     unturned_answer,
 )
 from .recording import IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded, storage_of
-from .releases import holds_states
+from .releases import ASKED_FOR_STATES, holds_states
 from .rope import Rope, rotate
 from .shortcuts import keeps_texts_apart, reads_pieces, with_shortcuts
 from .spec import (
@@ -177,6 +177,8 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
     if len(seen) < config.num_hidden_layers and not keeps_texts_apart(decoder, config, ids_1T, first):
         raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
+        if not ASKED_FOR_STATES:
+            raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
     return with_shortcuts(decoder, config, ids_1T, first, found)
