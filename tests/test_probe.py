@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_decoders.needed import Sizes
+from tiny_decoders.rows import rows
+from tiny_decoders.shrink import tiny_decoder
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,6 +16,7 @@ from locret_kit.backbones import probe
 from locret_kit.backbones.decoder_attention import Rotation
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of, text_config
+from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.runtime.session import prefill
 
 SIZES = dict(
@@ -44,6 +48,16 @@ def test_what_is_measured_is_what_the_configuration_says(family):
     assert [call.layer for call in found.calls] == [*range(found.spec.n_layers)] and not any(
         call.shared for call in found.calls
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["jetmoe", "mimo_v2_flash", "moshi", "qwen3_5", "granitemoehybrid", "gemma4_text shared"]
+)
+def test_a_configuration_alone_gives_what_is_measured(name):
+    """Experts of attention, heads that differ from layer to layer, a window that no mask has, states, shared keys."""
+    model = tiny_decoder(*rows(Sizes())[name])
+    spec, measured = BackboneSizes.of(text_config(model)).spec, describe(model).spec
+    assert spec == measured and (spec.states, spec.state_sizes) == (measured.states, measured.state_sizes)
 
 
 @pytest.mark.parametrize("window", [16, 100, 511])
@@ -132,6 +146,7 @@ def test_a_residual_with_a_factor_is_not_fused():
         ("doge", {}, "a mask of the model's own"),
         ("mamba", dict(state_size=8), "no attention call"),
         ("diffllama", {}, "layers.0"),
+        ("gemma", {"use_bidirectional_attention": True}, "tokens of a prompt see those after them"),
     ],
 )
 def test_refusals_name_the_reason(model_type, changes, why):

@@ -28,13 +28,37 @@ class Rotation:
     order: tuple[int, ...] | None = None
     """Channels of a head in the order in which halves are rotated, from the first one on; None as they come."""
 
+    norms: tuple[str, str] | None = None
+    """Paths of the weights of norms that come after the rotation, of queries and of keys; None without them."""
+
     def measured(self, decoder: nn.Module) -> Rope:
         """The rotation of a text of a few tokens."""
         if not self.module:
             return Rope(torch.zeros(1, device=next(decoder.parameters()).device))
         module = decoder.get_submodule(self.module)
         inv_freq: Tensor = getattr(module, self.buffer).float()
-        return Rope(-inv_freq if self.reversed else inv_freq, scaling_of(module, self.buffer))
+        return self.rope(decoder, inv_freq, scaling_of(module, self.buffer))
+
+    def rope(self, decoder: nn.Module, inv_freq: Tensor, scaling: float) -> Rope:
+        """The rotation by these frequencies (radians per position) and this factor."""
+        inv_freq = -inv_freq if self.reversed else inv_freq
+        if self.norms is None:
+            return Rope(inv_freq, scaling)
+        # A norm takes the factor out again.
+        of_queries, of_keys = (
+            Rope(inv_freq, weight_R=self._rotated(decoder.get_parameter(path), 2 * len(inv_freq)))
+            for path in self.norms
+        )
+        return replace(of_keys, queries=of_queries)
+
+    def _rotated(self, weight_D: Tensor, R: int) -> Tensor:
+        """The numbers of a head's rotated channels, in their order."""
+        return (weight_D if self.order is None else weight_D[list(self.order)])[:R].detach()
+
+    @property
+    def shared(self) -> Rotation:
+        """What layers that rotate alike have in common."""
+        return self if self.norms else replace(self, order=None)
 
     def __str__(self) -> str:
         return "none" if not self.module else f"{self.module}.{self.buffer}" + (" reversed" if self.reversed else "")
@@ -90,9 +114,16 @@ class DecoderAttention:
             return "attention is chunked"
         if isinstance(self.rotations, str):
             return self.rotations
+        if self.has_weighted_rotations:
+            return "norms of queries and keys come after the rotation"
         if any(rotation.order is not None or rotation.reversed or not rotation.module for rotation in self.rotations):
             return "a rotation other than of halves"
         return None
+
+    @property
+    def has_weighted_rotations(self) -> bool:
+        """Whether norms with a weight come after the rotation in some layers, which the definitions of kernels alone know."""
+        return not isinstance(self.rotations, str) and any(rotation.norms for rotation in self.rotations)
 
     @property
     def packs_texts(self) -> bool:
@@ -114,10 +145,9 @@ class DecoderAttention:
         whole prompt. Raises UnsupportedArchitecture as ``require_rotations``."""
         decoder, made = decoder_of(model), dict[Rotation, Rope]()
         for rotation in self.require_rotations():
-            key = replace(rotation, order=None)
-            if key not in made:
-                made[key] = _rope(decoder, text_config(model), key, span)
-        return [made[replace(rotation, order=None)] for rotation in self.require_rotations()]
+            if rotation.shared not in made:
+                made[rotation.shared] = _rope(decoder, text_config(model), rotation.shared, span)
+        return [made[rotation.shared] for rotation in self.require_rotations()]
 
     def rotates_by_length(self, model: Any, span: int) -> bool:
         """Whether positions below ``span`` are rotated otherwise in a short text than in a long one."""
@@ -164,7 +194,7 @@ def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span
         of_type = {"layer_type": kind} if kind else {}
         own = getattr(module, "config", config)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
-    return Rope(-inv_freq if rotation.reversed else inv_freq, scaling)
+    return rotation.rope(decoder, inv_freq, scaling)
 
 
 def scaling_of(module: Any, buffer: str) -> float:

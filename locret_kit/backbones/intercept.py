@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_methods import Method, answer_methods
 from .blocks_of_forward import read_blocks
 from .decoder_attention import AttentionCall, DecoderAttention, answer_in_halves, rotaries_of, unturned_answer
 from .fused import fuse_layers, skip_rotations
@@ -115,6 +116,14 @@ def _attention(
             raise ValueError(f"{type(module).__name__} has {q.shape[2]} queries and {k.shape[2]} new keys")
         out = handler.attend(call.layer, q, k, v, softmax_of(module, q, scaling, kw))
     return out.transpose(1, 2).contiguous(), None
+
+
+def _method(
+    module: Any, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    if _ACTIVE.handler is None:
+        return own(q, k, v, mask)
+    return _attention(module, q, k, v, mask)[0].transpose(1, 2), None
 
 
 def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Any]]:
@@ -211,9 +220,7 @@ class Attachment:
             undo.add(partial(decoder.set_attn_implementation, before))
             decoder.set_attn_implementation(NAME)
             if config._attn_implementation != NAME:
-                raise UnsupportedArchitecture(
-                    f"model_type={config.model_type!r}: its attention takes no other implementation"
-                )
+                answer_methods(undo, decoder, config, NAME, _method)
             self._own = before
             self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)

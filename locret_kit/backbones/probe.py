@@ -12,6 +12,7 @@ import inspect
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,8 @@ from .decoder_attention import (
     scaling_of,
     unturned_answer,
 )
-from .recording import IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded
-from .releases import holds_states
+from .recording import IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded, storage_of
+from .releases import ASKED_FOR_STATES, holds_states
 from .rope import Rope, rotate
 from .shortcuts import keeps_texts_apart, reads_pieces, with_shortcuts
 from .spec import (
@@ -92,16 +93,23 @@ def _key(decoder: Any, config: PreTrainedConfig) -> tuple[object, ...]:
 def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
     """The description of a decoder, whose heads may be spread over ranks. Raises UnsupportedArchitecture that begins with its
     model type."""
+    with _read_by(decoder, config):
+        if all(weight.is_meta or is_fake(weight) for weight in decoder.parameters()):
+            return assumed(config, getattr(decoder, "rotary_emb", None))
+        with torch.no_grad(), observed(decoder, config):
+            return _description(decoder, config, ranks)
+
+
+@contextmanager
+def _read_by(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
+    """A block in which a decoder reads tokens, whose errors are UnsupportedArchitecture and begin with its model type."""
     name = f"model_type={config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedArchitecture(f"{name} is an encoder and a decoder: a bounded cache is for decoders alone")
     if getattr(config, "cross_attention_layers", None):
         raise UnsupportedArchitecture(f"{name} has layers of cross-attention, whose keys are an image's")
-    if all(weight.is_meta or is_fake(weight) for weight in decoder.parameters()):
-        return assumed(config, getattr(decoder, "rotary_emb", None))
     try:
-        with torch.no_grad(), observed(decoder, config):
-            return _description(decoder, config, ranks)
+        yield
     except UnsupportedArchitecture as error:
         raise UnsupportedArchitecture(f"{name}: {error}") from error
     except torch.OutOfMemoryError:
@@ -111,6 +119,24 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAtte
         raise UnsupportedArchitecture(
             f"{name} does not run over transformers' own cache as a decoder of text does ({type(error).__name__}: {said})"
         ) from error
+
+
+def outlined(model: Any) -> BackboneSpec:
+    """Dimensions of a model on the meta device, whose numbers are nothing: those of a forward there, or the words of its
+    configuration where a forward needs numbers (experts that are looped over).
+
+    Raises:
+        UnsupportedArchitecture: as ``describe``, as far as shapes say so.
+    """
+    decoder, config = decoder_of(model), text_config(model)
+    ids_1T = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    with _read_by(decoder, config), torch.no_grad(), observed(decoder, config):
+        try:
+            run = run_recorded(decoder, config, ids_1T)
+            spec, _ = _layers(decoder, config, run, 1)
+            return replace(spec, state_sizes=_state_sizes(run))
+        except RuntimeError:  # what an operator that needs numbers raises
+            return spec_of(config)
 
 
 def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttention:
@@ -141,22 +167,18 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
     ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
     first = run_recorded(decoder, config, ids_1T)
-    if not first.calls:
-        raise UnsupportedArchitecture("no attention call comes through transformers' interface")
-    placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
     spec, calls = _layers(decoder, config, first, ranks)
+    placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
     found = DecoderAttention(spec, calls, "no rotation was looked for", placed)
     found = replace(found, rotations=_rotations(decoder, config, ids_1T, first, found))
-    states = States(first.cache).tensors()
-    sizes = tuple(
-        StateSize(name, tuple(state.shape), None if state.dtype == first.hidden.dtype else state.dtype)
-        for name, state in states.items()
-    )
+    sizes = _state_sizes(first)
     # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
-    seen = {*(str(layer.index) for layer in spec.layers), *(name.split(".")[1] for name in states)}
+    seen = {*(str(layer.index) for layer in spec.layers), *(size.name.split(".")[1] for size in sizes)}
     if len(seen) < config.num_hidden_layers and not keeps_texts_apart(decoder, config, ids_1T, first):
         raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
+        if not ASKED_FOR_STATES:
+            raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
     return with_shortcuts(decoder, config, ids_1T, first, found)
@@ -184,6 +206,8 @@ def _layers(
     decoder: nn.Module, config: PreTrainedConfig, run: RecordedRun, ranks: int
 ) -> tuple[BackboneSpec, tuple[AttentionCall, ...]]:
     """Layers with rows, and the calls that read them."""
+    if not run.calls:
+        raise UnsupportedArchitecture("no attention call comes through transformers' interface")
     paths = {id(module): path for path, module in decoder.named_modules()}
     rows: list[AttentionLayer] = []
     calls: list[AttentionCall] = []
@@ -193,6 +217,8 @@ def _layers(
         if call.unknown:
             raise UnsupportedArchitecture(f"{where} is given {call.unknown!r}, which the kit does not know")
         _, Q, T, D = call.q.shape
+        if T > 1 and getattr(call.module, "is_causal", None) is False:
+            raise UnsupportedArchitecture(f"{where} is not causal: tokens of a prompt see those after them")
         window, chunked = window_of(call, config, where)
         own = call.index is not None
         if own and any(one.index == call.index for one in rows):
@@ -221,7 +247,18 @@ def _layers(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or bool(torch.equal(a, b)))
+    if a.shape != b.shape:
+        return False
+    one = storage_of(a) == storage_of(b) and a.storage_offset() == b.storage_offset()
+    return one or (not a.is_meta and bool(torch.equal(a, b)))
+
+
+def _state_sizes(run: RecordedRun) -> tuple[StateSize, ...]:
+    """Sizes of the states after a run."""
+    return tuple(
+        StateSize(name, tuple(state.shape), None if state.dtype == run.hidden.dtype else state.dtype)
+        for name, state in States(run.cache).tensors().items()
+    )
 
 
 # ---- rotations -----------------------------------------------------------------------------------------------------------
@@ -244,7 +281,8 @@ def _rotations(
     unknown = "attention of {!r} rotates queries and keys in a way that the kit does not know"
     made: dict[int, Rotation] = {}
     for call, before, after in zip(found.calls, second.calls, first.calls, strict=True):
-        form = _rotation(rotaries, before, after, with_keys=not call.shared)
+        norms = _norms(decoder, call.module, before.q.shape[-1])
+        form = _rotation(rotaries, before, after, norms)
         if form is None or made.setdefault(call.layer, form) != form:
             return unknown.format(call.module)
     if not all(one.module for one in made.values()):
@@ -257,10 +295,17 @@ def _rotations(
     return tuple(made[layer] for layer in range(len(found.spec.layers)))
 
 
+def _norms(decoder: nn.Module, attention: str, D: int) -> dict[str, Tensor]:
+    """Weights below a module of attention that could be of a norm of a head's ``D`` channels, by their paths."""
+    weights = decoder.get_submodule(attention).named_parameters()
+    return {f"{attention}.{path}": weight for path, weight in weights if weight.shape == (D,)}
+
+
 def _rotation(
-    rotaries: dict[str, nn.Module], before: RecordedCall, after: RecordedCall, *, with_keys: bool
+    rotaries: dict[str, nn.Module], before: RecordedCall, after: RecordedCall, norms: dict[str, Tensor]
 ) -> Rotation | None:
-    """The form that turns queries and keys without a rotation into those with it; None for none of the known ones."""
+    """The form that turns queries and keys without a rotation into those with it; None for none of the known ones. ``norms``:
+    see ``_norms``."""
     pairs = [(before.q, after.q), (before.k, after.k)]
     if all(close(a, b) for a, b in pairs):
         return Rotation()
@@ -273,9 +318,20 @@ def _rotation(
             for order in _orders(D, 2 * len(inv_freq)):
                 for sense in (1, -1):
                     rope = Rope(sense * inv_freq, scaling_of(module, buffer))
+                    same = order == list(range(D))
+                    form = Rotation(path, buffer, sense < 0, None if same else tuple(order))
                     if all(close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
-                        same = order == list(range(D))
-                        return Rotation(path, buffer, sense < 0, None if same else tuple(order))
+                        return form
+                    weighted = {
+                        name: Rope(rope.inv_freq, weight_R=weight[order][: 2 * len(inv_freq)])
+                        for name, weight in norms.items()
+                    }
+                    found = [
+                        next((n for n, w in weighted.items() if close(_turned(a, w, order), b[..., order])), None)
+                        for a, b in pairs
+                    ]
+                    if found[0] and found[1]:
+                        return replace(form, norms=(found[0], found[1]))
     return None
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from transformers.masking_utils import eager_mask
 
 from locret_kernels.attend.reference import attend_and_count
 
+from .attention_methods import Method, answer_methods, is_softmax
 from .handler import Softmax
 from .releases import CACHE
 from .spec import UnsupportedArchitecture
+from .undo import Undo
 
 NAME = "locret_probe"
+LONG = 4096
+"""Keys, at most, over which a method that is attention is tried."""
 IGNORED = frozenset(
     {
         "position_ids",
@@ -109,8 +114,13 @@ def record(
 def record_mask(*args: Any, **named: Any) -> Tensor | None:
     mask = eager_mask(*args, **named)
     if mask is not None:
-        NOW.masks[mask.untyped_storage().data_ptr()] = named.get("mask_function")
+        NOW.masks[storage_of(mask)] = named.get("mask_function")
     return mask
+
+
+def storage_of(x: Tensor) -> int:
+    """A number of the storage that ``x`` is a view of, while that lives: on the meta device too, where addresses are 0."""
+    return x.untyped_storage()._cdata
 
 
 AttentionInterface.register(NAME, record)
@@ -120,20 +130,30 @@ AttentionMaskInterface.register(NAME, record_mask)
 @contextmanager
 def observed(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
     """Attention of a decoder recorded within the block, whose modules are in evaluation mode."""
-    training, before = [module for module in decoder.modules() if module.training], config._attn_implementation
+    training, undo = [module for module in decoder.modules() if module.training], Undo()
     try:
         for module in training:
             module.training = False
+        undo.add(partial(decoder.set_attn_implementation, config._attn_implementation))
         decoder.set_attn_implementation(NAME)
         if config._attn_implementation != NAME:
-            raise UnsupportedArchitecture("its attention is not behind transformers' interface")
+            rows = min(getattr(config, "max_position_embeddings", None) or LONG, LONG)
+            answer_methods(undo, decoder, config, NAME, partial(_record_method, rows))
         NOW.masks = {}
         yield
     finally:
         NOW.calls, NOW.outputs, NOW.replayed, NOW.cache, NOW.masks = [], [], None, None, {}
-        decoder.set_attn_implementation(before)
+        undo.run()
         for module in training:
             module.training = True
+
+
+def _record_method(
+    rows: int, module: Any, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    if NOW.replayed is None and not q.is_meta and not is_softmax(own, q, rows):
+        raise UnsupportedArchitecture(f"attention of {type(module).__name__} is scaled or masked in a way of its own")
+    return record(module, q, k, v, mask)[0].transpose(1, 2), None
 
 
 @dataclass(frozen=True)

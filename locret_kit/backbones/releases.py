@@ -18,6 +18,9 @@ from transformers.masking_utils import create_causal_mask
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 """Argument of a forward that takes the cache: ``past_key_values`` before transformers 5.24, ``cache`` from it on."""
 
+ASKED_FOR_STATES = hasattr(Cache, "get_conv_state")
+"""Whether modules ask a cache for their states; before transformers 5.21 they take them off its layers."""
+
 
 def forward(model: Any, ids_BT: Tensor, cache: Cache, **rest: Any) -> Any:
     """The model's output for new tokens ``[B, T]`` after those that the cache has read; ``rest`` goes to its forward."""

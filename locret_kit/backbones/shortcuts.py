@@ -67,10 +67,11 @@ def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: Any, foun
     for call, a, b in zip(found.calls, run.calls, first.calls, strict=True):
         rotation = found.require_rotations()[call.layer]
         order = list(range(a.q.shape[-1])) if rotation.order is None else list(rotation.order)
-        for x, y in ((a.q, b.q), (a.k, b.k)):
+        rope = rotation.measured(decoder)
+        for x, y, turn in ((a.q, b.q, rope.of_queries), (a.k, b.k, rope)):
             if x.shape != y.shape:
                 return False
-            cos, sin = rotation.measured(decoder).tables(torch.arange(x.shape[2], device=x.device), x.dtype)
+            cos, sin = turn.tables(torch.arange(x.shape[2], device=x.device), x.dtype)
             if not close(rotate(x[..., order], cos, sin), y[..., order]):
                 return False
     return close(run.hidden, first.hidden, 2)

@@ -201,6 +201,8 @@ def spec_of(config: PreTrainedConfig) -> BackboneSpec:
             window = None
         Q = field_of(own, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads") or 1
         H = field_of(own, "num_key_value_heads", "num_kv_heads") or Q
+        if config.model_type == "jetmoe":  # experts of attention, each of which has the keys again
+            H = Q
         key_size = (
             field_of(own, "head_dim", "attention_head_dim") or field_of(own, "hidden_size", "n_embd", "d_model") // Q
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .recording import NOW, RecordedCall
+from .recording import NOW, RecordedCall, storage_of
 from .spec import UnsupportedArchitecture
 
 FARTHEST = 1 << 20
@@ -19,10 +19,10 @@ def window_of(call: RecordedCall, config: PreTrainedConfig, where: str) -> tuple
         return None, False
     if not isinstance(call.mask, Tensor):
         raise UnsupportedArchitecture(f"{where} is given a mask of the type {type(call.mask).__name__}")
-    sees = NOW.masks.get(call.mask.untyped_storage().data_ptr())
+    sees = NOW.masks.get(storage_of(call.mask))
     if sees is None:
         raise UnsupportedArchitecture(f"{where} is given a mask of the model's own")
-    zero = torch.zeros((), dtype=torch.long, device=call.mask.device)
+    zero = torch.zeros((), dtype=torch.long, device="cpu" if call.mask.is_meta else call.mask.device)
 
     def start(query: int) -> int:
         """The first token that a query sees. It must see all from there on."""

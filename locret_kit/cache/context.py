@@ -19,7 +19,7 @@ from ..backbones.windows import FARTHEST
 from ..policies.policy import Policy
 from ..policies.slots import Slots
 from ..settings import Resolved
-from .backend import Backend, backend_for
+from .backend import BACKENDS, Backend, backend_for
 from .geometry.positions import Positions
 from .geometry.rotation import RotationTables
 from .geometry.schedule import Schedule
@@ -156,6 +156,8 @@ class Context:
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")
         backend = backend_for(settings.backend, model.device, spec.head_dim, model.dtype)
+        if description.has_weighted_rotations:  # kernels read one half of a table, and take the other to be like it
+            backend = BACKENDS["reference"]
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
         if placed.span is not None or policy.needs_unrotated:
             description.require_rotations()

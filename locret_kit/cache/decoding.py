@@ -48,6 +48,8 @@ class RowRotation:
 
     cos_SR: Tensor
     sin_SR: Tensor
+    q_cos_SR: Tensor
+    q_sin_SR: Tensor
     span: int = 0
     seen: Tensor | None = None
     """Tokens of the text, the newest included (integer without axes); with a span above 0."""
@@ -79,7 +81,7 @@ def decode_rows(
         newest_BH, place_N = turn.places(flat)
         group_PG1D = q_BQ1D.reshape(newest_BH.numel(), -1, 1, q_BQ1D.shape[-1])  # P = B * H: a group turns alike
         at_P = newest_BH.flatten()
-        cos, sin = (table[at_P][:, None, None] for table in (turn.cos_SR, turn.sin_SR))  # [P, 1, 1, R]
+        cos, sin = (table[at_P][:, None, None] for table in (turn.q_cos_SR, turn.q_sin_SR))  # [P, 1, 1, R]
         q_BQD = function("rotate_rows", backend)(group_PG1D, cos, sin).view(q_BQD.shape)
         rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
     decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)

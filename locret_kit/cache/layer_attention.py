@@ -42,7 +42,8 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
     if (rope := ctx.read_rope(layer, rows)) is not None:
         span = ctx.positions.span or 0
         now = None if not span else torch.full((), rows.seen, device=q.device) if fixed is None else fixed.seen + 1
-        turn = RowRotation(*ctx.tables.upto(rope, max(span, flat.longest), q), span, now)
+        tables = (ctx.tables.upto(one, max(span, flat.longest), q) for one in (rope, rope.of_queries))
+        turn = RowRotation(*next(tables), *next(tables), span, now)
     statistics = ctx.statistics if rows.window is None else ()
     return decode_rows(q, flat, rows.scaling, ctx.backend.name, statistics, turn, ctx.group)
 
@@ -52,7 +53,7 @@ def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Ten
     of it: some backbones ask it for a piece's last token alone."""
     if (rope := ctx.write_rope(layer, rows)) is not None:
         T = q.shape[2]
-        q = ctx.backend.rotate(q, *ctx.tables.between(rope, rows.seen - T, T, q))
+        q = ctx.backend.rotate(q, *ctx.tables.between(rope.of_queries, rows.seen - T, T, q))
     return attend_newest(replace(ctx, statistics=()), layer, rows, q)
 
 
@@ -93,6 +94,7 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
         (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
         keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
+        cos, sin = ctx.tables.upto(rope.of_queries, size, q)
         q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
     return attend_heads(q, keys, values, starts_P, lengths_P, layout.longest, rows.scaling)
 
@@ -110,12 +112,14 @@ def _attend_part(
         n = keys.shape[2]
         if ctx.positions.by_rank:
             cos, sin = ctx.tables.first(rope, n, q, rows.layout.ragged)
-            newest = cos[-T:], sin[-T:]
+            q_cos, q_sin = ctx.tables.first(rope.of_queries, n, q, rows.layout.ragged)
+            newest = q_cos[-T:], q_sin[-T:]
         else:
             rank_S = torch.arange(n, device=q.device)
             at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
             cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
-            newest = cos[0, 0, -T:], sin[0, 0, -T:]  # the newest tokens are placed alike in heads of equal length
+            # The newest tokens are placed alike in heads of equal length.
+            newest = ctx.tables.at(rope.of_queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
         rotation = ChunkRotation(cos, sin, *newest)
     for stage in ctx.stages:
         if stage.narrows(rows, T):

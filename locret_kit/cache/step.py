@@ -70,8 +70,9 @@ def read_block(
         score_BHT = entry_scores(ctx, layer, rows, seen, q, k, v)
     rows.remember(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
-        cos, sin = ctx.tables.between(rope, seen, q.shape[2], q)
-        q, k = ctx.backend.rotate(q, cos, sin), ctx.backend.rotate(k, cos, sin)
+        tables, T = ctx.tables.between(rope, seen, q.shape[2], q), q.shape[2]
+        of_queries = tables if rope.queries is None else ctx.tables.between(rope.queries, seen, T, q)
+        q, k = ctx.backend.rotate(q, *of_queries), ctx.backend.rotate(k, *tables)
     if fixed is not None:
         assert isinstance(rows.layout, EqualRows)
         rows.put(rows.layout.at(fixed.row_1), k, v, score_BHT, fixed.position)

@@ -91,8 +91,9 @@ def decode_together(
         mine.remember(q_NQ1D[n])
     places = step.places(pool, pages, rows)
     if (rope := ctx.write_rope(layer, one)) is not None:
-        cos, sin = (table[:, None, None] for table in ctx.tables.each(rope, tuple(mine.seen for mine in rows), q_NQ1D))
-        q_NQ1D, k_NH1D = ctx.backend.rotate(q_NQ1D, cos, sin), ctx.backend.rotate(k_NH1D, cos, sin)
+        seen = tuple(mine.seen for mine in rows)
+        k_NH1D = ctx.backend.rotate(k_NH1D, *(x[:, None, None] for x in ctx.tables.each(rope, seen, q_NQ1D)))
+        q_NQ1D = ctx.backend.rotate(q_NQ1D, *(x[:, None, None] for x in ctx.tables.each(rope.of_queries, seen, q_NQ1D)))
     pool.put(places.at_NH, k_NH1D[:, :, 0], v_NH1D[:, :, 0], score_NH1[..., 0], places.seen_N[:, None])
     for mine in rows:
         mine.count(1)
@@ -103,7 +104,8 @@ def decode_together(
     ).newest(one.window)
     turn = None
     if (rope := ctx.read_rope(layer, one)) is not None:
-        turn = RowRotation(*ctx.tables.upto(rope, flat.longest, q_NQ1D))
+        tables = (ctx.tables.upto(one, flat.longest, q_NQ1D) for one in (rope, rope.of_queries))
+        turn = RowRotation(*next(tables), *next(tables))
     out = decode_rows(q_NQ1D, flat, one.scaling, ctx.backend.name, statistics, turn, ctx.group)
     for own, mine in texts:
         evict_if_due(own, layer, mine)

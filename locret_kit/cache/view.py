@@ -121,7 +121,8 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
         return q
     rope = ctx.read_rope(layer, rows)
     if rope is None:
-        return rotate(q, *ctx.tables.between(ctx.ropes[layer], seen - W, W, q))
+        return rotate(q, *ctx.tables.between(ctx.ropes[layer].of_queries, seen - W, W, q))
+    rope = rope.of_queries
     if ctx.positions.by_rank:
         cos, sin = rows.layout.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
     else:

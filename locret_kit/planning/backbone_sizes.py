@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ..backbones.probe import outlined
 from ..backbones.slices import SLICE
-from ..backbones.spec import BackboneSpec, field_of, spec_of
+from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
 from ..backbones.weight_bits import scratch_bytes, stored_bytes
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -35,7 +36,13 @@ class BackboneSizes:
         """Read a (text) configuration. The workspace is that of a like model of Llama's form."""
         hidden = field_of(config, "hidden_size", "n_embd", "d_model")
         inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
-        return cls(spec_of(config), config.vocab_size, hidden, inter, parameters_of(config))
+        model = without_weights(config)
+        weights = parameters_of(model)
+        if (
+            model.get_output_embeddings() is None
+        ):  # a decoder alone, whose configuration does not say whether they are tied
+            weights += config.vocab_size * hidden
+        return cls(outlined(model), config.vocab_size, hidden, inter, weights)
 
     @property
     def fused(self) -> bool:
@@ -88,12 +95,22 @@ class BackboneSizes:
         )
 
 
-def parameters_of(config: PretrainedConfig) -> int:
-    """Weights of the language model, tied embeddings once, made without memory for them."""
-    from transformers import AutoModelForCausalLM
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """A language model on the meta device, in float32, whose experts run without numbers; its decoder where transformers has the
+    text part of a multimodal model no other way."""
+    from transformers import AutoModel, AutoModelForCausalLM
 
-    with torch.device("meta"):  # of a copy, and in float32, since transformers writes the type into the configuration
-        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+    kind = next((one for one in (AutoModelForCausalLM, AutoModel) if type(config) in one._model_mapping), None)
+    if kind is None:
+        raise UnsupportedArchitecture(f"model_type={config.model_type!r}: transformers has no model of this part alone")
+    with torch.device("meta"):  # of a copy, since transformers writes the type into the configuration
+        model: PreTrainedModel = kind.from_config(deepcopy(config), dtype=torch.float32)
+    model.set_experts_implementation("batched_mm")
+    return model.eval()
+
+
+def parameters_of(model: PreTrainedModel) -> int:
+    """Weights of a language model, tied embeddings once."""
     return sum(weight.numel() for weight in model.parameters())
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..backbones.handler import Handler, Softmax
-from ..backbones.rope import Rope, rotate
+from ..backbones.rope import Rope, rotated_text
 from ..backbones.spec import AttentionLayer
 from ..cache.attention import attend_rows, attend_text
 from ..heads import RetainingHeads
@@ -125,8 +125,7 @@ class Gated(Handler):
         self.heads, self.ropes, self.layers, self.eviction, self.hard = heads, ropes, layers, eviction, hard
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        cos, sin = self.ropes[layer].tables(torch.arange(q_BQTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
-        q_rot, k_rot = rotate(q_BQTD, cos, sin), rotate(k_BHTD, cos, sin)
+        q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
         if self.layers[layer].window is not None:
             return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
         if not softmax.is_plain:

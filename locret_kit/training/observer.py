@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backbones.handler import Handler, Softmax
-from ..backbones.rope import Rope, rotate
+from ..backbones.rope import Rope, rotated_text
 from ..backbones.spec import AttentionLayer
 from ..cache.attention import attend_text
 from ..cis import cis_loss, cis_target, top_recall
@@ -95,9 +95,7 @@ class Observer(Handler):
 
     def rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after RoPE, from position 0 on. Queries may be those of the newest tokens alone."""
-        cos, sin = self.ropes[layer].tables(torch.arange(k_BHTD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
-        T = q_BQTD.shape[2]
-        return rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(k_BHTD, cos, sin)
+        return rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
 
     def score(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, softmax: Softmax, made: Targets

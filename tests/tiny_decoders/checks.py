@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
 
 import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.spec import BackboneSpec, decoder_of
+from locret_kit.backbones.spec import BackboneSpec, decoder_of, text_config
 from locret_kit.naming import first_line
+from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.inference_plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.batch import Batch, Request
@@ -391,17 +393,23 @@ class Subject:
             raise Wrong(f"tokens {both} instead of {alone}")
 
     def plan(self) -> None:
-        """The planned bytes of a cache are those that it holds."""
+        """The bytes of a cache that are planned from a configuration are those that it holds."""
         policy, positions = self.best
         cache = self.cache(policy, positions)
         self.read(self.model, cache, [])
         run = RunSettings(budget=BUDGET, chunk=CHUNK, local_len=TAIL, stabilizers=STABILIZERS, positions=positions)
         planned = cache_bytes(
-            self.spec,  # as measured: a configuration says nothing of the sizes of states
+            self._configured(),
             Setting(PROMPT, run, dtype="float32", d_hidden=16, policy=parse_policy(policy)),
         )
         if planned != cache.nbytes:
             raise Wrong(f"{planned} bytes planned, {cache.nbytes} held")
+
+    def _configured(self) -> BackboneSpec:
+        """Dimensions by the configuration alone; as measured where transformers has no model of a text part by itself."""
+        config = text_config(self.model)
+        known = any(type(config) in auto._model_mapping for auto in (AutoModelForCausalLM, AutoModel))
+        return BackboneSizes.of(config).spec if known else self.spec
 
     def checks(self) -> dict[str, Callable[[], None]]:
         """Every check by name."""

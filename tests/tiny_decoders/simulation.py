@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,6 +150,10 @@ def _attention(
     return run.results[-1], None
 
 
+def _method(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+    return _attention(module, q, k, v, mask)[0].transpose(1, 2), None
+
+
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, eager_mask)
 
@@ -237,13 +242,17 @@ def softmax(logits: Tensor, sink: Tensor | None) -> Tensor:
 def behind_the_interface(model: Any) -> Iterator[None]:
     """The model with this attention. Raises ``Unknown`` where it has another that cannot be changed."""
     config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
+    before, methods = config._attn_implementation, [m for m in model.modules() if hasattr(type(m), "_attn")]
     try:
         model.set_attn_implementation(NAME)
-        if config._attn_implementation != NAME:
+        if config._attn_implementation != NAME and not methods:
             raise Unknown("attention is not behind the interface")
+        for module in methods:  # of GPT-J and its likes, who call it with queries, keys, values and a mask
+            module._attn = partial(_method, module)
         yield
     finally:
+        for module in methods:
+            vars(module).pop("_attn", None)
         if config._attn_implementation != before:
             model.set_attn_implementation(before)
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor, place_BHT: Tensor | None = None) -> Tensor:
-    """Rotate ``x [..., T, D]`` by the half-split convention; dimensions past ``R`` pass unchanged (partial rotary). Both halves
-    of a table are alike. Tables may have the other axes of ``x`` too. With ``place`` ``[B, H, T]`` (an integer) a row is rotated
-    by the table's row of that number."""
+    """Rotate ``x [..., T, D]`` by the half-split convention; dimensions past ``R`` pass unchanged (partial rotary). Kernels take
+    both halves of a table to be alike. Tables may have the other axes of ``x`` too. With ``place`` ``[B, H, T]`` (an integer) a
+    row is rotated by the table's row of that number."""
     if place_BHT is not None:
         cos_TR, sin_TR = cos_TR[place_BHT.long()], sin_TR[place_BHT.long()]
     r = cos_TR.shape[-1]

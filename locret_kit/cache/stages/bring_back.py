@@ -100,7 +100,7 @@ def _choose(
     T, N, rope = q_BQTD.shape[2], stored.blocks, ctx.read_rope(layer, rows)
     if rope is not None:
         at_1 = torch.full((1,), recall.far or LOOKUP, device=q_BQTD.device)
-        q_BQTD = rotate(q_BQTD, *rope.tables(at_1, q_BQTD.dtype))
+        q_BQTD = rotate(q_BQTD, *rope.of_queries.tables(at_1, q_BQTD.dtype))
     kept, positions, valid = rows.slots("keys"), rows.slots("positions").long(), rows.layout.valid()
     older = slice(0, kept.shape[2] - T - later)
     block_BHS = positions.div(recall.size, rounding_mode="floor")
@@ -167,7 +167,8 @@ def _attend_part(
         place_bhM = ctx.positions.place(rank_bhM, positions_bhM, block.first + t)
         cos, sin = ctx.tables.at(rope, place_bhM, ctx.positions.span, keys)
         keys = rotate(keys, cos, sin)
-        q_bhGtD = rotate(q_bhGtD, cos[:, :, None, -t:], sin[:, :, None, -t:])
+        newest = ctx.tables.at(rope.of_queries, place_bhM, ctx.positions.span, keys)
+        q_bhGtD = rotate(q_bhGtD, *(table[:, :, None, -t:] for table in newest))
     out = []
     for q, at in zip(q_bhGtD.split(TILE, 3), at_t.split(TILE), strict=True):
         hidden = (positions_bhM[:, :, None] > at[:, None]) | ~shown_bhM[:, :, None]  # [b, h, t, M]
@@ -200,8 +201,9 @@ def _far_logits(
     """Products ``[b, h, G, t, M]`` of queries and keys that stand ``far`` tokens apart, or nearer where they truly do."""
     before = int(at_t[0]) - far
     near_bhM = (positions_bhM - before).clamp(min=0, max=far + len(at_t))  # what is later still is hidden
-    cos, sin = rope.tables(torch.arange(far + len(at_t) + 1, device=at_t.device), keys_bhMD.dtype)
-    near_keys = rotate(keys_bhMD, cos[near_bhM], sin[near_bhM])
+    places = torch.arange(far + len(at_t) + 1, device=at_t.device)
+    keys, (cos, sin) = rope.both_tables(places, keys_bhMD.dtype)
+    near_keys = rotate(keys_bhMD, *(table[near_bhM] for table in keys))
     near = wide(rotate(q_bhGtD, cos[at_t - before], sin[at_t - before])) @ wide(near_keys)[:, :, None].mT
     away = wide(rotate(q_bhGtD, cos[far], sin[far])) @ wide(keys_bhMD)[:, :, None].mT
     return away.where((at_t[:, None] - positions_bhM[:, :, None] >= far)[:, :, None], near)

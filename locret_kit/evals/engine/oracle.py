@@ -88,10 +88,10 @@ class Repetition(Handler):
         index_N = torch.cat(read).to(q_BQTD.device)
         k_BHND = self.cache.bounded[layer].slots("keys")[:, :, index_N]
         if self.cache.context.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position
-            cos, sin = self.cache.context.ropes[layer].tables(index_N, q_BQTD.dtype)
-            q_BQTD = rotate(q_BQTD, cos[-T:], sin[-T:])
+            keys, queries = self.cache.context.ropes[layer].both_tables(index_N, q_BQTD.dtype)
+            q_BQTD = rotate(q_BQTD, *(table[-T:] for table in queries))
             if self.cache.context.positions.span is not None:
-                k_BHND = rotate(k_BHND, cos, sin)
+                k_BHND = rotate(k_BHND, *keys)
         self.scores.append(most_attention(q_BQTD, k_BHND, sinks, softmax.scaling))
         return out
 

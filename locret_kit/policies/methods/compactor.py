@@ -10,7 +10,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...backbones.rope import Rope, rotate
+from ...backbones.rope import Rope, rotated_text
 from ..base import Entry, Score, Slots, wide
 from ..parameters import Count, Positive
 from ..registry import part, register
@@ -98,8 +98,7 @@ class Compactor(Score):
         """Score the oldest ``tokens`` waiting tokens as one block."""
         q, k = memory["q"][:, :, :tokens], memory["k"][:, :, :tokens]
         if rope is not None:
-            cos, sin = rope.tables(torch.arange(tokens, device=q.device), q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = rotated_text(rope, q, k)
         attention_BHT = block_attention(q, k) * memory["norm"][:, :, :tokens]
         known = memory.get("attention", attention_BHT[..., :0])
         memory["attention"] = torch.cat((known, attention_BHT), 2)

@@ -76,7 +76,7 @@ class ExpectedAttention(Score):
         mean_BHGD = slots.state["mean"].unflatten(1, (H, -1))
         covariance_BHGDD = (slots.state["scatter"] / slots.state["count"].view(B, 1, 1, 1)).unflatten(1, (H, -1))
         ahead_BHN = slots.next_position[..., None] + torch.arange(self.future, device=mean_BHGD.device)
-        tables = slots.rope.tables(ahead_BHN.flatten(), mean_BHGD.dtype)
+        tables = slots.rope.of_queries.tables(ahead_BHN.flatten(), mean_BHGD.dtype)
         cos_BH1R, sin_BH1R = (x.view(B, H, self.future, -1).mean(2, keepdim=True) for x in tables)
         turn = cos_BH1R[:, :, None], sin_BH1R[:, :, None]
         score_BHS = expected_attention(

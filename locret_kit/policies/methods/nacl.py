@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...backbones.rope import rotate
+from ...backbones.rope import rotated_text
 from ..attention import Weight, recent_attention
 from ..base import Entry, Scope, Selection, Slots, best_of, resolve_count, share_of, wanted_count
 from ..parameters import Count, PositiveSize, Ratio, Size
@@ -61,8 +61,7 @@ class ProxyAttention(Weight):
         if n <= 0:
             return k_BHND[..., 0].float()
         if slots.rope is not None:
-            cos, sin = slots.rope.tables(torch.arange(n, device=q_BQND.device), q_BQND.dtype)
-            q_BQND, k_BHND = rotate(q_BQND, cos, sin), rotate(k_BHND, cos, sin)
+            q_BQND, k_BHND = rotated_text(slots.rope, q_BQND, k_BHND)
         given_BHN = slots.attention(q_BQND, k_BHND)
         if n == self.first:
             state["given"] = given_BHN

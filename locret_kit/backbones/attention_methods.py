@@ -1,0 +1,52 @@
+"""Decoders whose attention is a method of their modules, ``_attn(query, key, value, mask)``, not behind transformers' interface:
+GPT-J, CodeGen, GPT-NeoX-Japanese."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedConfig
+
+from .spec import UnsupportedArchitecture
+from .undo import Undo
+
+Method = Callable[..., tuple[Tensor, Any]]
+"""A module's own: queries, keys and values ``[B, heads, T, D]`` and a mask to an output ``[B, heads, T, D]``."""
+
+
+def answer_methods(
+    undo: Undo, decoder: nn.Module, config: PreTrainedConfig, name: str, answer: Callable[..., tuple[Tensor, Any]]
+) -> None:
+    """Let a decoder make masks as the attention ``name`` has them, and ask ``answer(module, its own method, q, k, v, mask)`` for
+    attention, until ``undo``.
+
+    Raises:
+        UnsupportedArchitecture: no module has such a method.
+    """
+    modules: list[Any] = [module for module in decoder.modules() if _is_method(getattr(type(module), "_attn", None))]
+    if not modules:
+        raise UnsupportedArchitecture("its attention is not behind transformers' interface")
+    undo.add(partial(setattr, config, "_attn_implementation", config._attn_implementation))
+    config._attn_implementation = name
+    for module in modules:
+        undo.add(partial(vars(module).pop, "_attn", None))
+        module._attn = partial(answer, module, module._attn)
+
+
+def _is_method(method: Any) -> bool:
+    return callable(method) and [*signature(method).parameters][1:] == ["query", "key", "value", "attention_mask"]
+
+
+def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
+    """Whether a method is softmax attention of these queries over all of ``rows`` keys, scaled by the root of their size."""
+    draw, (_, H, _, D) = torch.Generator().manual_seed(0), q_BHTD.shape
+    keys, values = (torch.randn(1, H, rows, D, generator=draw).to(q_BHTD) for _ in "kv")
+    newest = q_BHTD[:1, :, -1:]
+    want, got = scaled_dot_product_attention(newest, keys, values), own(newest, keys, values, None)[0]
+    return torch.allclose(got, want, rtol=0, atol=0.02 * float(want.abs().max()))
