@@ -29,7 +29,7 @@ def test_every_operation_passes(cases):
     for case, mine, theirs in cases:
         bench.agree(mine, theirs, case.operation, exact=bool(case.state))
     timed = {case.function for case, *_ in cases}
-    assert timed == set(backend.functions())
+    assert timed == {name for name in backend.functions() if len(backend.runnable(name, CPU)) > 1}
 
 
 @pytest.mark.parametrize(

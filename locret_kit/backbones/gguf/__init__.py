@@ -1,0 +1,1 @@
+"""Backbones out of GGUF files: their matrices stay packed, as they lie in the file."""
