@@ -90,6 +90,7 @@ class Ready:
 def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampling, say: Say) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
     from ..backbones.load import load_tokenizer
+    from ..backbones.precision import choose_precision
     from ..documents.document import Document
     from ..planning.memory import cap_gpu_memory
     from ..runtime.session import Answer
@@ -111,6 +112,8 @@ def of_text(args: InferOptions, questions: Sequence[str | None], sampling: Sampl
     if cap is not None:
         run = replace(run, chunk=plan_chunk(args, chosen, max(map(len, prompts)), cap, say))
     model, tokenizer = chosen.load(args)
+    if args.dtype == "auto":
+        say(f"precision: {choose_precision(model.device, model.config)}")
     warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)]
     shown = None if args.quiet else progress
 
@@ -172,11 +175,12 @@ def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: S
     run: RunSettings = replace(replace(args.run, one_shot=False).resolved(published, tokens), one_shot=args.one_shot)
     if args.chunk is None and "chunk" not in published:
         run = replace(run, chunk=PLANNED_CHUNK)
+    config = load_config(chosen.backbone)
     setting = Setting(
-        tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."),
+        tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device), config)).removeprefix("torch."),
         d_hidden=heads.width if heads else 0, policy=chosen.policy, weight_bits=args.weight_bits,
     )  # fmt: skip
-    setting, plan = fit_plan(load_config(chosen.backbone), setting, cap, chunk_is_fixed=args.chunk is not None)
+    setting, plan = fit_plan(config, setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
     return setting.chunk
 
