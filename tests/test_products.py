@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import gguf
 import pytest
 import torch
 from gguf.quants import dequantize
 
+from locret_kernels import cpp
 from locret_kernels.cases import packed_matrix
+from locret_kernels.product import cpu
 from locret_kernels.product.formats import FORMATS, format_of
 from locret_kernels.product.reference import product, unpack
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 EACH = pytest.mark.parametrize("form", FORMATS)
 
 
@@ -108,3 +114,73 @@ def test_refusals():
         product(torch.zeros(1, 255), data, "Q4_K")
     with pytest.raises(ValueError, match="columns=300 must be a multiple of 256"):
         format_of("Q4_K").row_bytes(300)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------------
+
+
+def in_eight_bits(x: torch.Tensor) -> torch.Tensor:
+    """Rows as whole multiples of a 127th of the largest of each 32 numbers, in float64."""
+    groups = x.double().unflatten(-1, (-1, 32))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / step.clamp_min(1e-300)).round() * step).flatten(-2)
+
+
+PLAIN = ("-march=x86-64", "-O1")
+
+
+@EACH
+@pytest.mark.parametrize("options", [(), PLAIN], ids=["native", "plain"])
+def test_compiled_product(form, options, monkeypatch):
+    """Of a few rows and of many, of odd numbers of rows, as the numbers in eight bits give in float64; the same for any number of
+    threads and whatever rows stand beside a row."""
+    library = cpu.load(*options)
+    monkeypatch.setattr(cpu, "load", lambda: library)
+    columns = 512 if format_of(form).block == 256 else 608  # not whole stretches of 256, nor panels of 1,024
+    data = packed_matrix(39, columns, form, generator=torch.Generator().manual_seed(0))
+    matrix, generator = unpack(data, form).double(), torch.Generator().manual_seed(1)
+    x, bias = torch.randn(21, columns, generator=generator), torch.randn(39, generator=generator)
+    x[2, 32:64] = 0
+    wanted = in_eight_bits(x) @ matrix.T + bias
+    size = wanted.square().mean().sqrt()
+    for rows in (slice(0, 1), slice(1, 4), slice(0, 7), slice(0, 8), slice(0, 21)):
+        mine = cpu.product(x[rows], data, form, bias)
+        assert (mine.double() - wanted[rows]).abs().max() < 2e-3 * size  # ties of the codes, and sums in float32
+        assert ((mine.double() - wanted[rows]).square().mean().sqrt()) < 1e-4 * size
+    exact = product(x, data, form, bias).double()
+    assert (wanted - exact).square().mean().sqrt() < 1e-2 * size
+    half = cpu.product(x.bfloat16(), data, form, bias.bfloat16())
+    assert half.dtype == torch.bfloat16 and (half.double() - exact).square().mean().sqrt() < 1e-2 * size
+    few, many = (cpu.product(x[rows], data, form) for rows in (slice(0, 7), slice(0, 21)))
+    assert torch.equal(few[2:5], cpu.product(x[2:5], data, form))
+    assert torch.equal(many[6:15], cpu.product(x[6:15], data, form))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(many, cpu.product(x, data, form)) and torch.equal(few, cpu.product(x[:7], data, form))
+    finally:
+        torch.set_num_threads(threads)
+    x[3, 40], x[9, 7] = float("nan"), float("inf")
+    assert cpu.product(x, data, form).isnan().any(-1).nonzero().flatten().tolist() == [3, 9]
+    assert cpu.product(x[3:4].double(), data, form).dtype == torch.float64  # the definition's
+
+
+@pytest.mark.parametrize("processor", ["alderlake", "sapphirerapids", "skylake-avx512"])
+def test_other_processors_are_compiled(processor):
+    """AVX-VNNI, AVX512-VNNI and AVX512 without it: no processor of the tests need have them."""
+    compiler = shutil.which("g++")
+    assert compiler is not None
+    folder = Path(cpp.__file__).parent
+    command = [
+        compiler,
+        "-std=c++17",
+        f"-march={processor}",
+        "-fopenmp",
+        "-fsyntax-only",
+        "-Wno-unknown-pragmas",
+        f"-I{folder}",
+    ]
+    done = subprocess.run(
+        [*command, str(Path(cpu.__file__).with_name("cpu.cpp"))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -157,14 +157,15 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
 def packed_matrix(
     N: int, K: int, form: str, device: torch.device | str = "cpu", generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Random codes of a matrix ``[N, K]`` as they lie in a file, with steps of about 0.001."""
+    """Random codes of a matrix ``[N, K]`` as they lie in a file, with steps of about 0.001 and numbers of about zero mean."""
     size = format_of(form)
-    blocks = torch.randint(
-        0, 256, (N, K // size.block, size.nbytes), dtype=torch.uint8, device=device, generator=generator
-    )
-    for at in size.halves:
-        steps = 1e-3 * (1 + torch.rand(N, K // size.block, 1, device=device, generator=generator))
-        blocks[..., at : at + 2] = steps.half().view(torch.uint8)
+    sizes = N, K // size.block
+    blocks = torch.randint(0, 256, (*sizes, size.nbytes), dtype=torch.uint8, device=device, generator=generator)
+    # The step, then the lowest number (of blocks of 256 the step of those that are taken off).
+    middle = (2 ** int(form[1]) - 1) / 2
+    for at, scale in zip(size.halves, (1, middle if size.block == 256 else -middle), strict=False):
+        number = 1e-3 * scale * (1 + torch.rand(*sizes, 1, device=device, generator=generator))
+        blocks[..., at : at + 2] = number.half().view(torch.uint8)
     return blocks.flatten(1)
 
 

@@ -16,6 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..naming import first_line
 from . import demo
+from .precision import choose_precision
 from .spec import check_config
 from .tested import warn_of_newer
 from .weight_bits import quantisation
@@ -37,15 +38,13 @@ def pick_device(device: str | None) -> torch.device:
     return where
 
 
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto``: bfloat16 on accelerators and on CPUs with matrix units for it, float32 on every other CPU."""
+def pick_dtype(dtype: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
+    """The type of a name; of ``auto`` the one that suits a backbone of this configuration on a device."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} must be one of: auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
-    if device.type != "cpu":
-        return torch.bfloat16
-    return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
+    return choose_precision(device, config).dtype
 
 
 def resolve_model(name: str, field: str = "model") -> str:
@@ -140,19 +139,19 @@ def load_backbone(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
-    precision = pick_dtype(dtype, where)
     spread: dict[str, object] = (
         {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
     )
+    config = load_config(name, revision)
+    precision = pick_dtype(dtype, where, config)
     if weight_bits is not None:
         if adapter:
             raise ValueError(
                 f"adapter={adapter!r} would be rounded where it is merged into weights of {weight_bits} bits: merge it first "
                 "and name the merged model"
             )
-        config = quantisation(weight_bits, precision, where)
-        spread = {"device_map": {"": where}} | spread | {"quantization_config": config}
-    load_config(name, revision)
+        bitsandbytes = quantisation(weight_bits, precision, where)
+        spread = {"device_map": {"": where}} | spread | {"quantization_config": bitsandbytes}
     bits = "" if weight_bits is None else f" with weight_bits={weight_bits}"
     with _reading(f"model={name!r} cannot be loaded{bits}"):  # an unknown architecture; truncated weights; a pickle
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -95,6 +95,7 @@ def of_text(
 ) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
     from ..backbones.load import load_tokenizer
+    from ..backbones.precision import choose_precision
     from ..documents.document import Document
     from ..planning.memory import cap_gpu_memory
     from ..runtime.session import Answer
@@ -112,6 +113,8 @@ def of_text(
     if cap is not None:
         run = replace(run, chunk=plan_chunk(args, chosen, len(longest), cap, say))
     model, tokenizer = chosen.load(args)
+    if args.dtype == "auto":
+        say(f"precision: {choose_precision(model.device, model.config)}")
     if cap is None:
         run = with_text_budget(run, chosen, model, len(longest), say)
     for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
@@ -177,11 +180,12 @@ def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: S
     run: RunSettings = replace(replace(args.run, one_shot=False).resolved(published, tokens), one_shot=args.one_shot)
     if args.chunk is None and "chunk" not in published:
         run = replace(run, chunk=PLANNED_CHUNK)
+    config = load_config(chosen.backbone)
     setting = Setting(
-        tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device))).removeprefix("torch."),
+        tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device), config)).removeprefix("torch."),
         d_hidden=heads.width if heads else 0, policy=chosen.policy, weight_bits=args.weight_bits,
     )  # fmt: skip
-    setting, plan = fit_plan(load_config(chosen.backbone), setting, cap, chunk_is_fixed=args.chunk is not None)
+    setting, plan = fit_plan(config, setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
     return setting.chunk
 

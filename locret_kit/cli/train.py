@@ -56,13 +56,14 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     one_device = cfg.trainer.strategy in ("auto", "ddp") and cfg.backbone.device_map is None
     if figures is None or cfg.trains != "heads" or not one_device:
         return said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
-    dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
+    config, _ = resolve(cfg.backbone.model)
+    dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None), config)).removeprefix("torch.")
     tokens = cfg.data.max_tokens
     setting = TrainSetting(
         tokens, min(TrainSetting.answer, tokens - 1), cfg.data.batch, dtype, cfg.heads.d_hidden,
         weight_bits=cfg.backbone.weight_bits,
     )  # fmt: skip
-    backbone = BackboneSizes.of(resolve(cfg.backbone.model)[0])
+    backbone = BackboneSizes.of(config)
     words, room = shortage(figures, plan_training(backbone, setting).peak)
     longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"

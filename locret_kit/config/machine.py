@@ -30,7 +30,7 @@ class Machine(Plugin):
     device: str | None = None
     """'cpu', 'cuda', 'cuda:1', ... Default: the best there is."""
     dtype: Dtype = "auto"
-    """Precision of backbone and cache; auto is bfloat16 where the hardware computes in it."""
+    """Precision of backbone and cache; auto is bfloat16, unless a CPU is slower with it."""
     weight_bits: Literal[8, 4] | None = None
     """Bits of the layers' weights, quantised by bitsandbytes as they are loaded. Default: as ``dtype``."""
 

@@ -26,7 +26,7 @@ class BackboneConfig:
     model: str
     """Hub id or folder. A relative folder is looked for here first, then beside the installed project."""
     dtype: Dtype = "auto"
-    """auto is bfloat16 where the hardware computes in it."""
+    """auto is bfloat16, unless a CPU is slower with it."""
     weight_bits: Literal[8, 4] | None = None
     """Bits of the layers' weights, quantised by bitsandbytes as they are loaded; null leaves them in ``dtype``."""
     adapter: str | None = None

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.load import load_backbone, pick_device, pick_dtype
+from ..backbones.load import load_backbone, load_config, pick_device, pick_dtype
 from ..config.train_config import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
@@ -212,7 +212,8 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
 def _backbone(cfg: TrainConfig, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """On ``device``, or where training runs; in the precision that suits where training runs."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
-    precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where))).removeprefix("torch.")
+    config = load_config(cfg.backbone.model, cfg.backbone.revision)
+    precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where), config)).removeprefix("torch.")
     return load_backbone(
         cfg.backbone.model, dtype=precision, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
         device=device or where, device_map=cfg.backbone.device_map, gpu_memory=cfg.backbone.gpu_memory,

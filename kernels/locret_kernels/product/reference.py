@@ -9,22 +9,25 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .formats import format_of
 
 
-def product(x: Tensor, data: Tensor, form: str) -> Tensor:
-    """``x [..., K]`` times a packed matrix ``[N, row_bytes]``, transposed: ``[..., N]`` of the type of ``x``.
+def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
+    """``x [..., K]`` times a packed matrix ``[N, row_bytes]``, transposed, plus a bias ``[N]`` where there is one: ``[..., N]``.
+
+    The result is of the type of ``x``; sums are of float32, of float64 where that is the type.
 
     Args:
-        form: one of ``FORMATS``.
+        form: one of ``FORMATS``. bias: of the type of ``x``.
 
     Raises:
         ValueError: an unknown format, or shapes that do not fit each other.
     """
     check_packed(x, data, form)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) @ unpack(data, form).to(wide).T).to(x.dtype)
+    return F.linear(x.to(wide), unpack(data, form).to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
 
 def unpack(data: Tensor, form: str) -> Tensor:

@@ -1,0 +1,314 @@
+// Matrices in few bits as they lie in a GGUF file, and their rows' products with activations of 8 bits.
+//
+// Each format gives the codes of 32 numbers at a time, a `SLICE`, and for each group of numbers a step and a lowest number:
+// a number is step * code + low. Activations have a step per slice, so a product is of integers within it, and
+//     sum w x = sum over groups of (step * own step) * sum of codes * own codes + low * (own step * sum of own codes).
+// Run so far: AVX2. The lines for VNNI are compiled by the tests, where the compiler knows it, but no processor has run them.
+
+#pragma once
+
+#include <vector>
+
+#include "numbers.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define DPBUSD _mm256_dpbusd_epi32
+#elif defined(__AVXVNNI__)
+#define DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
+namespace {
+
+constexpr int SLICE = 32, STRETCH = 8; // numbers, and slices whose steps are read together
+constexpr i64 AHEAD_BYTES = 2048;        // of a row, read ahead of its products
+typedef uint8_t half_codes __attribute__((vector_size(16)));
+typedef uint8_t codes_u8 __attribute__((vector_size(32)));
+typedef int8_t codes_i8 __attribute__((vector_size(32)));
+typedef uint8_t eight_u8 __attribute__((vector_size(8)));
+typedef int8_t eight_i8 __attribute__((vector_size(8)));
+typedef int32_t eight_i32 __attribute__((vector_size(32)));
+typedef float eight_f32 __attribute__((vector_size(32)));
+
+template <class V> inline V at(const void *p) {
+    V out;
+    memcpy(&out, p, sizeof out);
+    return out;
+}
+inline float half(const uint8_t *p) { return number(at<f16>(p)); }
+
+// ---- formats ---------------------------------------------------------------------------------------------------------
+
+inline codes_u8 nibbles(const uint8_t *p) { // low halves of 16 bytes, then their high halves
+    half_codes x = at<half_codes>(p), low = x & 15, high = x >> 4;
+#if defined(__AVX2__)
+    return (codes_u8)_mm256_set_m128i((__m128i)high, (__m128i)low);
+#else
+    half_codes parts[2] = {low, high};
+    return at<codes_u8>(parts);
+#endif
+}
+inline codes_u8 fifth(const uint8_t *p) { // bits of four bytes, where a code has its fifth
+    uint32_t bits = at<uint32_t>(p);
+    typedef uint32_t eight_u32 __attribute__((vector_size(32)));
+    codes_u8 x = (codes_u8)(bits - eight_u32{});
+    x = __builtin_shuffle(x, codes_u8{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 18, 18, 18, 18, 18, 18, 18, 18, 19, 19, 19, 19, 19, 19, 19, 19});
+    const codes_u8 each = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    return (codes_u8)((x & each) == each) & 16;
+}
+
+// Float16 numbers that are `each` bytes apart.
+inline eight_f32 halves(const uint8_t *p, int each) {
+#if defined(__AVX2__) && defined(__F16C__)
+    auto of = [&](int i) { return at<int16_t>(p + i * each); };
+    return (eight_f32)_mm256_cvtph_ps(_mm_setr_epi16(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)));
+#else
+    eight_f32 out;
+    for (int i = 0; i < 8; i++) out[i] = half(p + i * each);
+    return out;
+#endif
+}
+template <class V> inline void put(float *to, const V &v) { memcpy(to, &v, sizeof v); }
+
+// `codes(block, i)`: of slice i. `steps(block, step, low)`: of its groups, `eight(..)`: of eight blocks of one slice.
+// MAX: the largest code. SIGNED: codes are int8, and there are no lowest numbers. FROM: the lowest number is -FROM steps; 0: it has
+// a number of its own.
+template <int NBYTES, int LARGEST, int FROM> struct Slices {
+    static constexpr int BLOCK = 32, BYTES = NBYTES, GROUP = 32, MAX = LARGEST, SIGNED = LARGEST == 128;
+    static void steps(const uint8_t *b, float *step, float *low) {
+        *step = half(b), *low = SIGNED ? 0 : FROM ? -FROM * *step : half(b + 2);
+    }
+    static void eight(const uint8_t *b, float *step, float *low) {
+        eight_f32 all = halves(b, BYTES);
+        put(step, all);
+        if constexpr (!SIGNED) put(low, FROM ? all * float(-FROM) : halves(b + 2, BYTES));
+    }
+};
+struct Q8_0 : Slices<34, 128, 0> {
+    static codes_u8 codes(const uint8_t *b, int) { return at<codes_u8>(b + 2); }
+};
+struct Q4_0 : Slices<18, 15, 8> {
+    static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 2); }
+};
+struct Q4_1 : Slices<20, 15, 0> {
+    static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 4); }
+};
+struct Q5_0 : Slices<22, 31, 16> {
+    static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 6) | fifth(b + 2); }
+};
+struct Q5_1 : Slices<24, 31, 0> {
+    static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 8) | fifth(b + 4); }
+};
+
+inline eight_f32 floats_of(uint32_t first, uint32_t rest) { // of eight bytes
+    uint64_t both = first | uint64_t(rest) << 32;
+#if defined(__AVX2__)
+    return (eight_f32)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(both))));
+#else
+    return __builtin_convertvector(at<eight_u8>(&both), eight_f32);
+#endif
+}
+// Steps and lowest numbers of eight groups: six bits each, in 12 bytes. The first eight hold four of each, and above them the two
+// highest bits of the other four, whose low bits are the rest.
+inline void six_bits(const uint8_t *b, float *step, float *low) {
+    uint32_t s = at<uint32_t>(b + 4), l = at<uint32_t>(b + 8), rest = at<uint32_t>(b + 12);
+    constexpr uint32_t SIX = 0x3f3f3f3f, FOUR = 0x0f0f0f0f, TWO = 0x30303030;
+    eight_f32 steps = floats_of(s & SIX, (rest & FOUR) | (s >> 2 & TWO)) * half(b);
+    eight_f32 lows = floats_of(l & SIX, (rest >> 4 & FOUR) | (l >> 2 & TWO)) * -half(b + 2);
+    put(step, steps), put(low, lows);
+}
+struct Q4_K {
+    static constexpr int BLOCK = 256, BYTES = 144, GROUP = 32, MAX = 15, SIGNED = false;
+    static codes_u8 codes(const uint8_t *b, int i) {
+        codes_u8 x = at<codes_u8>(b + 16 + i / 2 * 32);
+        return i % 2 ? x >> 4 : x & 15;
+    }
+    static void steps(const uint8_t *b, float *step, float *low) { six_bits(b, step, low); }
+};
+struct Q5_K {
+    static constexpr int BLOCK = 256, BYTES = 176, GROUP = 32, MAX = 31, SIGNED = false;
+    static codes_u8 codes(const uint8_t *b, int i) {
+        codes_u8 x = at<codes_u8>(b + 48 + i / 2 * 32), bit = uint8_t(1 << i) - codes_u8{};
+        return (i % 2 ? x >> 4 : x & 15) | ((codes_u8)((at<codes_u8>(b + 16) & bit) == bit) & 16);
+    }
+    static void steps(const uint8_t *b, float *step, float *low) { six_bits(b, step, low); }
+};
+struct Q6_K {
+    static constexpr int BLOCK = 256, BYTES = 210, GROUP = 16, MAX = 63, SIGNED = false;
+    static codes_u8 codes(const uint8_t *b, int i) { // four slices of each half of a block share bytes
+        codes_u8 low = at<codes_u8>(b + i / 4 * 64 + i % 2 * 32), high = at<codes_u8>(b + 128 + i / 4 * 32);
+        low = i % 4 < 2 ? low & 15 : low >> 4;
+        high = i % 4 == 0 ? high << 4 : i % 4 == 1 ? high << 2 : i % 4 == 2 ? high : high >> 2;
+        return low | (high & 48);
+    }
+    static void steps(const uint8_t *b, float *step, float *low) {
+        for (int g = 0; g < 16; g += 8) {
+#if defined(__AVX2__)
+            eight_f32 steps = (eight_f32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(at<int64_t>(b + 192 + g))));
+#else
+            eight_f32 steps = __builtin_convertvector(at<eight_i8>(b + 192 + g), eight_f32);
+#endif
+            steps *= half(b + 208);
+            put(step + g, steps), put(low + g, steps * -32.0f);
+        }
+    }
+};
+
+// act(a format) for its number in ggml.
+template <class F> inline void with_format(i64 form, F act) {
+    switch (form) {
+    case 2: return act(Q4_0());
+    case 3: return act(Q4_1());
+    case 6: return act(Q5_0());
+    case 7: return act(Q5_1());
+    case 8: return act(Q8_0());
+    case 12: return act(Q4_K());
+    case 13: return act(Q5_K());
+    case 14: return act(Q6_K());
+    }
+}
+template <class F> constexpr i64 row_bytes(i64 K) { return K / F::BLOCK * F::BYTES; }
+
+// A row's K numbers.
+template <class F> void unpack_row(const uint8_t *w, i64 K, float *out) {
+    constexpr int slices = F::BLOCK / SLICE, groups = F::BLOCK / F::GROUP;
+    for (; K > 0; K -= F::BLOCK, w += F::BYTES) {
+        float step[groups], low[groups];
+        F::steps(w, step, low);
+        for (int i = 0; i < slices; i++, out += SLICE) {
+            codes_u8 codes = F::codes(w, i);
+            for (int j = 0; j < SLICE; j++) {
+                int g = (i * SLICE + j) / F::GROUP;
+                out[j] = step[g] * float(F::SIGNED ? int(int8_t(codes[j])) : int(codes[j])) + low[g];
+            }
+        }
+    }
+}
+
+// ---- activations -----------------------------------------------------------------------------------------------------
+
+// Rows [N, K] in 8 bits, with a step for each slice: finer than llama.cpp's for formats of blocks of 256, which share one there.
+struct Activations {
+    i64 K = 0;
+    std::vector<int8_t> codes;                        // [N, K]
+    std::vector<float> steps, sums, steps16, sums16;  // [N, K / 32], and for formats of smaller groups [N, K / 16]
+
+    void resize(i64 N, i64 columns) {
+        K = columns;
+        codes.resize(N * K), steps.resize(N * K / 32), sums.resize(N * K / 32), steps16.resize(N * K / 16), sums16.resize(N * K / 16);
+    }
+    template <class A> void take(const A *x, i64 n) { // row n
+        for (i64 g = n * K / SLICE; g < (n + 1) * K / SLICE; g++, x += SLICE) {
+            float own[SLICE], largest = 0, odd = 0; // odd: NaN where a number is infinite or none
+            for (int j = 0; j < SLICE; j++) own[j] = number(x[j]);
+            for (int j = 0; j < SLICE; j++) largest = std::max(largest, std::abs(own[j]));
+            for (int j = 0; j < SLICE; j++) odd += own[j] * 0;
+            float step = largest / 127 + odd, by = largest > 1e-30f ? 127 / largest : 0; // 127 / 1e-30 is finite
+            int32_t sum[2] = {};
+            for (int j = 0; j < SLICE; j++) {
+                own[j] = (own[j] * by + 12582912.0f) - 12582912.0f; // to the nearest, ties to even
+                codes[g * SLICE + j] = int8_t(int32_t(own[j]));
+            }
+            for (int i = 0; i < 2; i++)
+                for (int j = 0; j < 16; j++) sum[i] += codes[g * SLICE + i * 16 + j];
+            steps[g] = steps16[2 * g] = steps16[2 * g + 1] = step;
+            sums16[2 * g] = step * float(sum[0]), sums16[2 * g + 1] = step * float(sum[1]), sums[g] = step * float(sum[0] + sum[1]);
+        }
+    }
+    template <int GROUP> const float *steps_of(i64 n) const { return (GROUP == 16 ? steps16 : steps).data() + n * K / GROUP; }
+    template <int GROUP> const float *sums_of(i64 n) const { return (GROUP == 16 ? sums16 : sums).data() + n * K / GROUP; }
+};
+
+// ---- a row with a few rows of activations ----------------------------------------------------------------------------
+
+#if defined(__AVX2__) && defined(__FMA__)
+inline eight_f32 added(eight_f32 sum, eight_f32 a, eight_f32 b, int) { return (eight_f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum); }
+// Sums of four neighbours' products. No sum of two leaves 16 bits: codes are at most 128, and own codes 127.
+template <bool SIGNED> inline eight_i32 dot(codes_u8 codes, codes_i8 own) {
+    __m256i a = (__m256i)codes, b = (__m256i)own;
+    if constexpr (SIGNED) b = _mm256_sign_epi8(b, a), a = _mm256_abs_epi8(a);
+#if defined(DPBUSD)
+    return (eight_i32)DPBUSD(_mm256_setzero_si256(), a, b);
+#else
+    return (eight_i32)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+#endif
+}
+#else
+inline eight_f32 added(eight_f32 sum, eight_f32 a, eight_f32 b, int) { return sum + a * b; }
+template <bool SIGNED> inline eight_i32 dot(codes_u8 codes, codes_i8 own) {
+    eight_i32 out = {};
+    for (int i = 0; i < SLICE; i++) out[i / 4] += (SIGNED ? int(int8_t(codes[i])) : int(codes[i])) * own[i];
+    return out;
+}
+#endif
+
+// Steps of a slice's groups in the lanes of its sums.
+template <int GROUP> inline eight_f32 spread(const float *steps, int slice) {
+    if constexpr (GROUP == 32) return steps[slice] - eight_f32{};
+    float a = steps[2 * slice], b = steps[2 * slice + 1];
+    return eight_f32{a, a, a, a, b, b, b, b};
+}
+
+template <int M> struct RowSums { eight_f32 codes[M][2], lows[M]; float rest[M]; };
+
+// The next SLICES slices of a row, from number `k` on, with rows [n, n + M) of the activations.
+template <class F, int SLICES, int M> inline void add_stretch(const uint8_t *w, const Activations &x, i64 n, i64 k, RowSums<M> &to) {
+    constexpr int groups = SLICES * SLICE / F::GROUP, slices = F::BLOCK / SLICE;
+    alignas(32) float step[groups], low[groups], scaled[M][groups];
+    if constexpr (SLICES == 8 && slices == 1) F::eight(w, step, low);
+    else F::steps(w, step, low);
+    UNROLL for (int m = 0; m < M; m++) {
+        const float *steps = x.steps_of<F::GROUP>(n + m) + k / F::GROUP, *sums = x.sums_of<F::GROUP>(n + m) + k / F::GROUP;
+        if constexpr (groups % 8) {
+            scaled[m][0] = *step * *steps;
+            if (!F::SIGNED) to.rest[m] += *low * *sums;
+        } else {
+            UNROLL for (int g = 0; g < groups; g += 8) {
+                put(scaled[m] + g, at<eight_f32>(step + g) * at<eight_f32>(steps + g));
+                if (!F::SIGNED) to.lows[m] = added(to.lows[m], at<eight_f32>(low + g), at<eight_f32>(sums + g), 0);
+            }
+        }
+        asm("" : "+m"(scaled[m])); // in memory, from where each is spread by a load
+    }
+    UNROLL for (int i = 0; i < SLICES; i++) {
+        codes_u8 codes = F::codes(w + i / slices * F::BYTES, i % slices);
+        UNROLL for (int m = 0; m < M; m++) {
+            eight_i32 sum = dot<F::SIGNED>(codes, at<codes_i8>(x.codes.data() + (n + m) * x.K + k + i * SLICE));
+            to.codes[m][i % 2] = added(to.codes[m][i % 2], __builtin_convertvector(sum, eight_f32), spread<F::GROUP>(scaled[m], i), 0);
+        }
+    }
+}
+
+template <class F, int M> inline void row_product(const uint8_t *w, const Activations &x, i64 n, float *out) {
+    constexpr i64 bytes = STRETCH * SLICE / F::BLOCK * F::BYTES;
+    RowSums<M> sums = {};
+    i64 k = 0;
+    for (; k + STRETCH * SLICE <= x.K; k += STRETCH * SLICE, w += bytes) {
+        for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + AHEAD_BYTES + line);
+        add_stretch<F, STRETCH, M>(w, x, n, k, sums);
+    }
+    if constexpr (F::BLOCK == SLICE)
+        for (; k < x.K; k += SLICE, w += F::BYTES) add_stretch<F, 1, M>(w, x, n, k, sums);
+    UNROLL for (int m = 0; m < M; m++) {
+        eight_f32 all = sums.codes[m][0] + sums.codes[m][1] + sums.lows[m];
+        out[m] = total(all, 0.0f) + sums.rest[m];
+    }
+}
+
+// Rows [first, end) of a matrix with N rows of activations, into columns of `y [N, stride]` or added to them.
+template <class F, class B>
+void rows_of(F, const uint8_t *w, const B *bias, i64 first, i64 end, const Activations &x, i64 N, float *y, i64 stride, bool add) {
+    for (i64 row = first; row < end; row++) {
+        const uint8_t *own = w + row * row_bytes<F>(x.K);
+        float out[4];
+        for (i64 n = 0, some; n < N; n += some) {
+            some = std::min<i64>(4, N - n);
+            (some == 4 ? row_product<F, 4> : some == 3 ? row_product<F, 3> : some == 2 ? row_product<F, 2> : row_product<F, 1>)(own, x, n, out);
+            for (i64 m = 0; m < some; m++) {
+                float &to = y[(n + m) * stride + row], sum = out[m] + (bias ? number(bias[row]) : 0);
+                to = add ? to + sum : sum;
+            }
+        }
+    }
+}
+
+} // namespace

@@ -1,0 +1,49 @@
+"""Products with matrices in few bits, in one call (``cpu.cpp``): as ``reference.py`` but for activations in 8 bits.
+
+Activations have a step per 32 numbers, their largest over 127. llama.cpp does the same, for formats of blocks of 256 with a step
+per 256 numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import cpp
+from . import reference
+from .formats import format_of
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types of activations; of others the definition's product is taken."""
+
+
+@cache
+def load(*options: str) -> ctypes.CDLL:
+    """The compiled call, by options of the compiler beside the usual ones.
+
+    Raises:
+        cpp.Unavailable: another system, no compiler, or one that fails.
+    """
+    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"), *options)
+    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.locret_product.argtypes = [p, p, p, n, n, n, n, p, i, i]
+    loaded.locret_product.restype = None
+    return loaded
+
+
+def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
+    """As ``reference.product``."""
+    if x.dtype not in DTYPES:
+        return reference.product(x, data, form, bias)
+    reference.check_packed(x, data, form)
+    x, data, K, N = x.contiguous(), data.contiguous(), x.shape[-1], len(data)
+    out = x.new_empty(*x.shape[:-1], N)
+    load().locret_product(
+        x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), format_of(form).number, x.numel() // K, K, N,
+        out.data_ptr(), cpp.TYPES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return out
