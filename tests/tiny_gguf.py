@@ -14,7 +14,12 @@ from tiny_models import LONGROPE, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 SIZES = dict(
-    vocab_size=400, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=6, eos_token_id=1
+    vocab_size=len(tiny_tokenizer()),
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_hidden_layers=6,
+    eos_token_id=1,
 )
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3_text": "gemma3",
@@ -174,3 +179,27 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: Any, size: int) -> None:
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_add_bos_token(False)
     writer.add_chat_template(tokenizer.chat_template)
+
+
+def write_sentencepiece(path: Path, architecture: str) -> Path:
+    """A file that holds a small vocabulary of SentencePiece, and of a model nothing that could run."""
+    kinds = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "<end>": TokenType.CONTROL}
+    kinds |= {f"<0x{byte:02X}>": TokenType.BYTE for byte in range(256)}
+    merged = ["th", "he", "▁t", "▁th", "▁the", "the", "er", "at", "ea", "\n\n", "▁▁"]
+    tokens = [*kinds, *merged, *"▁\n", *"abcdefghijklmnopqrstuvwxyz"]
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

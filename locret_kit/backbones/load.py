@@ -19,7 +19,7 @@ from . import demo
 from .gguf.gguf_config import config_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
-from .gguf.gguf_place import is_gguf, pull_gguf
+from .gguf.gguf_place import is_gguf, model_name, pull_gguf
 from .gguf.gguf_tokenizer import tokenizer_of
 from .precision import choose_precision
 from .spec import check_config
@@ -251,7 +251,8 @@ def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None,
 
 def other_backbone(recorded: str, name: str) -> str | None:
     """A warning where heads run on another backbone than the one they were trained on; its shapes alone may be right."""
-    if name == recorded or Path(name).name == Path(recorded).name or _same_folder(name, recorded):
+    called = model_name(name) if is_gguf(name) else Path(name).name  # a copy in few bits is the same model
+    if name == recorded or called.casefold() == Path(recorded).name.casefold() or _same_folder(name, recorded):
         return None
     return f"warning: the heads were trained on {recorded!r}, and this runs {name!r}: their scores may be off"
 

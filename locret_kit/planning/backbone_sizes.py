@@ -30,6 +30,10 @@ class BackboneSizes:
     hidden: int
     intermediate: int
     parameters: int
+    packed_bytes: int | None = None
+    """Bytes of the packed matrices of a GGUF file; None where the model is not out of one."""
+    plain_numbers: int = 0
+    """Other numbers of that file."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> BackboneSizes:
@@ -38,11 +42,18 @@ class BackboneSizes:
         inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
         model = without_weights(config)
         weights = parameters_of(model)
-        if (
-            model.get_output_embeddings() is None
-        ):  # a decoder alone, whose configuration does not say whether they are tied
+        if model.get_output_embeddings() is None:  # a decoder alone: whether they are tied is not said
             weights += config.vocab_size * hidden
-        return cls(outlined(model), config.vocab_size, hidden, inter, weights)
+        gguf = getattr(config, "gguf", None) or {}
+        return cls(
+            outlined(model),
+            config.vocab_size,
+            hidden,
+            inter,
+            weights,
+            gguf.get("packed_bytes"),
+            gguf.get("plain_numbers", 0),
+        )
 
     @property
     def fused(self) -> bool:
@@ -57,7 +68,10 @@ class BackboneSizes:
         return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
 
     def weights(self, item: int, bits: int | None) -> int:
-        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them."""
+        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them, of a GGUF file as they
+        lie there."""
+        if self.packed_bytes is not None:
+            return self.packed_bytes + self.plain_numbers * item
         if bits is None:
             return self.parameters * item
         layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)

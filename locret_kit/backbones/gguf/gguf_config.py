@@ -79,7 +79,7 @@ class Said:
 
 
 def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
-    """The configuration, which calls itself ``name``. Its field ``gguf`` is the name of the file's types.
+    """The configuration, which calls itself ``name``. Its field ``gguf`` says the name of the file's types, and their sizes.
 
     Raises:
         ValueError: an architecture that is not mapped, or a field or scaling that cannot be restored; it is named.
@@ -96,7 +96,8 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
     if model_type in NO_HEAD_DIM and values["head_dim"] == values["hidden_size"] // values["num_attention_heads"]:
         del values["head_dim"]  # as in the model's own configuration
     config = AutoConfig.for_model(model_type, **values)
-    config._name_or_path, config.gguf = name, file.precision
+    config._name_or_path = name
+    config.gguf = {"types": file.precision, "packed_bytes": file.packed_bytes, "plain_numbers": file.plain_numbers}
     return config
 
 

@@ -86,6 +86,16 @@ class GgufFile:
                 sizes[tensor.form] += tensor.nbytes
         return sizes.most_common(1)[0][0]
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed matrices."""
+        return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.form not in FLOATS)
+
+    @property
+    def plain_numbers(self) -> int:
+        """Numbers of all other tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values() if tensor.form in FLOATS)
+
     @cached_property
     def _mapped(self) -> Tensor:
         return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)

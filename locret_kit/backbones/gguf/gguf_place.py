@@ -9,10 +9,20 @@ from ...hub import pull
 
 HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>.+\.gguf)|:(?P<tag>[\w.-]+))\Z", re.IGNORECASE)
 
+TYPES_AT_END = re.compile(r"[-._](gguf|b?f(16|32)|(ud-)?i?q\d(_\w+)?)\Z", re.IGNORECASE)
+
 
 def is_gguf(name: str) -> bool:
     """Whether a model is named as a GGUF file is."""
     return name.lower().endswith(".gguf") or (HUB.match(name) is not None and not Path(name).exists())
+
+
+def model_name(name: str) -> str:
+    """Name of the model that a file is of, as files are named: ``SmolLM2-135M-Instruct`` of ``SmolLM2-135M-Instruct.Q4_1.gguf`` and
+    of ``user/SmolLM2-135M-Instruct-GGUF:Q4_K_M``."""
+    match = HUB.match(name)
+    stem = match["repo"].split("/")[1] if match is not None and match["tag"] else Path(name).stem
+    return TYPES_AT_END.sub("", stem)
 
 
 def pull_gguf(name: str, revision: str | None = None) -> Path:

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from locret_kernels.product import FORMATS, product
 from locret_kernels.product.reference import unpack
 
-AT_ONCE = 1 << 24
+AT_ONCE = 1 << 22
 """Numbers of a matrix that are unpacked at a time."""
+UNPACKED = 12
+"""Bytes that come and go for each of them: codes, steps times codes, and their sum with what is lowest."""
 
 
 class PackedLinear(nn.Module):
