@@ -93,7 +93,7 @@ def _prepared(html: str) -> str:
         html = re.sub(rf"<(/?){prefix}:", r"<\1", html)
     closed, end, rest = html.rpartition("-->")
     html = (
-        closed + end + rest.replace("<!--", "")
+        closed + end + rest.replace("<!--", " ")
     )  # one that has no end would take a square of time, and the text after it
     return re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
 
