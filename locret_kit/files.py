@@ -14,8 +14,9 @@ import re
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 HASH = "weights_sha256"
 """Field of ``config.json`` that says which weights it belongs to."""
+ABANDONED = 86400
+"""Seconds after which a temporary file of another machine is nobody's."""
 _CUT = "{} is truncated or no safetensors file"
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file in the target's folder, then rename it over the target.
 
-    The file's mode follows the umask. Temporary files that killed processes of this machine left in the folder are removed.
+    The file's mode follows the umask. Temporary files that killed processes of this machine left in the folder are removed,
+    and those of others after a day.
 
     Raises:
         OSError: one line that names the target; also where it is a device or a pipe, which a rename would take away.
@@ -43,13 +47,14 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     from safetensors import SafetensorError
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    host = re.sub(r"\W", "-", socket.gethostname())
+    here = _place()
     for left in target.parent.glob(".*.partial"):
         # The whole name: another machine that shares the folder may be called as this one and more, node and node-2.
-        mine = re.fullmatch(rf"\..*\.{host}-(\d+)\.partial", left.name)
-        if mine and not _running(int(mine[1])):
-            left.unlink(missing_ok=True)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.{host}-{os.getpid()}.partial")
+        mine = re.fullmatch(rf"\..*\.{here}-(\d+)\.partial", left.name)
+        with suppress(FileNotFoundError):  # its writer has just renamed it
+            if not _running(int(mine[1])) if mine else time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.{here}-{os.getpid()}.partial")
     try:
         beside.touch(exist_ok=False)
         mode = beside.stat().st_mode
@@ -66,6 +71,15 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
         raise OSError(f"cannot write {target} ({free / 2**20:.0f} MiB free): {reason}") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _place() -> str:
+    """Name of what shares process numbers: machines and containers may have one host name, and numbers of their own."""
+    made = hashlib.sha256()
+    for name in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with suppress(OSError):  # Linux has them
+            made.update(os.readlink(name).encode() if os.path.islink(name) else Path(name).read_bytes())
+    return f"{re.sub(r'[^A-Za-z0-9_]', '-', socket.gethostname())}-{made.hexdigest()[:8]}"
 
 
 def _running(pid: int) -> bool:

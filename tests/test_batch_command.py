@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.infer import main
+from locret_kit.files import locked
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import batch
 
@@ -244,3 +245,11 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     files.answers.write_text('{"id": 1, "prompt": "a"}\n')
     says("line 1 is no answer of a batch")
     assert files.answers.read_text() == '{"id": 1, "prompt": "a"}\n'
+
+
+def test_two_runs_into_one_file_notice_each_other(files, capsys):
+    files.write(*LINES[:1])
+    with locked(files.answers.with_name(f".{files.answers.name}.lock"), "busy"):
+        assert files.run() == 1
+    assert "is being written by another process" in capsys.readouterr().err and not files.answers.exists()
+    assert files.run() == 0

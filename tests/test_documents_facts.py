@@ -6,11 +6,15 @@ import io
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from made_documents import WORD, at, book, docx_files, drawn, said, word, zipped
 
+from locret_kit.cli.terminal import text_of
+from locret_kit.text.convert import convert
 from locret_kit.text.reader import read_stream
 
 FACT = "The rent is 4711 euros"
@@ -299,3 +303,19 @@ def test_a_file_is_looked_at_before_torch_is_imported(tmp_path):
     for line, told, result in zip(lines, words, done.stdout.splitlines(), strict=True):
         status, torch, error = result.split("\t")
         assert (status, torch) == ("1", "False") and told in error and len(error) < 200, (line, result)
+
+
+def test_documents_that_take_a_parser_long_are_short_work_or_end(tmp_path, monkeypatch):
+    """The commands convert under limits, as the server does; what took a square of time no longer does."""
+    began = time.process_time()
+    for name, data in {
+        "blanks.html": b"<p>one" + b" " * 300_000 + b"two</p>", "lines.html": b"<p>one" + b"\n" * 300_000 + b"two</p>",
+        "comments.html": b"<p>one" + b"<!--" * 40_000 + b"two</p>",
+    }.items():  # fmt: skip
+        assert read_stream(io.BytesIO(data), name).split() == ["one", "two"]
+    assert time.process_time() - began < 5
+    (tmp_path / "a.html").write_bytes(b"<p>one two</p>")
+    assert list(text_of(str(tmp_path / "a.html"))) == ["one two"]
+    monkeypatch.setattr("locret_kit.text.convert.convert", partial(convert, text=3))
+    with pytest.raises(ValueError, match="its text has 7 bytes, at most 3 are taken"):
+        text_of(str(tmp_path / "a.html"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from test_documents import QUESTIONS, SETTINGS, kept, parts, read, text_of
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit import BoundedCache, Document
+from locret_kit import BoundedCache, Document, files
 from locret_kit.cache import file, saved
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
@@ -115,15 +116,19 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path):
 
 
 def test_leftovers_of_this_machine_go_and_those_of_others_stay(tmp_path, monkeypatch):
+    """Containers of one host name have process numbers of their own."""
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     monkeypatch.setattr("locret_kit.files._running", lambda pid: pid == 7)
-    names = [
-        f".a.locret.0123abcd.{owner}.partial" for owner in ("node-7", "node-8", "node-2-8", "other-node-8", "node-x")
-    ]
+    here = files._place()
+    assert re.fullmatch("node-[0-9a-f]{8}", here)
+    other = here.replace("node-", "node-2-"), here[:-1] + ("0" if here[-1] != "0" else "1")
+    owners = (f"{here}-8", f"{other[0]}-9", f"{here}-7", *(f"{owner}-8" for owner in other), "node-8", "node-x")
+    names = [f".a.locret.0123abcd.{owner}.partial" for owner in owners]
     for name in names:
         (tmp_path / name).touch()
+    os.utime(tmp_path / names[1], (0, 0))
     write_text(tmp_path / "b", "words")
-    assert {path.name for path in tmp_path.iterdir()} == {"b", *names} - {names[1]}
+    assert {path.name for path in tmp_path.iterdir()} == {"b", *names[2:]}
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):

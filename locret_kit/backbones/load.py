@@ -44,6 +44,8 @@ def pick_device(device: str | None) -> torch.device:
         where = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} must be one of PyTorch's, such as cpu, cuda, cuda:1 or mps") from error
+    if where.type == "meta":
+        raise ValueError(f"device={device!r} holds no numbers: name one that computes, such as cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: PyTorch sees no CUDA device here")
     return where
@@ -131,7 +133,10 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
             return tokenizer_of(_gguf(name, revision))
     with _reading(f"model={name!r} cannot be loaded: tokenizer"):
         try:
-            return AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
+            if not isinstance(tokenizer.model_max_length, int | float):
+                raise ValueError(f"model_max_length={tokenizer.model_max_length!r:.60} must be a number")
+            return tokenizer
         except ValueError as error:
             if first_line(error).rstrip().endswith(":"):  # the list that would follow is of ways to make one
                 raise FileNotFoundError(f"model={name!r} cannot be loaded: it holds no tokenizer") from error

@@ -65,7 +65,7 @@ class Origin:
 
 def save_cache(
     cache: BoundedCache, path: str | Path, document: Record | None = None, more: Mapping[str, Tensor] | None = None,
-    check: Callable[[], object] = lambda: None,
+    check: Callable[[], object] | None = None,
 ) -> str:  # fmt: skip
     """Write a cache to ``path``; the digest of what was written.
 

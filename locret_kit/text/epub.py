@@ -55,11 +55,11 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 pictures += 1
             else:
                 blank += 1
-    for number, words in (
+    for number, loss in (
         (missing, "of the spine are not in the file"), (pictures, "are pictures without text"), (blank, "have no text"),
     ):  # fmt: skip
         if number:
-            losses.append(f"{number} of {len(spine)} chapters {words}")
+            losses.append(f"{number} of {len(spine)} chapters {loss}")
     if not spine or missing == len(spine):
         raise Refusal(f"{name} has no chapter: its spine names none that is in the file")
     return "\n\n".join([*texts, *chapters])

@@ -6,10 +6,11 @@ import codecs
 import re
 from collections.abc import Iterator
 from io import BytesIO
+from typing import Any
 
 from .losses import Refusal, counted, missing
 
-OPTIONS = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
+OPTIONS: dict[str, Any] = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
 """Options of markitdown's converters: characters stay as they are."""
 _SAME = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
@@ -19,6 +20,8 @@ _SAME = {
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _BARE = ((b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
 """First bytes of a page in UTF-16 without a mark."""
+_TYPED = ("text", "email", "tel", "url", "number", "date")
+"""Fields of a form that somebody fills in."""
 _FRAMES = ("iframe", "frame", "object", "embed")
 
 
@@ -92,9 +95,8 @@ def _prepared(html: str) -> str:
     for prefix in re.findall(r"xmlns:(\w+)\s*=\s*[\"']http://www\.w3\.org/1999/xhtml[\"']", html[:4096]):
         html = re.sub(rf"<(/?){prefix}:", r"<\1", html)
     closed, end, rest = html.rpartition("-->")
-    html = (
-        closed + end + rest.replace("<!--", "")
-    )  # one that has no end would take a square of time, and the text after it
+    # A comment that has no end would take a square of time, and the text after it.
+    html = closed + end + rest.replace("<!--", " ")
     return re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
 
 
@@ -105,14 +107,13 @@ def _losses(html: str, text: str) -> Iterator[str]:
     page = BeautifulSoup(html, "html.parser")
     for hidden in page(["script", "style", "head", "template"]):
         hidden.extract()
-    words = [str(one) for one in page.descendants if type(one) in (NavigableString, CData) and one.strip()]
+    strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData)]
+    words = [one for one in strings if one.strip()]
     lost = missing(((one, [one]) for one in words), text)
     if lost:
         yield f"{counted(len(lost), 'passage')} left out, such as {' '.join(lost[0].split())[:40]!r}"
-    fields = [
-        str(one.get("value", "")) for one in page("input") if one.get("type") not in ("hidden", "submit", "button")
-    ]
-    if lost := missing(((one, [one]) for one in fields if one.strip() and one != "on"), text):
+    fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
+    if lost := missing(((one, [one]) for one in fields if one.strip()), text):
         yield f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}"
     if frames := len(page(_FRAMES)):
         yield f"{counted(frames, 'frame')} with other pages left out"
