@@ -186,9 +186,7 @@ def counted_text(
     """A document's tokens, and the settings with a budget for them. Raises ValueError where there is no text."""
     from ..documents.document_text import DocumentText
 
-    whole = DocumentText.begin(tokenizer, chat)
-    if not whole.feed(text):
-        raise ValueError("the document holds no text")
+    whole = DocumentText.of(tokenizer, text, chat)
     return whole, with_text_budget(run, chosen, model, whole.tokens, say, turns)
 
 
