@@ -44,12 +44,11 @@ def right(task: str, text: str, length: int, budget: int, policy: str) -> str:
 
 def cache_mib(length: int, budget: int) -> str:
     """Bytes of the 128K rows' caches in bfloat16."""
-    own = {
+    (size,) = {
         row.cache_bytes for row in rows()
-        if (row.length, row.slots, row.policy, row.dtype) == (length, budget, "locret", "float32") and row.chunk == 512
+        if (row.length, row.slots, row.policy, row.dtype) == (length, budget, "rereading-locret", "bfloat16")
     }  # fmt: skip
-    (size,) = own
-    return f"{size / 2 / 2**20:.0f} MiB"
+    return f"{size / 2**20:.0f} MiB"
 
 
 def full_gib(tokens: int) -> str:
