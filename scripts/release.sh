@@ -5,7 +5,7 @@
 #
 # The fresh environment has the wheel alone; its dependencies are those of the active environment (a .pth file leads to them), so that
 # nothing large is fetched. FETCH=1 installs them from the index instead, as a user's pip would.
-# The first command runs with the demo model of checkpoints/ (scripts/fetch_backbone.py).
+# The first commands run with the demo model of checkpoints/ (scripts/fetch_backbone.py).
 set -euo pipefail
 
 case "${1:-}" in

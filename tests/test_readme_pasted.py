@@ -36,10 +36,9 @@ def copy(tmp_path_factory) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / BACKBONE).symlink_to(ROOT / BACKBONE)
-    page = ["The harbour was quiet that morning, and boats lay at the pier."] * 40
-    (folder / "book.pdf").write_bytes(
-        pdf([page, [*page[:20], f"The pass key is {KEY}. Remember it.", *page[20:]], page])
-    )
+    page = ["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 50
+    key = f"The pass key is {KEY}. Remember it. {KEY} is the pass key."
+    (folder / "book.pdf").write_bytes(pdf([page, [*page[:20], key, *page[20:]]]))
     return folder
 
 
