@@ -5,6 +5,7 @@ From a name to weights and configuration as they stand in the file; ``heads`` ch
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +29,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 """Repositories of the paper's authors, whose files say nothing of them: backbone, and the settings of the paper's experiments."""
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = re.compile(r"model\.layers\.\d+\.self_attn\.fc\d\.weight")
+"""Names of weights in a checkpoint of the authors' training: of the backbone's first, and of a head."""
 
 
 @dataclass(frozen=True)
@@ -102,4 +107,6 @@ def _read_torch_file(path: Path) -> Stored:
         return Stored(loaded["state"], path, loaded["config"])
     if not isinstance(loaded, dict) or not any(str(name).endswith(".self_attn.fc1.weight") for name in loaded):
         raise ValueError(f"ckpt={str(path)!r} is not a heads checkpoint: no model.layers.*.self_attn.fc1.weight in it")
+    if EMBEDDING in loaded:  # a complete model, as the paper's training writes it
+        loaded = {name: weight for name, weight in loaded.items() if HEAD.fullmatch(str(name))}
     return Stored(loaded, path)

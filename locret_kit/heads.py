@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from .backbones.handler import Linear
 from .backbones.identity import fingerprint
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
-from .checkpoint import FORMAT, Stored, read_checkpoint, write_checkpoint
+from .checkpoint import FORMAT, PUBLISHED, Stored, read_checkpoint, write_checkpoint
 from .files import CONFIG, HASH, read_json
 from .hub import Access
 from .naming import blaming
@@ -287,7 +287,8 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
 
         spec = spec_of(load_config(named))
         width = next((weight.shape[0] for name, weight in stored.state.items() if name.endswith("fc1.weight")), 1)
-        return HeadsConfig.for_backbone(spec, stored.backbone or named, width, inference=stored.inference)
+        inference = stored.inference or next((own for base, own in PUBLISHED.values() if base == named), {})
+        return HeadsConfig.for_backbone(spec, stored.backbone or named, width, inference=inference)
     if raw is None:
         path = path.with_name(CONFIG)
         if not path.exists():

@@ -43,6 +43,7 @@ def missing_of_wheel(wheel: zipfile.ZipFile, project: dict) -> list[str]:
     """What a wheel lacks."""
     names = set(wheel.namelist())
     wanted = [f"{name}/{file}" for folder, name in IN_WHEEL.items() for file in files_below(folder)]
+    wanted += ["locret_demo/model.safetensors", "locret_demo/config.json"]
     wanted += [f"locret_examples/{path.name}" for path in (ROOT / "examples").glob("*.py")]
     (info,) = {name.split("/")[0] for name in names if name.split("/")[0].endswith(".dist-info")}
     points = ConfigParser()

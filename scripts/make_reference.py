@@ -1,4 +1,4 @@
-"""Write ``docs/reference`` from schemas, registries and docstrings: ``python scripts/make_reference.py``."""
+"""The reference pages of the site, made of schemas, registries and docstrings when ``mkdocs`` builds it, as a hook."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from itertools import pairwise, takewhile
-from pathlib import Path
 from pkgutil import resolve_name
 
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from locret_kit.__main__ import COMMANDS as LISTED
 from locret_kit.config import recipes as recipe_files
 from locret_kit.config.benchmark_runs import BENCHMARK
 from locret_kit.config.chat_options import CHAT
@@ -29,9 +33,6 @@ from locret_kit.config.vllm_options import VLLM
 from locret_kit.settings import PUBLISHED, RunSettings
 from locret_kit.validation import allowed, annotations_of, choices, metadata_of
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "docs" / "reference"
-NOTE = "<!-- Made by scripts/make_reference.py from the code. Change it there. -->"
 COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
@@ -75,8 +76,8 @@ PYTHON: dict[str, Sequence[str]] = {
 
 
 def page(title: str, *blocks: str) -> str:
-    """A page: its title, a note where it comes from, and blocks with blank lines between."""
-    return "\n\n".join([f"# {title}", NOTE, *(text for block in blocks if (text := block.strip("\n")))]) + "\n"
+    """A page: its title, and blocks with blank lines between."""
+    return "\n\n".join([f"# {title}", *(text for block in blocks if (text := block.strip("\n")))]) + "\n"
 
 
 def _cell(text: str) -> str:
@@ -190,31 +191,36 @@ def options(command: Command) -> Iterator[str]:
 
 
 def commands() -> str:
-    """Every command with every option."""
+    """What all commands have in common, and a line for each."""
+    rows = ((f"[{name}](commands/{name}.md)", says) for name, says in LISTED.items())
+    common = ((f"`--{name}`", re.sub(r"^(FILE|\[all\])  ", "", says)) for name, says in COMMON_OPTIONS.items())
+    return page(
+        "Commands",
+        table(("command", "does"), rows),
+        "Every option can be written `--key value`, `--key=value` or `key=value`, in any order; `-` and `_` are alike in names. "
+        "A switch is `--key` or `--no-key`. An empty default means that the option is off, or what its meaning says. `--help` "
+        "shows the options that matter, `--help all` every one.",
+        "Every command also takes:",
+        table(("option", "meaning"), common),
+    )
+
+
+def command_page(command: Command) -> str:
+    """A command with every option, and its subcommands."""
     from locret_kit.cli.talk import COMMANDS as inside
     from locret_kit.evals.figures import FIGURES
 
-    figures = ((f"`{name}`", one.source, one.says) for name, one in FIGURES.items())
-    talk = ((f"`/{name} {takes}".strip() + "`", meaning) for name, (takes, meaning) in inside.items())
-    blocks = [
-        "Every option can be written `--key value`, `--key=value` or `key=value`, in any order; `-` and `_` are alike in names. "
-        "A switch is `--key` or `--no-key`. An empty default means that the option is off, or what its meaning says.",
-        "Every command also takes:",
-        table(
-            ("option", "meaning"),
-            ((f"`--{name}`", meaning.removeprefix("FILE  ")) for name, meaning in COMMON_OPTIONS.items()),
-        ),
-    ]
-    for command in COMMANDS:
-        usage = f"{command.usage.strip()}\n{command.notes}".rstrip()
-        blocks += [f"## {command.name}", f"```text\n{usage}\n```", *options(command)]
-        if command is EVAL:
-            for name, one in OF_EVAL.items():
-                blocks += [f"### locret-eval {name}", f"```text\n{one.usage.strip()}\n```", *options(one)]
-            blocks += ["### Figures", table(("figure", "made of", "shows"), figures)]
-        if command is CHAT:
-            blocks += ["### Commands of the chat", table(("command", "meaning"), talk)]
-    return page("Commands", *blocks)
+    usage = f"{command.usage.strip()}\n{command.notes}".rstrip()
+    blocks = [f"```text\n{usage}\n```", *options(command)]
+    if command is EVAL:
+        for name, one in OF_EVAL.items():
+            blocks += [f"## locret-eval {name}", f"```text\n{one.usage.strip()}\n```", *options(one)]
+        figures = ((f"`{name}`", one.source, one.says) for name, one in FIGURES.items())
+        blocks += ["## Figures", table(("figure", "made of", "shows"), figures)]
+    if command is CHAT:
+        talk = ((f"`/{name} {takes}".strip() + "`", meaning) for name, (takes, meaning) in inside.items())
+        blocks += ["## Commands of the chat", table(("command", "meaning"), talk)]
+    return page(command.name, *blocks)
 
 
 def settings() -> str:
@@ -306,7 +312,7 @@ def recipes() -> str:
     return page(
         "Recipes",
         "`locret-train recipe=NAME key=value ...` takes one of these, or the path of a YAML file of the same form; with "
-        "`--print-config` it prints every setting. Keys are those of [`locret-train`](commands.md#locret-train), files are in "
+        "`--print-config` it prints every setting. Keys are those of [`locret-train`](commands/locret-train.md), files are in "
         "`recipes/`.",
         table(("recipe", "what it is"), rows),
     )
@@ -460,18 +466,12 @@ def metrics() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     f"{make.__name__}.md": make for make in (commands, settings, policies, recipes, tasks, python, files, metrics)
-}
+} | {f"commands/{command.name}.md": partial(command_page, command) for command in COMMANDS}
+"""Pages of ``reference/``, beside models.md, which is committed."""
 
 
-def main() -> None:
-    """Write the pages, and name those that changed."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages to the site, as mkdocs asks its hooks."""
     for name, make in PAGES.items():
-        path, text = FOLDER / name, make()
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
-            print(path.relative_to(ROOT))
-
-
-if __name__ == "__main__":
-    main()
+        files.append(File.generated(config, f"reference/{name}", content=make()))
+    return files

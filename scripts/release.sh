@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
-# Build the distributions and try them out: what is in them, a fresh environment, the first command. Uploads nothing.
-# Usage: scripts/release.sh --dry-run
+# Build distributions and site, and try them out: what is in them, a fresh environment, the first commands; then say what would be
+# published. With --publish it is: the distributions on the package index, the site on the branch gh-pages, a tag of the version.
+# Usage: scripts/release.sh [--publish]
 #
 # The fresh environment has the wheel alone; its dependencies are those of the active environment (a .pth file leads to them), so that
 # nothing large is fetched. FETCH=1 installs them from the index instead, as a user's pip would.
-# The first command runs with the demo model of checkpoints/ (scripts/fetch_backbone.py).
+# The first commands run with the demo model of checkpoints/ (scripts/fetch_backbone.py).
 set -euo pipefail
 
-if [ "${1:-}" != --dry-run ]; then
-    echo "usage: scripts/release.sh --dry-run (what it built is uploaded by hand: twine upload FILES)" >&2
-    exit 2
-fi
+case "${1:-}" in
+"" | --publish) ;;
+*) echo "usage: scripts/release.sh [--publish]" >&2; exit 2 ;;
+esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="$(command -v python)"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 cd "$root"
+
+echo "== changelog" >&2
+version="$("$python" -c 'import locret_kit; print(locret_kit.__version__)')"
+changes="$(sed -n "/^## \\[\\?$version/,/^## /p" CHANGELOG.md | sed '$d')"
+[ -n "$changes" ] || { echo "CHANGELOG.md has nothing of $version" >&2; exit 1; }
+
+echo "== site" >&2
+"$python" -m mkdocs build --strict --quiet --site-dir "$work/site"
 
 echo "== build" >&2
 "$python" -m venv "$work/tools"
@@ -50,12 +59,22 @@ for command in "$work/fresh/bin"/locret-*; do
 done
 
 echo "== the first commands" >&2
-model="$root/checkpoints/SmolLM2-135M-Instruct" heads="$root/checkpoints/smollm2-135m-locret"
-"$work/fresh/bin/python" "$root/scripts/make_long_text.py" --tokens 1024 --document-only --tokenizer "$model" >long.txt 2>expected
+model="$root/checkpoints/SmolLM2-135M-Instruct"
+mkdir -p "$work/cache/locret_kit" && ln -s "$model" "$work/cache/locret_kit/" # as a first run leaves it there
+export XDG_CACHE_HOME="$work/cache"
+"$work/fresh/bin/python" "$root/scripts/make_long_text.py" --tokens 1024 --document-only >long.txt 2>expected
 key="$(sed -n 's/expected answer: \([0-9]*\).*/\1/p' expected)"
-"$work/fresh/bin/locret-infer" long.txt --ckpt "$heads" --model "$model" --budget 512 --question "What is the pass key?" --max-new-tokens 16 --quiet | tee answer
+"$work/fresh/bin/locret-infer" long.txt --question "What is the pass key?" --budget 512 --max-new-tokens 16 --quiet | tee answer
 grep -q "$key" answer || { echo "the answer is not $key" >&2; exit 1; }
 "$work/fresh/bin/locret-infer" long.txt --model "$model" --plugin locret_examples.value_attention --policy value-attention \
     --budget 512 --max-new-tokens 2 --quiet
 "$work/fresh/bin/locret-plan" --model phi3-mini --gpu-memory 24GiB --context 131072 | tail -1
-echo "== nothing was uploaded" >&2
+
+cd "$root"
+publish=("$work/tools/bin/twine upload $work/dist/*" "$python -m mkdocs gh-deploy --strict" "git tag -a v$version -m 'Release $version'")
+if [ "${1:-}" = --publish ]; then
+    for step in "${publish[@]}"; do bash -c "$step"; done
+else
+    printf '== would be published: version %s\n%s\n' "$version" "$changes" >&2
+    printf '%s\n' "${publish[@]}" >&2
+fi

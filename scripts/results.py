@@ -4,11 +4,10 @@ of GPUs), or check that they agree.
     python scripts/results.py           # rewrite the tables
     python scripts/results.py --check   # exit status 1 if one would change
 
-README.md has a few lines of needles, docs/results/needles.md all of them and everything about pass keys in real text,
-docs/results/recall.md what comes back and sparse prefill, docs/results/gpu.md what GPUs reach of their targets, each between
-HTML comments such as ``<!-- needles:begin -->`` and ``<!-- needles:end -->``. They are of the demo's heads; the RESULTS.md
-beside each set of heads has every table of its rows, and docs/results/needles.md (``<!-- gemma:begin -->``) those of the second
-backbone, whose sparse prefill is in docs/results/recall.md too.
+docs/results has one page for each question of a reader: facts.md, questions.md, and in speed.md what GPUs reach of their
+targets. The logs of scripts/research/logs have every needle (needles.md), what comes back and sparse prefill (recall.md).
+Tables stand between HTML comments such as ``<!-- facts:begin -->`` and ``<!-- facts:end -->``; the RESULTS.md beside each set
+of heads has every table of its rows.
 """
 
 from __future__ import annotations
@@ -39,12 +38,46 @@ POLICIES = ("locret", "lookahead-locret", "rereading-locret")
 RECALL = "recall(reading=false)"
 HEADS, PAPER, SECOND = "smollm2-135m-locret", "smollm2-135m-paper", "gemma3-270m-locret"
 FULL_TABLE = ("R.PassKey", "jargon")
-SUMMARY = (
-    ("R.PassKey", "later", 4096, 256), ("R.PassKey", "later", 4096, 512), ("R.PassKey", "jargon", 4096, 256),
-    ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 16384, 4096),
-    ("R.Number", "repeated", 8192, 512), ("R.PassKey", "repeated", 131072, 1024),
+FACTS = (
+    ("R.PassKey", "later", 4096, (256, 512)), ("R.PassKey", "jargon", 4096, (256, 512)),
+    ("R.PassKey", "jargon", 16384, (1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
+    ("R.Number", "jargon", 2048, (256, 512)), ("R.Number", "repeated", 32768, (512,)),
+    ("ruler.niah_multikey", "jargon", 2048, (256, 512)),
 )  # fmt: skip
-"""Lines of the README's table: task, text, tokens, slots."""
+"""Tables of docs/results/facts.md: task, text, tokens, rows on the device."""
+QUESTIONS = (
+    ("agreement:leval.quality", "-", 2048, (256, 512)), ("agreement:leval.meeting_summ", "-", 2048, (256, 512)),
+    ("agreement:leval.coursera", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
+    ("leval.quality", "-", 2048, (256, 512)), ("leval.coursera", "-", 2048, (256, 512)),
+    ("perplexity", "later", 2048, (256, 512)), ("agreement:fidelity.continue", "later", 2048, (256, 512)),
+)  # fmt: skip
+"""Tables of docs/results/questions.md."""
+GEMMA = (
+    ("R.PassKey", "later", 4096, (512,)), ("R.PassKey", "later", 8192, (1024,)), ("R.Number", "later", 16384, (2048,)),
+)  # fmt: skip
+"""Tables of the second backbone in docs/results/facts.md."""
+TITLES = {
+    "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
+    "ruler.niah_multikey": "One key among many alike",
+    "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's own tokens that are chosen too",
+    "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
+    "agreement:leval.coursera": "L-Eval's questions about lectures: the same share",
+    "questions": "Four questions about one document, asked of one cache",
+    "leval.quality": "L-Eval's questions about stories: multiple choice", "leval.coursera": "L-Eval's lectures: multiple choice",
+    "perplexity": "The next words of a text: nats a token, lower is better",
+    "agreement:fidelity.continue": "The next words of a text: share of full attention's own tokens",
+}  # fmt: skip
+TEXTS = {
+    "later": "two manuals that were opened after every setting was fixed", "jargon": "the Jargon File",
+    "repeated": "five sentences, repeated",
+}  # fmt: skip
+FOLDERS = {"later": "texts/later"}
+"""Texts that a command finds elsewhere than by their name."""
+NAMED = (
+    "full", "locret", "lookahead-locret", "rereading-locret", RECALL, "compactor", "compactor reread=passages", "snapkv",
+    "h2o", "streaming",
+)  # fmt: skip
+"""Policies of those tables, in this order; others are in the RESULTS.md."""
 RECALLED_ROWS = recall_tables.device_rows(RECALL, 1) - 1
 """Rows of it that come back; the others are the budget."""
 MIN_EXAMPLES = 8
@@ -60,14 +93,75 @@ def provenance(rows: Sequence[Row], files: Sequence[Path]) -> str:
     return f"{', '.join(part for part in (where, measured, _ground(rows)) if part)}.\n"
 
 
-def short(cells: Sequence[Cell], only: Sequence[tuple[str, str, int, int]] = ()) -> str:
+Place = tuple[str, str, int, tuple[int, ...]]
+"""Task, text, tokens, and rows on the device."""
+
+
+def answers(rows: Sequence[Row], places: Sequence[Place]) -> str:
+    """A table for each place: a line for each number of slots and policy, with n, interval and date, and its command."""
+    return "\n".join(_one_place(rows, place) for place in places)
+
+
+def _one_place(rows: Sequence[Row], place: Place) -> str:
+    task, text, length, budgets = place
+    here = [row for row in rows if (row.task, row.haystack, row.length) == (task, text, length) and row.policy in NAMED]
+    here = [row for row in here if not row.slots or _on_device(row) in budgets]
+    words = [TITLES[task], *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
+    lines = [["slots", "policy", "n", "figure", "measured"], ["---"] * 5]
+    for cell in sorted(
+        summarize(here), key=lambda c: (c.budget + _brought_back(c.policy), NAMED.index(c.policy), c.heads)
+    ):
+        if cell.mean is None:
+            continue
+        own = [row for row in here if (row.policy, row.heads, row.budget) == (cell.policy, cell.heads, cell.budget)]
+        days = sorted({row.date[:10] for row in own if row.date})
+        slots = f"{cell.budget + _brought_back(cell.policy):,}" if cell.budget else "all"
+        label = f"`{cell.policy}`" + (", the paper's recipe" if cell.heads == PAPER else "")
+        when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "-"
+        lines.append([slots, label, str(cell.n), _figure(cell), f"{when}, {cell.dtype.replace('+', ' and ')}"])
+    table = "".join(f"{line(cells)}\n" for cells in lines)
+    return f"### {', '.join(words)}\n\n{table}\n```bash\n{_command(here, place)}\n```\n"
+
+
+def _brought_back(policy: str) -> int:
+    """Rows that come back beside a policy's own."""
+    return RECALLED_ROWS if policy == RECALL else 0
+
+
+def _on_device(row: Row) -> int:
+    return row.slots + _brought_back(row.policy)
+
+
+def _figure(cell: Cell) -> str:
+    """The mean with Wilson's 95% interval of a share, else with its standard error."""
+    assert cell.mean is not None
+    if cell.low is not None:
+        return f"{round(cell.mean * cell.n)} of {cell.n} [{cell.low:.2f}, {cell.high:.2f}]"
+    return f"{cell.mean:.3f}" + ("" if cell.stderr is None else f" ± {cell.stderr:.3f}")
+
+
+def _command(rows: Sequence[Row], place: Place) -> str:
+    """The command that measures the largest number of examples of each policy."""
+    task, text, length, budgets = place
+    policies = [name for name in NAMED if any(row.policy == name for row in rows)]
+    named = ",".join(policies)
+    samples = max(row.sample for row in rows) + 1
+    where = "data=[PATH/leval/eval]" if "leval." in task else f"haystacks=[{FOLDERS.get(text, text)}]"
+    heads = next(row.heads for row in rows if row.heads not in ("-", PAPER))
+    model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
+    return (
+        f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
+        f'    "policies=[{named}]" samples={samples} ckpt=checkpoints/{heads}{model} out=runs/{task.replace(":", "-")}-{length}'
+    )
+
+
+def short(cells: Sequence[Cell]) -> str:
     """One line per needle: full attention, the heads that ship, the paper's recipe, and the best that trains nothing, all with
-    as many rows on the device; of ``only`` these tasks, texts, lengths and budgets, where some are given."""
+    as many rows on the device."""
     found = {(c.task, c.haystack, c.length, c.budget, c.policy, c.heads): c for c in cells if c.mean is not None}
     head = ["needle", "text", "tokens", "slots", "n", "full attention", *(f"`{name}`" for name in (*POLICIES, RECALL))]
     lines = [[*head, "the paper's recipe", "best without training"], ["---"] * (len(head) + 2)]
     ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= MIN_EXAMPLES]
-    ours = [c for c in ours if not only or (c.task, c.haystack, c.length, c.budget) in only]
     usual = usual_dtype(ours)
     for cell in sorted(ours, key=lambda c: (NEEDLES.index(c.task), c.haystack, c.length, c.budget)):
         where = cell.task, cell.haystack, cell.length
@@ -107,7 +201,7 @@ def _best(ours: Cell, cells: Sequence[Cell], usual: str) -> str:
 
 
 def needles(cells: Sequence[Cell]) -> str:
-    """The short table of needles, and all about one of them but what stands in docs/results/recall.md."""
+    """The short table of needles, and all about one of them but what stands in scripts/research/logs/recall.md."""
     chosen = [cell for cell in cells if (cell.task, cell.haystack) == FULL_TABLE]
     chosen = [c for c in chosen if not recall_tables.remembers(c.policy) and not recall_tables.is_sparse(c.policy)]
     return f"{short(cells)}\n{score_table(chosen).markdown() if chosen else ''}"
@@ -137,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 where ``--check`` finds a difference, or after an error said in one line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a file is stale")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md, docs and checkpoints")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs, scripts and checkpoints")
     parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results.jsonl)")
     parser.add_argument("--gpu-rows", type=Path, nargs="*", help="(default: kernels/benchmarks/results/*.csv)")
     args = parser.parse_args(argv)
@@ -148,23 +242,28 @@ def main(argv: list[str] | None = None) -> int:
         texts: dict[Path, str] = {}
         tables: dict[str, tuple[str, list[Cell]]] = {}
         everything: list[Row] = []
+        by_heads: dict[str, list[Row]] = {}
         for name, own in files.items():
             rows = read_rows(own)
             everything += rows
+            by_heads[name] = rows
             ground, cells = tables[name] = provenance(rows, own), summarize(rows)
             texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{to_markdown(cells)}"
         ground, cells = tables[HEADS]
+        demo = by_heads[HEADS]
         gpus = read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows)
         sections = [
-            ("README.md", "summary", short(cells, SUMMARY)),
-            ("docs/results/needles.md", "needles", f"{ground}\n{needles(cells)}"),
-            ("docs/results/recall.md", "recall", recall_tables.recall_table(everything, HEADS)),
-            ("docs/results/recall.md", "sparse", recall_tables.sparse_table(everything)),
-            ("docs/results/gpu.md", "gpu", targets.to_markdown(gpus, targets.predicted())),
+            ("docs/results/facts.md", "facts", answers(demo, FACTS)),
+            ("docs/results/questions.md", "questions", answers(demo, QUESTIONS)),
+            ("scripts/research/logs/needles.md", "needles", f"{ground}\n{needles(cells)}"),
+            ("scripts/research/logs/recall.md", "recall", recall_tables.recall_table(everything, HEADS)),
+            ("scripts/research/logs/recall.md", "sparse", recall_tables.sparse_table(everything)),
+            ("docs/results/speed.md", "gpu", targets.to_markdown(gpus, targets.predicted())),
         ]
         if SECOND in tables:
             ground, cells = tables[SECOND]
-            sections.append(("docs/results/needles.md", "gemma", f"{ground}\n{second(cells)}"))
+            sections.append(("scripts/research/logs/needles.md", "gemma", f"{ground}\n{second(cells)}"))
+            sections.append(("docs/results/facts.md", "second", answers(by_heads[SECOND], GEMMA)))
         for name, marker, table in sections:
             path = args.root / name
             texts[path] = placed(texts.get(path) or path.read_text(encoding="utf-8"), marker, table)

@@ -31,13 +31,12 @@ REFERENCE = load_script("scripts/make_reference.py")
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
 LONG = {
     "LOCRET_EXTRAS=": "installs",
-    "python scripts/fetch_backbone.py": "fetches",
-    "python scripts/make_long_text.py": "the README's own test runs it",
+    "python scripts/make_long_text.py": "scripts/demo.sh has it; tests/test_readme_pasted.py",
     "curl ": "needs the server of the block before; tests/test_serving.py asks it the same",
     "locret-serve ": "serves until it is stopped; tests/test_serving.py",
-    "locret-train ": "tests/test_readme_pasted.py trains",
-    "locret-eval ": "tests/test_eval_runner.py, tests/test_lm_eval.py, tests/test_readme_pasted.py; those of results take hours",
-    "locret-plan ": "the same commands as the README's, which its test runs",
+    "locret-train ": "tests/test_training.py trains",
+    "locret-eval ": "tests/test_eval_runner.py, tests/test_lm_eval.py; those of results take hours",
+    "locret-plan ": "tests/test_plan.py and tests/test_speed.py run the same",
     "python examples/": "tests/test_examples.py",
     "for ": "a shell loop over a command that is run above",
     "locret-ask books/": "needs that loop",
@@ -114,19 +113,14 @@ def run(line: str, monkeypatch, capsys) -> None:
         Path(files[">"]).write_text(captured.out)
 
 
-@pytest.mark.parametrize("page", REFERENCE.PAGES)
-def test_the_reference_is_what_the_code_says(page):
-    made = REFERENCE.PAGES[page]()
-    assert (DOCS / "reference" / page).read_text(encoding="utf-8") == made, "run: python scripts/make_reference.py"
-
-
 def test_every_synthetic_task_is_described():
     assert set(DESCRIPTIONS) == {*HAYSTACK_TASKS, *STANDALONE_TASKS, *REAL_TEXT_TASKS}
 
 
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
-    assert listed == {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
+    committed = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
+    assert listed == committed | {f"reference/{page}" for page in REFERENCE.PAGES}
 
 
 def test_no_link_leads_out_of_the_site():

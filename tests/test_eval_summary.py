@@ -402,9 +402,11 @@ def test_the_documented_results_are_those_of_the_committed_rows(capsys):
 
 
 def test_results_script(tmp_path, capsys):
-    names = ("needles", "recall", "gpu")
-    files = {"README.md": ["summary"], **{f"docs/results/{name}.md": [name] for name in names}}
-    files["docs/results/recall.md"].append("sparse")
+    files = {
+        "docs/results/facts.md": ["facts"], "docs/results/questions.md": ["questions"],
+        "scripts/research/logs/needles.md": ["needles"],
+        "scripts/research/logs/recall.md": ["recall", "sparse"], "docs/results/speed.md": ["gpu"],
+    }  # fmt: skip
     rows, tables = tmp_path / "rows.jsonl", tmp_path / "checkpoints" / RESULTS.HEADS / "RESULTS.md"
     rows.write_text(ROW.to_json() + "\n")
     for name, markers in files.items():
@@ -425,7 +427,7 @@ def test_results_script(tmp_path, capsys):
     assert "1.00 (n=1)" in tables.read_text()
     rows.write_text(replace(ROW, score=0.0).to_json() + "\n")
     assert RESULTS.main([*arguments, "--check"]) == 1
-    (tmp_path / "README.md").write_text("no markers")
+    (tmp_path / "docs/results/facts.md").write_text("no markers")
     assert RESULTS.main(arguments) == 1 and "once each" in capsys.readouterr().err
 
 

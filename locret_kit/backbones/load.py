@@ -96,6 +96,8 @@ def _reading(what: str, kind: type[Exception] = FileNotFoundError) -> Iterator[N
         said = first_line(error).rstrip()
         if said.endswith(":"):  # the reason follows
             said = " ".join(str(error).split())[:300]
+        if "couldn't connect to" in said:
+            said = "the Hub cannot be reached, and its cache lacks it: go online once, or name a folder that holds it"
         name = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: "
         raise kind(f"{what}: {name}{said}") from error
 

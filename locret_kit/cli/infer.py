@@ -101,7 +101,7 @@ def of_text(
     from ..runtime.session import Answer
 
     cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
     check_run(args, chosen.config)
     say(f"backbone: {chosen.backbone}")
     if len(questions) > 1:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 POLICY = "compactor"
 """The policy of a backbone without heads: of those that need no training, the one that finds most (docs/howto/choose.md)."""
+ASKED = "rereading-locret"
+"""The policy of the demo's heads where a text is read for its questions alone."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,11 @@ class Chosen:
 
 
 def choose(
-    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | None = None
-) -> Chosen:
+    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | None = None, *,
+    asked: bool = False,
+) -> Chosen:  # fmt: skip
     """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open. Where neither backbone nor
-    heads are named, they are the demo's; its backbone is fetched once.
+    heads are named, they are the demo's; its backbone is fetched once. ``asked``: the text is read for its questions alone.
 
     Raises:
         ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads or does not store ``kv_bits``,
@@ -114,7 +117,7 @@ def choose(
     from ..policies.grammar import parse_policy
 
     if not ckpt and not model:
-        ckpt = demo.HEADS
+        ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
     named = parse_policy(policy) if policy is not None else None
     if named is not None:
         check_storage(kv_bits, named)
@@ -187,9 +190,7 @@ def counted_text(
     reading. Raises ValueError where there is no text."""
     from ..documents.document_text import DocumentText
 
-    whole = DocumentText.begin(tokenizer, chat)
-    if not whole.feed(text):
-        raise ValueError("the document holds no text")
+    whole = DocumentText.of(tokenizer, text, chat)
     run = with_text_budget(run, chosen, model, whole.tokens, say, turns)
     for line in before_reading(run, chosen, whole.ids, model):
         say(line)

@@ -47,21 +47,23 @@ def run(args: ReadOptions) -> int:
     elif target.exists() and not args.overwrite:
         raise ValueError(f"out={args.out!r} is there already: --append adds to it, --overwrite replaces it")
     text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
-    document, names, tokens, seconds = append(args, text) if args.append else read_text(args, text)
+    document, names, read, seconds = append(args, text) if args.append else read_text(args, text)
     document.save(target, text=args.text, names=names, replace=args.append or args.overwrite)
     if not args.quiet:
         rows = document.cache.kept_rows
         slots = f"{min(rows)} to {max(rows)}" if min(rows) < max(rows) else f"{rows[0]}"
+        rate = f" in {seconds:.1f} s ({read / seconds:.0f} tok/s)" if read else ""
+        rest = document.tokens - document.cache.get_seq_length()
         print(
-            f"{args.out}: {tokens} tokens read in {seconds:.1f} s ({tokens / seconds:.0f} tok/s), {slots} slots a head "
-            f"and layer, {target.stat().st_size / 2**20:.1f} MiB",
+            f"{args.out}: {read} tokens read{rate}, {rest} more with each question; {slots} slots a head and layer, "
+            f"{target.stat().st_size / 2**20:.1f} MiB",
             file=sys.stderr,
         )
     return 0
 
 
 Done = tuple["Document", dict[str, str], int, float]
-"""A document, what its parts are called, and the tokens that were read, with their seconds."""
+"""A document, what its parts are called, and the tokens that were read into its cache, with their seconds."""
 
 
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
@@ -84,15 +86,15 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     for line in (*chosen.warnings, *idle, unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)
-    return document, chosen.names, document.tokens, seconds
+    return document, chosen.names, document.cache.get_seq_length(), seconds
 
 
 def append(args: ReadOptions, text: Iterable[str]) -> Done:
     """The document in the file, with the text at its end."""
     document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter, store=args.store)
-    before, began = document.tokens, time.perf_counter()
+    before, began = document.cache.get_seq_length(), time.perf_counter()
     document.append(text, None if args.quiet else progress("read"))
-    return document, chosen.names, document.tokens - before, time.perf_counter() - began
+    return document, chosen.names, document.cache.get_seq_length() - before, time.perf_counter() - began
 
 
 main = entry(READ, run, stopped="stopped; nothing was written", also=(RuntimeError,))

@@ -48,6 +48,6 @@ class Backbone:
     """PEFT adapter for the backbone, or none. Default: the one the heads name."""
     policy: str | None = None
     """A policy's name or an expression. Default: what the heads were published with (locret, where they name none); without
-    heads compactor."""
+    heads compactor; locret-infer with the demo's heads and a question rereading-locret."""
     list_policies: bool = False
     """Print every policy with its parts and leave."""

@@ -92,8 +92,7 @@ class Document:
         """Read a text.
 
         Args:
-            text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``; or its tokens, where somebody had to
-                count them before.
+            text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``; or its tokens.
             settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
@@ -106,12 +105,7 @@ class Document:
         """
         if isinstance(text, Path):
             title = title or text.name
-        if isinstance(text, DocumentText):
-            whole = text
-        else:
-            whole = DocumentText.begin(tokenizer, chat)
-            if not whole.feed(text):
-                raise ValueError("the document holds no text")
+        whole = text if isinstance(text, DocumentText) else DocumentText.of(tokenizer, text, chat)
         if not isinstance(settings, RunSettings):
             settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
         elif given:

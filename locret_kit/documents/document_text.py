@@ -35,6 +35,14 @@ class DocumentText:
         stream.feed(before)
         return cls(stream, chat=chat, before=before)
 
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str | Path | Iterable[str], chat: bool) -> DocumentText:
+        """A text, as it is. Raises ValueError where it holds none; OSError."""
+        whole = cls.begin(tokenizer, chat)
+        if not whole.feed(text):
+            raise ValueError("the document holds no text")
+        return whole
+
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.stream.tokenizer

@@ -43,10 +43,10 @@ def budget_of_text(
     """
     least = run.resolved(published, tokens)
     assert isinstance(least.budget, int)
-    limits = {"a quarter of the text": tokens // SHARE}
+    limits = {"a quarter of them": tokens // SHARE}
     window = getattr(text_config(model), "max_position_embeddings", None)
     if window is not None and least.positions in (None, "compact"):
-        limits[f"what fits the model's window of {window} beside a chunk"] = window - least.chunk - turns
+        limits[f"as many as the model's window of {window} takes beside a chunk"] = window - least.chunk - turns
     free = free_memory(model.device)
     if free is not None and tokens // SHARE > least.budget:
         spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
@@ -55,14 +55,12 @@ def budget_of_text(
             setting = Setting(tokens, least, dtype=dtype, policy=policy).with_run(budget=STEP * steps)
             return cache_bytes(spec, setting) <= free // MEMORY
 
-        limits[f"what half of the free {free / 2**30:.1f} GiB holds"] = STEP * largest(
-            fits, tokens // SHARE // STEP + 1
+        limits[f"as many as half of the free {free / 2**30:.1f} GiB holds"] = STEP * largest(
+            fits, tokens // SHARE // STEP
         )
-    reason = min(limits, key=lambda name: limits[name])
-    if limits[reason] <= least.budget:
-        reason, budget = "the least", least.budget
-    else:
-        budget = limits[reason]
+    reason, budget = min(limits.items(), key=lambda item: item[1])
+    if budget <= least.budget:
+        reason, budget = "as any text has", least.budget
     return budget, f"budget: {budget} slots for {tokens} tokens, {reason}; --budget N takes another"
 
 

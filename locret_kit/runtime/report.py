@@ -50,6 +50,8 @@ class Report:
     """Bytes of what was evicted and is stored in the host's memory."""
     recall: dict[str, float] | None = None
     """Counters of what came back, see ``cache.stages.bring_back``; None where nothing can."""
+    read_before: int = 0
+    """Tokens of the prompt that the cache held when it began, such as a document's."""
 
     @classmethod
     def of(
@@ -70,8 +72,8 @@ class Report:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens a second."""
-        return self.prompt_tokens / max(self.prefill_s, 1e-9)
+        """Prompt tokens a second, of those that were read."""
+        return (self.prompt_tokens - self.read_before) / max(self.prefill_s, 1e-9)
 
     @property
     def decode_rate(self) -> float:
@@ -106,8 +108,10 @@ class Report:
                 f"lookups brought {r['blocks']} blocks back, {r['hits']} of them were there, "
                 f"{r['loaded_bytes'] / 2**20:.1f} MiB loaded; {r['recall_s']:.1f} s"
             ]
+        before = f" ({self.read_before} more were read before)" if self.read_before else ""
         return [
-            f"prefill: {self.prompt_tokens} tokens in {self.prefill_s:.1f} s ({self.prefill_rate:.0f} tok/s){sparse}; "
+            f"prefill: {self.prompt_tokens - self.read_before} tokens{before} in {self.prefill_s:.1f} s "
+            f"({self.prefill_rate:.0f} tok/s){sparse}; "
             f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s)",
             f"cache: {rows} rows a head and layer after prefill, {self.evictions} evictions, "
             f"{self.cache_bytes / 2**20:.1f} MiB of buffers{bits}; peak memory {self.peak_bytes / 2**20:.0f} MiB",

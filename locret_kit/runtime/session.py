@@ -183,7 +183,7 @@ class Answer:
     ) -> Generator[str, None, None]:
         ids, cache = self.ids, self.cache
         with attached(model), explain_oom(model, cache, len(ids)):
-            began = time.perf_counter()
+            began, before = time.perf_counter(), cache.get_seq_length()
             logits = prefill(model, ids, cache, progress)
             prefilled = time.perf_counter()
             kept = cache.kept_rows
@@ -200,7 +200,7 @@ class Answer:
         self.finish_reason = "stop" if len(self.tokens) < limit else "length"
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
-            decode_s=time.perf_counter() - prefilled, kept_rows=kept,
+            decode_s=time.perf_counter() - prefilled, kept_rows=kept, read_before=before,
         )  # fmt: skip
         if piece:
             yield piece

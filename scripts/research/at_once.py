@@ -1,4 +1,4 @@
-"""Last used 2026-11-23, for docs/results/cost.md.
+"""Last used 2026-11-23, for docs/results/speed.md.
 
 Two commands one after the other, and both at once: what a neighbour costs.
 

@@ -1,4 +1,4 @@
-"""Last used 2026-11-25, for docs/results/heads.md.
+"""Last used 2026-11-25, for scripts/research/logs/heads.md.
 
 Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
 

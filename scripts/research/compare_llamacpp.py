@@ -1,6 +1,6 @@
-"""Last used 2026-11-23, for docs/results/cost.md.
+"""Last used 2026-11-23, for docs/results/speed.md.
 
-Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: write a table of docs/results/cost.md.
+Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: write a table of docs/results/speed.md.
 
     pip install xllamacpp 'gguf>=0.19'
     python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret

@@ -1,4 +1,4 @@
-"""Last used 2026-11-23, for docs/results/cost.md.
+"""Last used 2026-11-23, for docs/results/speed.md.
 
 Seconds a prompt token at each length and policy, in turn, in one process; with --full beside model.generate's prefill.
 

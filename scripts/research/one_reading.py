@@ -1,4 +1,4 @@
-"""Last used 2026-11-25, for docs/results/heads.md.
+"""Last used 2026-11-25, for scripts/research/logs/heads.md.
 
 Several retaining heads from one reading: a prompt is read once with full attention while every set of heads scores it, and
 each then answers from the slots that it would have kept.

@@ -1,8 +1,8 @@
-"""Last used 2026-11-23, for docs/results/overlap.md.
+"""Last used 2026-11-23, for scripts/research/logs/overlap.md.
 
 Count the 13-grams of evaluation texts that training texts have too.
 
-    python scripts/research/overlap.py TRAINING... --against EVALUATION... [--write docs/results/overlap.md]
+    python scripts/research/overlap.py TRAINING... --against EVALUATION... [--write scripts/research/logs/overlap.md]
     python scripts/research/overlap.py pydoc wording FOLDER --against repeated jargon R.PassKey ruler OTHER_FOLDER
 
 TRAINING is a recipe, a folder of heads with a training.json, what ``data.texts`` takes, or 'wording', the facts, prompts and

@@ -1,14 +1,13 @@
-"""Last used 2026-11-23, for docs/results/sessions.md.
+"""Last used 2026-11-23, for scripts/research/logs/sessions.md.
 
 Measure the run setting ``protect`` against none, on the same prompts: needles, agreement, reading, and long conversations.
 
     python scripts/research/protect.py --ckpt HEADS --data FOLDER/OF/LEVAL/train --out runs/protect  # measure, then the table
     python scripts/research/protect.py --out runs/protect --table                                    # the table alone
 
-The table goes to docs/results/sessions.md, between HTML comments. A rerun measures only what is missing. A conversation is one
-that the model has held under full attention; each of its answers is then read, in a cache of so many slots, after the
-same messages: nats a token, and how many of its tokens greedy decoding would have written.
-"""
+The table goes to scripts/research/logs/sessions.md, between HTML comments. A rerun measures only what is missing. A
+conversation is one that the model has held under full attention; each of its answers is then read, in a cache of so many slots,
+after the same messages: nats a token, and how many of its tokens greedy decoding would have written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Last used 2026-11-23, for docs/results/sessions.md.
+"""Last used 2026-11-23, for scripts/research/logs/sessions.md.
 
-Measure documents and conversations: write the tables of docs/results/sessions.md.
+Measure documents and conversations: write the tables of scripts/research/logs/sessions.md.
 
     python scripts/research/sessions.py questions --ckpt HEADS                # a text of 128K tokens, read once, asked 20 times
     python scripts/research/sessions.py turns --ckpt HEADS --turns 1000       # a conversation, with and without a pin

@@ -1,8 +1,8 @@
-"""Last used 2026-11-23, for docs/results/heads.md.
+"""Last used 2026-11-23, for scripts/research/logs/heads.md.
 
 Say what a run of trials has learned, each signal at its best rate: recall of its own target, from the curves.
 
-    python scripts/research/signal_curves.py runs/signals/heads --last 20 [--write docs/results/heads.md]
+    python scripts/research/signal_curves.py runs/signals/heads --last 20 [--write scripts/research/logs/heads.md]
 
 A step's recall is taken before its update, on a sample that is new. Of each signal the rate (NAME@RATE) with the highest recall
 over the ``last`` steps before those of the table is taken. Recalls of different targets do not compare; signals with the same

@@ -1,10 +1,10 @@
-"""Last used 2026-11-25, for docs/results/heads.md.
+"""Last used 2026-11-25, for scripts/research/logs/heads.md.
 
 Compare retaining heads from one reading of each text: training signals, or any sets of heads of one backbone.
 
     python scripts/research/signals.py --ckpt runs/signals/heads/* --haystacks texts/dev --out runs/dev --best
     python scripts/research/signals.py --ckpt HEADS... --haystacks texts/test --out runs/test --against log-prob@0.003 \\
-        --write docs/results/heads.md
+        --write scripts/research/logs/heads.md
 
 Every prompt is read once with full attention, and every set of heads answers from an eighth and from a sixteenth of it
 (`one_reading.py`), token by token: digits that are asked for (``passkey``, and ``questions`` of four

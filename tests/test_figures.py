@@ -1,0 +1,130 @@
+"""Figures of the README and of docs/results come from rows: tables are generated of them (tests/test_eval_summary.py checks
+those), a figure in a sentence is found again here, and a section whose rows nobody kept says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from locret_kit.backbones import demo
+from locret_kit.evals.engine.result_rows import Row, read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", *(f"docs/results/{name}.md" for name in ("facts", "questions", "speed", "serving")))
+GENERATED = re.compile(r"<!-- (facts|second|questions|gpu):begin -->.*?<!-- \1:end -->", re.S)
+"""Blocks that scripts/results.py makes."""
+FIGURE = re.compile(
+    r"\b\d[\d,]* of \d+|\d+\.\d+(?! ?GHz)|\d[\d,]* ?(?:%|MiB|GiB|MB|ms\b|tok/s|microseconds|seconds|minutes|times)|"
+    r"(?:two|three|four|five|six|seven|eight|nine|ten|twenty) (?:of|to) (?:twenty|\d+|eight)"
+)
+"""What reads like a measurement. Settings (1,024 slots, 128K tokens), dates and versions are none."""
+NO_ROWS = "No rows were kept"
+
+
+@cache
+def rows() -> list[Row]:
+    return read_rows([ROOT / "checkpoints" / "smollm2-135m-locret" / "results.jsonl"])
+
+
+def right(task: str, text: str, length: int, budget: int, policy: str) -> str:
+    """``19 of 20`` for the heads that ship."""
+    own = [
+        row.score for row in rows()
+        if (row.task, row.haystack, row.length, row.slots, row.policy) == (task, text, length, budget, policy)
+        and row.heads == "smollm2-135m-locret" and row.score is not None
+    ]  # fmt: skip
+    return f"{sum(own):.0f} of {len(own)}"
+
+
+def cache_mib(length: int, budget: int) -> str:
+    """Bytes of the 128K rows' caches in bfloat16."""
+    (size,) = {
+        row.cache_bytes for row in rows()
+        if (row.length, row.slots, row.policy, row.dtype) == (length, budget, "rereading-locret", "bfloat16")
+    }  # fmt: skip
+    return f"{size / 2**20:.0f} MiB"
+
+
+def full_gib(tokens: int) -> str:
+    """Keys and values of every token in bfloat16, by the backbone's sizes: 30 layers of 3 heads of 64 channels."""
+    return f"{tokens * 30 * 3 * 64 * 2 * 2 / 2**30:.1f} GiB"
+
+
+@cache
+def of_vllm() -> list[dict]:
+    log = (ROOT / "scripts" / "research" / "logs" / "vllm.md").read_text(encoding="utf-8")
+    return [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+
+
+def served(clients: int) -> str:
+    """The cells of three servers: new tokens a second, and a CPU second."""
+    kinds = [one for one in of_vllm() if one["what"] == "serve" and one["clients"] == clients]
+    return " | ".join(f"{one['tokens_per_s']:.1f} ({one['tokens_per_cpu_s']:.1f})" for one in kinds)
+
+
+def decoding() -> str:
+    mean = {
+        kind: fmean(one["cpu_s"] for one in of_vllm() if one["what"] == "decode" and one["kind"] == kind)
+        for kind in ("vllm", "bounded, streaming", "bounded, lookahead-locret")
+    }
+    return "{:.2f} | {:.2f} (`streaming`), {:.2f} (`lookahead-locret`)".format(*mean.values())
+
+
+FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
+    "README.md": [
+        ("take 36 MiB of", lambda: f"take {cache_mib(131072, 1024)} of"),
+        ("take 2.8 GiB", lambda: f"take {full_gib(131072)}"),
+        ("19 of 20 are found", lambda: f"{right('R.PassKey', 'jargon', 16384, 4096, 'rereading-locret')} are found"),
+        ("11 of 20 where", lambda: f"{right('R.PassKey', 'jargon', 16384, 4096, 'locret')} where"),
+        ("270 MB", lambda: f"{demo.HUB_MB} MB"),
+        ("95 MB", lambda: f"{demo.WHEEL_MB} MB"),
+    ],
+    "docs/results/serving.md": [
+        ("3.7 (5.0) | 4.3 (6.5) | 4.4 (10.7)", lambda: served(1)),
+        ("7.3 (11.9) | 12.1 (11.6) | 9.9 (13.0)", lambda: served(8)),
+        ("5.03 | 5.65 (`streaming`), 5.72 (`lookahead-locret`)", decoding),
+    ],
+}
+"""By page: words as they stand, and the same made of rows."""
+WITHOUT_ROWS = {
+    "README.md": {
+        "none of 20 is found": "scripts/research/logs/sessions.md has the twenty answers, no rows",
+        "three to eight minutes": "docs/results/speed.md, runs of which no rows were kept",
+    },
+    "docs/results/facts.md": {},
+    "docs/results/questions.md": {
+        "of twenty pass keys": "scripts/research/logs/sessions.md has the twenty answers, no rows",
+    },
+    "docs/results/speed.md": {
+        "five to nine minutes": "the time of a script",
+    },
+}
+"""Figures that no row can show."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_figure_in_a_sentence_has_its_rows(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for words, made in FIGURES.get(page, []):
+        assert words in text and made() == words, f"{page}: {words!r} is {made()!r} by the rows"
+    prose = re.sub(r"```.*?```", "", GENERATED.sub("", text), flags=re.S)
+    for words in (*(words for words, _ in FIGURES.get(page, [])), *WITHOUT_ROWS.get(page, {})):
+        assert words in prose, f"{page} no longer says {words!r}"
+        prose = prose.replace(words, "")
+    head, *sections = re.split(r"^(?=## )", prose, flags=re.M)
+    if NO_ROWS in head:  # of the whole page
+        return
+    for section in (head, *sections):
+        if NO_ROWS not in section:
+            left = FIGURE.findall(
+                re.sub(
+                    r"`[^`]*`|\]\([^)]*\)|\d{4}\.\d{5}|\d+\.\d+\.\d+|SmolLM2[^ ]*|(?:Llama|Qwen)[^ ]*|95%", "", section
+                )
+            )
+            assert not left, f"{page}, {section.splitlines()[0]!r}: {left} have no rows"
