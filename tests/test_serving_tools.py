@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from real_templates import real_tokenizer
 from served import KEYS, LIMITS, running_engine, serving
+from test_documents import parts
 from test_serving import user
 
 from locret_kit.serving.bodies import ChatBody
@@ -203,6 +204,22 @@ def test_every_answer_is_valid(client, number):
         model="tiny", messages=user("Tell."), response_format={"type": "json_object"}, max_tokens=4, temperature=0
     )
     assert begun.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize("kind", ["number", "integer", "string"])
+def test_numbers_end(client, kind):
+    """Of a model that says nothing but digits: a text may have them all."""
+    tokenizer = parts("llama")[1]
+    (seven,) = tokenizer("7", add_special_tokens=False).input_ids
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": kind}}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("Tell."), response_format=wanted, max_tokens=180, temperature=0, logit_bias={seven: 100}
+    ).choices[0]  # fmt: skip
+    if kind == "string":
+        assert answer.finish_reason == "length" and answer.message.content.count("7") > 100
+    else:
+        assert answer.finish_reason == "stop" and 40 <= len(str(answer.message.content)) <= 130
+        json.loads(answer.message.content)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,20 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """Blanks between the parts of JSON: one form, so that no answer is a row of blanks."""
 
 
-class Grammar:
-    """The tokens that a grammar lets come next in one answer: a ``runtime.sampling.Constraint``."""
+DIGITS = 40
+"""Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+
+class Grammar:
+    """The tokens that a grammar lets come next in one answer: a ``runtime.sampling.Constraint``.
+
+    Args:
+        digits: number of digits of each token that is nothing else. letter: a token that no number goes on with.
+    """
+
+    def __init__(self, matcher: LLMatcher, digits: Mapping[int, int], letter: int) -> None:
+        self._matcher, self._digits, self._letter = matcher, digits, letter
+        self._row = 0
 
     def allowed(self, vocabulary: int) -> torch.Tensor:
         """Raises RuntimeError where the grammar needs more work than the library allows."""
@@ -36,10 +45,15 @@ class Grammar:
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed_V = np.zeros(vocabulary, np.uint8)  # a vocabulary is often padded, and a mask too
         allowed_V[: len(bits)] = bits[:vocabulary]
+        if self._row >= DIGITS and not allowed_V[self._letter]:  # in a number, not in a text
+            shorter_V = allowed_V.copy()
+            shorter_V[list(self._digits)] = 0
+            allowed_V = shorter_V if shorter_V.any() else allowed_V
         return torch.from_numpy(allowed_V.view(np.bool_))
 
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)
+        self._row = self._row + self._digits[token] if token in self._digits else 0
 
 
 def of_schema(schema: Mapping[str, object]) -> dict[str, object]:
@@ -72,7 +86,8 @@ def constraint(
     first = LLMatcher(known, grammar, log_level=0)
     if first.is_error():
         raise HTTPException(400, f"the schema cannot be followed: {first_line(ValueError(first.get_error()))}")
-    return lambda: Grammar(first.deep_copy())
+    digits, letter = _digits(tokenizer)
+    return lambda: Grammar(first.deep_copy(), digits, letter)
 
 
 @lru_cache(maxsize=2)
@@ -81,3 +96,11 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int]) -> LLTo
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, eos_token=sorted(stop) or None)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=2)
+def _digits(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, int], int]:
+    """Number of digits of each token that is nothing else, and a token of one letter that is in no number."""
+    vocabulary = tokenizer.get_vocab()
+    digits = {token: len(text) for text, token in vocabulary.items() if text.isascii() and text.isdigit()}
+    return digits, next((vocabulary[text] for text in "ghijklmopqsvwxyz" if text in vocabulary), 0)
