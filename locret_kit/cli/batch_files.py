@@ -23,7 +23,7 @@ IDLE = ("file", "question", "question_file", "report", "graph")
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchFiles:
     """Files that were looked at."""
 
     source: IO[bytes]
@@ -36,14 +36,14 @@ class Batch:
 
 
 @contextmanager
-def open_batch(args: InferOptions) -> Iterator[Batch]:
+def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
     """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
     target = check_files(args)
     busy = f"out={args.out!r} is being written by another process"
     with open_prompts(str(args.batch)) as source, locked(target.with_name(f".{target.name}.lock"), busy):
         names = [name for name, _ in lines_of(source)]
         check_names(str(args.batch), names)
-        yield Batch(source, target, names, keep_answers(target))
+        yield BatchFiles(source, target, names, keep_answers(target))
 
 
 def check_files(args: InferOptions) -> Path:

@@ -18,7 +18,7 @@ from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
-from .batch_files import Batch, key_of, lines_of
+from .batch_files import BatchFiles, key_of, lines_of
 from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
 from .terminal import check_question
 
@@ -41,7 +41,7 @@ class Line(Request):
     asked: bool = False
 
 
-def answer(args: InferOptions, batch: Batch) -> int:
+def answer(args: InferOptions, batch: BatchFiles) -> int:
     """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
     names, target = batch.names, batch.target
     left = [name for name in names if key_of(name) not in batch.done]
