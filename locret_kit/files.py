@@ -233,6 +233,9 @@ def read_folder_config(folder: Path, what: str) -> dict[str, object]:
 
 def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     """The configuration and the bytes of the weights, of one save."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     lacks = FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
     if not (folder / WEIGHTS).is_file():
         raise lacks
@@ -247,6 +250,8 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     metadata = _header(weights).get("__metadata__")
     within = metadata.get(CONFIG) if isinstance(metadata, dict) else None
     if not isinstance(within, str):
+        with blaming(_CUT.format(folder / WEIGHTS), SafetensorError):
+            load(weights)
         pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
         raise ValueError(pair) if there else lacks
     own = parse_json(within, f"{folder / WEIGHTS}: its configuration")

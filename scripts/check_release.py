@@ -102,6 +102,8 @@ def check_answer(work: Path, transformers: str | None) -> int:
     run([bin / "python", "-c", versions])
 
     model, heads = ROOT / "checkpoints/SmolLM2-135M-Instruct", ROOT / "checkpoints/smollm2-135m-locret"
+    if not model.exists():
+        run([bin / "python", str(ROOT / "scripts/fetch_backbone.py")])
     words = ["--tokens", "1024", "--document-only", "--tokenizer", str(model)]
     made = run([bin / "python", str(ROOT / "scripts/make_long_text.py"), *words], capture_output=True, text=True)
     key = re.search(r"expected answer: (\d+)", made.stderr)[1]

@@ -255,6 +255,6 @@ def test_a_cache_that_was_reset_reads_a_text_twice_again():
     policy = "random reread=passages(9,4,3,2)"
     used, fresh = bounded(policy), bounded(policy)
     first = read(model, used)
-    used.reset()
+    used.reset(used.schedule.prompt_length)
     assert torch.equal(read(model, used), read(model, fresh)) and torch.equal(first, read(model, bounded(policy)))
     assert used.reread_positions == fresh.reread_positions and used.reread_positions

@@ -113,6 +113,6 @@ def test_a_cache_that_was_reset_reads_another_text_like_a_new_one(policy):
     model, used, new = backbone(), make(policy), make(policy)
     with attach(model), torch.no_grad():
         prefill(model, tokens(seed=5), used)
-        used.reset()
+        used.reset(used.schedule.prompt_length)
         assert torch.equal(logits_after(model, used, tokens()), logits_after(model, new, tokens()))
     assert held(used) == held(new) and used.counters.evictions == new.counters.evictions

@@ -161,7 +161,7 @@ def test_an_interrupted_cache_is_refused(layer):
         for use in (lambda: prefill(model, ids, cache), cache.fork):
             with pytest.raises(ValueError, match=r"interrupted.* reset\(\) it"):
                 use()
-        cache.reset()
+        cache.reset(20)
         assert torch.equal(prefill(model, ids, cache), prefill(model, ids, fresh))
     assert torch.equal(cache.kept_positions(1), fresh.kept_positions(1))
 

@@ -260,7 +260,7 @@ def test_a_cache_that_was_reset_is_a_fresh_one(policy):
     model, used, fresh = backbone(), make(policy), make(policy)
     with attach(model), torch.no_grad():
         prefill(model, tokens(seed=1), used)
-        used.reset()
+        used.reset(LENGTH)
         assert torch.equal(prefill(model, tokens(seed=2), used), prefill(model, tokens(seed=2), fresh))
     assert held(used) == held(fresh)
     assert used.counters.evicted_rows == fresh.counters.evicted_rows

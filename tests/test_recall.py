@@ -99,7 +99,7 @@ def test_copies_and_files_go_on_alike(base: str, tmp_path) -> None:
         for other in others:
             assert torch.equal(prefill(model, tokens(), other), wanted[0])
             assert torch.equal(model(torch.tensor([[7]]), past_key_values=other).logits[0, -1], wanted[1])
-        cache.reset()
+        cache.reset(LENGTH)
         assert cache.context.recalls.blocks == 0
         prefill(model, tokens(), cache)
         assert torch.equal(model(torch.tensor([[7]]), past_key_values=cache).logits[0, -1], wanted[1])

@@ -106,6 +106,14 @@ def read_with_digest(path: Path) -> tuple[Record, dict[str, Tensor], str]:
     return record, tensors, str(said)
 
 
+def check_there(path: Path, expected: str | None, replace: bool) -> None:
+    """Raise OSError where a file is there that may not be replaced, or that has another digest than the ``expected`` one."""
+    if path.exists() and not replace:
+        raise OSError(f"cannot write {path}: it is there already")
+    if path.exists() and expected is not None and read_record(path).get("digest") != expected:
+        raise OSError(f"cannot write {path}: somebody else has written it since it was loaded: load it again")
+
+
 def _opened(path: Path) -> BinaryIO:
     """A file, open. Raises ValueError for a pipe, which would be waited for, and its likes."""
     path.stat()

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,17 @@ import torch
 from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
-from ..cache.file import Record, read_record, read_with_digest
+from ..cache.file import check_there, read_with_digest
 from ..cache.fork import CannotFork
-from ..cache.saved import restore, save_cache
+from ..cache.saved import save_cache
 from ..heads import RetainingHeads, loaded
-from ..naming import blaming
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..settings import RunSettings, StoreSettings
 from ..text.spans import Span
 from ..text.template import protected_spans
 from .conversation import Chat
 from .document_text import DocumentText
-from .text_record import IDS, TextRecord, hash_ids, stated, stored_text
+from .text_record import IDS, TextRecord, hash_ids, restored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -259,10 +259,8 @@ class Document:
         ready(self.model, self.cache)
 
     def _check_sampling(self, sampling: Sampling | None) -> None:
-        if self.text.unknown and sampling is not None and sampling.repetition_penalty != 1.0:
-            raise ValueError(
-                f"repetition_penalty={sampling.repetition_penalty} needs the text, which is not in the file"
-            )
+        if self.text.unknown and sampling is not None and (penalty := sampling.repetition_penalty) != 1.0:
+            raise ValueError(f"repetition_penalty={penalty} needs the text, which is not in the file")
 
     def chat(self, history: int = 1024, **generation: Any) -> Chat:
         """A conversation about the document, whose turns have ``history`` slots of their own. Raises ValueError as ``ask``."""
@@ -278,8 +276,7 @@ class Document:
 
         Args:
             text: False leaves the token ids out; the tokens after the last safe boundary are then stored as rows.
-            names: what backbone and heads are called, for people and as a default of commands.
-            replace: whether a file that is there may be replaced.
+            names: of backbone and heads, for people and commands. replace: whether a file that is there may be replaced.
 
         Raises:
             ValueError: without its text, a document of a policy that reads passages again, or one whose last token
@@ -296,14 +293,8 @@ class Document:
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
         target = Path(path).resolve()
-
-        def check() -> None:
-            if not replace and target.exists():
-                raise OSError(f"cannot write {path}: it is there already")
-            loaded = self._file is not None and self._file[0] == target and target.exists()
-            if loaded and (target, read_record(target).get("digest")) != self._file:
-                raise OSError(f"cannot write {path}: somebody else has written it since it was loaded: load it again")
-
+        expected = self._file[1] if self._file is not None and self._file[0] == target else None
+        check = partial(check_there, target, expected, replace)
         self._file = target, save_cache(document.cache, path, asdict(record), more, check)
 
     def _without_text(self) -> Document:
@@ -341,37 +332,9 @@ class Document:
                 is at hand.
         """
         record, tensors, digest = read_with_digest(Path(path))
-        document = cls.restored(record, tensors, path, model, tokenizer, heads, policy, force=force, store=store)
-        document._file = Path(path).resolve(), digest
-        return document
-
-    @classmethod
-    def restored(
-        cls,
-        record: Record,
-        tensors: dict[str, torch.Tensor],
-        path: str | Path,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        heads: RetainingHeads | str | Path | None = None,
-        policy: str | Policy | None = None,
-        *,
-        force: bool = False,
-        store: StoreSettings | None = None,
-    ) -> Document:
-        """The document of a file that was read. Arguments and errors as of ``load``."""
-        saved, about = stated(record, path)
-        with blaming(str(path), ValueError):
-            text = stored_text(about, tensors.pop(IDS, None), tokenizer)
-        cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force, store=store)
-        seen = cache.get_seq_length()
-        text.unknown = 0 if about.text else seen
+        text, cache, about = restored(record, tensors, path, model, tokenizer, heads, policy, force=force, store=store)
         document = cls(model, text, cache, title=about.title, share=about.share)
-        with blaming(str(path), ValueError):
-            if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
-                raise ValueError("document: its token ids do not have the hash that it states")
-            if document.tokens != about.tokens:
-                raise ValueError(f"document: tokens={about.tokens} must be {document.tokens}")
+        document._file = Path(path).resolve(), digest
         return document
 
 

@@ -14,14 +14,19 @@ from annotated_types import Interval
 
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..cache.file import Record, read_record
+from ..cache.saved import restore
 from ..cache.saved_record import Saved
 from ..naming import blaming
-from ..settings import INT32_MAX, Share
+from ..settings import INT32_MAX, Share, StoreSettings
 from ..validation import check, made, shown
 from .document_text import DocumentText, open_stream
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..cache.bounded import BoundedCache
+    from ..heads import RetainingHeads
+    from ..policies.policy import Policy
 
 Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 IDS = "document.ids"
@@ -84,6 +89,26 @@ def stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
             raise ValueError("it holds a cache without a document: load_cache reads it")
         with blaming("document", ValueError):
             return saved, made(TextRecord, saved.document, "field", whole=True)
+
+
+def restored(
+    record: Record, tensors: dict[str, torch.Tensor], path: str | Path, model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase, heads: RetainingHeads | str | Path | None, policy: str | Policy | None, *,
+    force: bool = False, store: StoreSettings | None = None,
+) -> tuple[DocumentText, BoundedCache, TextRecord]:  # fmt: skip
+    """Text and cache of a file that was read, and what it says of the text. Arguments and errors as of ``Document.load``."""
+    saved, about = stated(record, path)
+    with blaming(str(path), ValueError):
+        text = stored_text(about, tensors.pop(IDS, None), tokenizer)
+    cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force, store=store)
+    seen = cache.get_seq_length()
+    text.unknown = 0 if about.text else seen
+    with blaming(str(path), ValueError):
+        if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
+            raise ValueError("document: its token ids do not have the hash that it states")
+        if text.tokens != about.tokens:
+            raise ValueError(f"document: tokens={about.tokens} must be {text.tokens}")
+    return text, cache, about
 
 
 def stored_text(about: TextRecord, ids: torch.Tensor | None, tokenizer: PreTrainedTokenizerBase) -> DocumentText:

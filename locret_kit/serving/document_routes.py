@@ -137,10 +137,10 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
     loop = asyncio.get_running_loop()
     try:
         if isinstance(data, Path):
-            async with server.lanes.short.turn(upload.owner):
+            async with server.conversions.short.turn(upload.owner):
                 upload.document = await loop.run_in_executor(server.readers, engine.load_document, data)
         else:
-            text = await server.lanes.text(
+            text = await server.conversions.text(
                 server.readers, data, upload.title, upload.owner, lambda: upload.deleted, upload.lost.append
             )
             upload.document = await loop.run_in_executor(server.readers, read, text)

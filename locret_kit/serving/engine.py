@@ -22,7 +22,7 @@ from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.file import read
 from ..documents.document import Document, Progress
-from ..documents.text_record import stated
+from ..documents.text_record import restored, stated
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
@@ -162,9 +162,10 @@ class Engine:
         with blaming(str(path), ValueError):
             self.spec.check(saved)
         policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
-        return Document.restored(
+        text, cache, about = restored(
             record, tensors, path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store
         )
+        return Document(self.model, text, cache, title=about.title, share=about.share)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""

@@ -22,7 +22,7 @@ from ..documents.text_record import describe
 from ..naming import first_line
 from .engine import Engine
 from .store import Store, owner_of
-from .uploads import Lanes
+from .uploads import Conversions
 
 LOG = logging.getLogger("locret_kit.serving")
 
@@ -103,7 +103,7 @@ class Server:
         default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
     )
     """Threads that wait for documents, apart from those that answers need."""
-    lanes: Lanes = field(default_factory=Lanes)
+    conversions: Conversions = field(default_factory=Conversions)
     """Two files at a time, so that the memory of conversions is that of two."""
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Salt of the owners' names."""

@@ -19,7 +19,7 @@ SHORT, LONG = 4, 60
 
 
 @dataclass
-class Lane:
+class Turns:
     """A place for one conversion at a time; owners have it by turns."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -33,11 +33,11 @@ class Lane:
 
 
 @dataclass
-class Lanes:
+class Conversions:
     """Two places: a file that takes longer than ``SHORT`` in the first begins again in the second."""
 
-    short: Lane = field(default_factory=Lane)
-    long: Lane = field(default_factory=Lane)
+    short: Turns = field(default_factory=Turns)
+    long: Turns = field(default_factory=Turns)
 
     async def text(
         self,

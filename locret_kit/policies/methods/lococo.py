@@ -133,6 +133,8 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
         FileNotFoundError: nothing there. ValueError: something else is there; it is named.
     """
     folder = Path(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"pool={str(folder)!r} holds no pool: it needs {CONFIG} and {WEIGHTS}")
     raw = read_folder_config(folder, "pool")
     version = raw.pop("format", None)
     if version != FORMAT:
