@@ -201,7 +201,6 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(tmp_path, capsys):
     for words, said in (
         (["nowhere.txt", "--model", "nowhere"], "file='nowhere.txt' does not exist: name a file"),
         ([str(tmp_path / "bad.locret")], "is no saved cache"),
-        ([], "give --ckpt (heads, which name their backbone) or --model"),
         (["--history", "0", "--model", "nowhere"], "history=0 must be at least 1"),
     ):
         assert main(words) == 1

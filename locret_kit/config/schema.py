@@ -138,7 +138,7 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
         return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
     near = nearest(same[0] if same else name, beside or known)
-    return f"unknown key {name!r}{where}.{near} --help lists what there is"
+    return f"unknown key {name!r}{where}.{near} --help all lists what there is"
 
 
 def typed(annotation: object, text: str) -> object:

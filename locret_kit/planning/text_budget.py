@@ -51,13 +51,12 @@ def budget_of_text(
     if free is not None and tokens // SHARE > least.budget:
         spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
 
-        def fits(steps: int) -> bool:
-            setting = Setting(tokens, least, dtype=dtype, policy=policy).with_run(budget=STEP * steps)
+        def fits(more: int) -> bool:
+            setting = Setting(tokens, least, dtype=dtype, policy=policy).with_run(budget=least.budget + STEP * more)
             return cache_bytes(spec, setting) <= free // MEMORY
 
-        limits[f"as many as half of the free {free / 2**30:.1f} GiB holds"] = STEP * largest(
-            fits, tokens // SHARE // STEP
-        )
+        more = largest(fits, tokens // SHARE // STEP)
+        limits[f"as many as half of the free {free / 2**30:.1f} GiB holds"] = least.budget + STEP * more
     reason, budget = min(limits.items(), key=lambda item: item[1])
     if budget <= least.budget:
         reason, budget = "as any text has", least.budget

@@ -1,0 +1,85 @@
+"""What a command takes where nobody says: heads, backbone, policy, and a budget for the text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from locret_kit.backbones import demo
+from locret_kit.backbones.spec import spec_of
+from locret_kit.checkpoint import read_checkpoint
+from locret_kit.cli import loading
+from locret_kit.heads import HeadsConfig, RetainingHeads, state_of
+from locret_kit.planning import text_budget
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.settings import BUDGET, RunSettings
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", max_position_embeddings=8192)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "free", "turns", "budget", "why"),
+    [
+        (100, None, 0, BUDGET, "as any text has"),
+        (4 * BUDGET, None, 0, BUDGET, "as any text has"),
+        (8000, None, 0, 2000, "a quarter of them"),
+        (80_000, None, 0, 8192 - 512, "window of 8192"),
+        (80_000, None, 1024, 8192 - 512 - 1024, "window of 8192"),
+        (8000, 1, 0, BUDGET, "as any text has"),
+    ],
+)
+def test_the_budget_follows_the_text(model, monkeypatch, tokens, free, turns, budget, why):
+    monkeypatch.setattr(text_budget, "free_memory", lambda device: free)
+    slots, line = text_budget.budget_of_text(model, parse_policy("snapkv"), RunSettings(), {}, tokens, turns)
+    assert slots == budget and why in line and f"{budget} slots for {tokens} tokens" in line
+
+
+def test_memory_bounds_it(model, monkeypatch):
+    """Half of what is free, in steps of 64 slots; twice the memory has room for more."""
+    found = []
+    for free in (2 * 10**6, 4 * 10**6):
+        monkeypatch.setattr(text_budget, "free_memory", lambda device, free=free: free)
+        run = RunSettings(chunk=64, positions="original")
+        slots, line = text_budget.budget_of_text(model, parse_policy("snapkv"), run, {"budget": 64}, 10**6)
+        assert slots % 64 == 0 and "half of the free" in line
+        found.append(slots)
+    assert 64 < found[0] < found[1]
+
+
+def test_nothing_named_is_the_demo(monkeypatch):
+    """Its backbone is fetched where it is missing; a model without heads has the policy that finds most."""
+    fetched: list[bool] = []
+    monkeypatch.setattr(demo, "is_missing", lambda name: name == demo.BACKBONE)
+    monkeypatch.setattr(demo, "fetch", lambda: fetched.append(True))
+    chosen = loading.choose(None, None, None, None)
+    assert (chosen.ckpt, chosen.backbone, chosen.policy.name) == (demo.HEADS, demo.BACKBONE, "lookahead-locret")
+    assert loading.choose(None, None, None, None, asked=True).policy.name == loading.ASKED
+    assert loading.choose(None, None, None, "h2o", asked=True).policy.name == "h2o" and fetched == [True] * 3
+    alone = loading.choose(None, "any/model", None, None, asked=True)
+    assert (alone.heads, alone.policy.name) == (None, loading.POLICY) and len(fetched) == 3
+
+
+def test_names_hold_where_the_package_is_installed(tmp_path, monkeypatch):
+    """As a wheel leaves it: heads beside the package, the backbone in the user's cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "INSTALLED", tmp_path / "site-packages")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert demo.heads_folder() == tmp_path / "site-packages" / "locret_demo" and demo.is_missing(demo.BACKBONE)
+    demo.backbone_folder().mkdir(parents=True)
+    assert demo.backbone_folder() == tmp_path / "cache" / "locret_kit" / "SmolLM2-135M-Instruct"
+    assert not demo.is_missing(demo.BACKBONE) and not demo.is_missing("any/model")
+
+
+def test_a_whole_model_with_heads_in_it_loads(tmp_path, model):
+    """As the authors' training writes it; a weight of neither is still refused."""
+    torch.manual_seed(1)
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8))
+    own = state_of(heads, torch.float32)
+    torch.save({**model.state_dict(), **own}, tmp_path / "whole.pt")
+    assert read_checkpoint(tmp_path / "whole.pt").state.keys() == own.keys()
+    torch.save({**own, "model.layers.0.self_attn.fc3.weight": torch.zeros(1)}, tmp_path / "more.pt")
+    assert "model.layers.0.self_attn.fc3.weight" in read_checkpoint(tmp_path / "more.pt").state
