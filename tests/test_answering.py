@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_reading import IDS, bounded, mask_by_definition
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.spec import spec_of
-from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy, parts_of
 from locret_kit.policies.passages import Passages
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -200,8 +200,7 @@ def test_the_named_policies_are_others_and_a_second_reading(base, rest):
     part = f"passages(tokens=256,{rest})"
     assert parts_of(parse_policy(f"rereading-{base}(tokens=256)")) == {**parts_of(parse_policy(base)), "reread": part}
     model = tiny_model("llama").double()
-    torch.manual_seed(0)
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
+    heads = tiny_heads(model, 8)
     cache = bounded(f"rereading-{base}(tokens=7)", heads=heads)
     read(model, cache)
     assert cache.kept_rows == [12] * len(cache.bounded)

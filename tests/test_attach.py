@@ -6,21 +6,17 @@ import warnings
 
 import pytest
 import torch
+from tiny_heads import tiny_heads
 from tiny_models import COMMON, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of
+from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.runtime.session import prefill
-
-
-def random_heads(model):
-    torch.manual_seed(1)
-    return RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
 
 
 def tokens(length, batch=1, seed=0):
@@ -157,7 +153,7 @@ def test_a_cache_of_another_model_is_refused():
 
 
 def test_heads_of_another_model_are_refused():
-    heads = random_heads(tiny_model("llama"))
+    heads = tiny_heads(tiny_model("llama"), 32)
     model = tiny_model("llama-mqa")
     with attach(model), pytest.raises(ValueError, match="n_kv_heads: heads have 2, the backbone has 1"):
         model(input_ids=tokens(6), past_key_values=BoundedCache(8, "locret", heads))
@@ -272,7 +268,7 @@ def test_streaming_works_in_original_positions_whatever_the_rotation():
 )
 def test_an_unknown_rotation_is_refused_where_it_must_be_known(settings):
     model = stranger("hunyuan_v1_dense")
-    heads = random_heads(model) if settings["policy"] == "locret" else None
+    heads = tiny_heads(model, 32) if settings["policy"] == "locret" else None
     with (
         attach(model),
         pytest.raises(UnsupportedArchitecture, match="'layers.0.self_attn' rotates queries and keys in a way"),

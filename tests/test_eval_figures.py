@@ -13,16 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.eval import main
 from locret_kit.config.figure_options import Look
 from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.engine.run_spec import Setup
 from locret_kit.evals.figures import FIGURES, PAPERS, curves, draw, find_figure, results, style, sweep
 from locret_kit.evals.tasks.task import Example, Task
-from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 
@@ -57,15 +56,13 @@ def rows() -> list[Row]:
 
 @pytest.fixture(scope="module")
 def look() -> study.Study:
-    torch.manual_seed(0)
     model = tiny_model("llama")
-    config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)
 
     def settings_for(variant, tokens):
         given = RunSettings(budget=variant.budget or 64, chunk=16, stabilizers=4, local_len=4, positions="compact")
         return given.resolved({}, tokens)
 
-    setup = Setup(model, None, "tiny", settings_for, {"h": RetainingHeads(config).requires_grad_(False)})
+    setup = Setup(model, None, "tiny", settings_for, {"h": tiny_heads(model, 8)})
     task = Task("words", lambda request: Example("", ""), "match", 2)
     return study.Study(setup, [task], ["locret"], [24], [150], 1, Path("unused"))
 

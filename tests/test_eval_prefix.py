@@ -11,35 +11,34 @@ from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, groupby, zip_longest
 from pathlib import Path
 from unittest import mock
 
+import eval_runs
 import forked
 import pytest
 import torch
+from eval_runs import scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
+from tiny_heads import INFERENCE, save_tiny_heads
+from tiny_tokenizer import TEXT, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.fork import CannotFork
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.eval_options import load_eval_config
-from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import runner, shared_beginning
 from locret_kit.evals.engine.result_rows import KEY, read_kept, read_rows
 from locret_kit.evals.engine.run_spec import EvalPrompt
 from locret_kit.evals.engine.shared_beginning import SharedBeginning, shared_lengths
-from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import Example, Task
-from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.runtime import decoders
 from locret_kit.text.template import protected_spans
 
-COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "cache_bytes", "date", "rank"}
 CHUNK = 32
 POLICIES = ("full", "locret", "random", "nacl(proxies=6)", "sirllm", "kvcrush(base=ada-snapkv(6,3))", "random-heads")
 """Every row kept, learned, drawn, sampled, read off the logits, and ragged."""
@@ -175,18 +174,7 @@ def no_drawing(monkeypatch):
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> Path:
-    """Heads of a tiny random backbone, saved beside it."""
-    from transformers import AutoConfig
-
-    folder = tmp_path_factory.mktemp("tiny")
-    backbone = save_tiny_backbone(folder / "backbone")
-    spec = spec_of(AutoConfig.from_pretrained(backbone))
-    inference = {"budget": 48, "chunk": CHUNK, "stabilizers": 8, "local_len": 8, "positions": "compact"}
-    torch.manual_seed(1)
-    RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)).save_pretrained(
-        folder / "heads"
-    )
-    return folder / "heads"
+    return save_tiny_heads(tmp_path_factory.mktemp("tiny"), inference={**INFERENCE, "budget": 48})
 
 
 def words(heads: Path, out: Path, **more: object) -> list[str]:
@@ -197,17 +185,7 @@ def words(heads: Path, out: Path, **more: object) -> list[str]:
     return [f"{key}={value}" for key, value in given.items()]
 
 
-def figures(out: Path) -> dict[tuple, dict]:
-    """Every row without what a run costs, and what its cache held behind the prompt."""
-    found = {}
-    for row in read_rows(out):
-        kept = read_kept(out, row)["heads"].tolist() if row.kept else None
-        found[row.key] = {**{k: v for k, v in vars(row).items() if k not in COSTS}, "kept": kept}
-    return found
-
-
-def scores(out: Path) -> str:
-    return cells_table(replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))).csv()
+figures = partial(eval_runs.figures, costs={*eval_runs.COSTS, "cache_bytes"})
 
 
 @pytest.fixture(scope="module")

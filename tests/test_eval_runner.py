@@ -18,9 +18,9 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from tiny_tokenizer import save_tiny_backbone
+from eval_runs import figures, scores
+from tiny_heads import save_tiny_heads
 
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import load_parts
@@ -32,13 +32,11 @@ from locret_kit.evals.engine.result_rows import KEY, Row, Shard, read_kept, read
 from locret_kit.evals.report import html_report
 from locret_kit.evals.tables import cells_table
 from locret_kit.evals.tasks import _text, texts
-from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.provenance import weights_hash
 from locret_kit.samples.haystack import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
-COSTS = {"prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"}
-"""What differs between two runs of the same examples."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +47,7 @@ def no_drawing(monkeypatch):
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> Path:
-    """Heads of a tiny random backbone, saved beside it."""
-    from transformers import AutoConfig
-
-    folder = tmp_path_factory.mktemp("tiny")
-    backbone = save_tiny_backbone(folder / "backbone")
-    spec = spec_of(AutoConfig.from_pretrained(backbone))
-    inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
-    torch.manual_seed(1)
-    RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 8, inference=inference)).save_pretrained(
-        folder / "heads"
-    )
-    return folder / "heads"
+    return save_tiny_heads(tmp_path_factory.mktemp("tiny"))
 
 
 def words(heads: Path, out: Path, **more: object) -> list[str]:
@@ -71,19 +58,8 @@ def words(heads: Path, out: Path, **more: object) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def figures(out: Path) -> dict[tuple, dict]:
-    """Every row without what a run costs."""
-    return {row.key: {k: v for k, v in vars(row).items() if k not in COSTS} for row in read_rows(out)}
-
-
 def lines(out: Path) -> list[dict]:
     return [json.loads(line) for path in sorted(out.glob("rows.*.jsonl")) for line in path.read_text().splitlines()]
-
-
-def scores(out: Path) -> str:
-    """The summary without its costs."""
-    cells = [replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))]
-    return cells_table(cells).csv()
 
 
 @pytest.fixture(scope="module")

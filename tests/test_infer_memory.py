@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from planned import setting_of
+from tiny_heads import INFERENCE, save_tiny_heads
 from tiny_models import tiny_model
-from tiny_tokenizer import TEXT, save_tiny_backbone
+from tiny_tokenizer import TEXT
 from torch._utils import _get_device_index
-from transformers import AutoModelForCausalLM
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
+from locret_kit import BoundedCache
 from locret_kit.backbones import load
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import plan as plan_cli
 from locret_kit.cli.infer import main
 from locret_kit.planning import fitting_settings, memory
@@ -40,11 +39,7 @@ SAID = (
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("memory")
-    spec = spec_of(AutoModelForCausalLM.from_pretrained(save_tiny_backbone(folder / "backbone")).config)
-    torch.manual_seed(1)
-    settings = dict(budget=6000, chunk=32, stabilizers=2500, local_len=100, positions="compact")
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec, str(folder / "backbone"), 16, inference=settings))
-    heads.save_pretrained(str(folder / "heads"))
+    save_tiny_heads(folder, 16, inference={**INFERENCE, "budget": 6000, "stabilizers": 2500, "local_len": 100})
     return folder
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit import BoundedCache, attach
 from locret_kit.backbones import intercept
 from locret_kit.backbones.fused import ROTATION
 from locret_kit.backbones.intercept import active_handler, attached, is_attached
 from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.spec import spec_of
 from locret_kit.runtime import session
 from locret_kit.runtime.session import prefill
 
@@ -260,8 +260,7 @@ def test_a_streamer_that_raises_leaves_the_model_clean():
 @torch.no_grad()
 def test_reset_for_another_length_equals_a_new_cache(family, policy, first, second, more):
     model = tiny_model(family)
-    torch.manual_seed(1)
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
+    heads = tiny_heads(model, 32, seed=1)
     given = {"settings": 100, "chunk": 64, **more}
     used, fresh = (BoundedCache(policy=policy, heads=heads, prompt_length=n, **given) for n in (first, second))
     ids = tokens(second, seed=3)[0].tolist()

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.spec import spec_of
-from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.heads import RetainingHeads
 from locret_kit.press import LocretPress
 from locret_kit.runtime.session import prefill
-
-
-def heads_of(model) -> RetainingHeads:
-    torch.manual_seed(2)
-    return RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
 
 
 @pytest.mark.parametrize("lookahead", [0, 3])
@@ -24,7 +19,7 @@ def heads_of(model) -> RetainingHeads:
 def test_the_best_of_its_scores_are_what_our_cache_keeps(family, lookahead):
     """Ours reads q, k and v within attention; the press makes them of the layer's input, as kvpress hands it over."""
     model = tiny_model(family).double()
-    press = LocretPress(heads=heads_of(model), stabilizers=5, lookahead=lookahead)
+    press = LocretPress(heads=tiny_heads(model, 8, seed=2), stabilizers=5, lookahead=lookahead)
     press.post_init_from_model(model)
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:60].tolist()  # no two alike: no equal scores
     cache, found = DynamicCache(), []
@@ -52,12 +47,12 @@ def test_what_it_refuses(tmp_path):
     with pytest.raises(ValueError, match="heads=... is missing"):
         LocretPress(0.5)
     with pytest.raises(ValueError, match="stabilizers=-1 must be at least 0"):
-        LocretPress(0.5, heads_of(model), stabilizers=-1)
+        LocretPress(0.5, tiny_heads(model, 8, seed=2), stabilizers=-1)
     with pytest.raises(ValueError, match="lookahead=-1 must be at least 0"):
-        LocretPress(0.5, heads_of(model), lookahead=-1)
+        LocretPress(0.5, tiny_heads(model, 8, seed=2), lookahead=-1)
     with pytest.raises(ValueError, match="these heads are for tiny: n_kv_heads"):
-        LocretPress(0.5, heads_of(model)).post_init_from_model(tiny_model("llama-mqa"))
-    heads_of(model).save_pretrained(tmp_path / "heads")
+        LocretPress(0.5, tiny_heads(model, 8, seed=2)).post_init_from_model(tiny_model("llama-mqa"))
+    tiny_heads(model, 8, seed=2).save_pretrained(tmp_path / "heads")
     named = LocretPress(0.5, str(tmp_path / "heads"))
     with pytest.raises(ValueError, match="are not loaded"):
         named.score(model.model.layers[0].self_attn, torch.zeros(1, 2, 48), None, None, None, {})

@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies.grammar import parse_policy, parts_of
 from locret_kit.policies.prefill_mask import Sliding
 from locret_kit.runtime.session import prefill
@@ -115,8 +114,7 @@ def test_nothing_is_hidden_where_nothing_was_evicted():
 
 def test_windowed_locret_is_locret_while_its_window_holds_the_budget():
     model = tiny_model("llama").double()
-    torch.manual_seed(0)
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 8)).double()
+    heads = tiny_heads(model, 8)
     runs = {name: bounded(name, heads=heads) for name in ("locret", "windowed-locret(24)", "windowed-locret(6)")}
     logits = {name: read(model, cache) for name, cache in runs.items()}
     assert torch.equal(logits["locret"], logits["windowed-locret(24)"])

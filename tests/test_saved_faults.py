@@ -29,6 +29,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit import BoundedCache, Document, RetainingHeads
 from locret_kit.cache import saved
 from locret_kit.cache.file import LARGEST, digest
+from locret_kit.cache.filling import FINITE
 from locret_kit.cli.command import command
 from locret_kit.policies.grammar import parse_policy
 
@@ -257,7 +258,7 @@ def changed_tensors(name: str) -> Iterator[Mutant]:
             new |= {"below": low, "above": high}
         if last in ("positions", "reread_positions"):
             new["backwards"] = tensor.flip(-1)
-        if last in saved.FINITE and tensor.numel():
+        if last in FINITE and tensor.numel():
             new["not finite"] = tensor.clone()
             new["not finite"].view(-1)[0] = float("nan")
         for how, changed in new.items():

@@ -19,6 +19,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document, files
 from locret_kit.cache import file, saved
+from locret_kit.cache.saved_record import DTYPES
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
 
@@ -185,7 +186,7 @@ def test_rows_of_a_narrower_dtype_are_taken_where_that_is_asked(policy, tmp_path
     """A wider file is always refused: its rows would be rounded."""
     tokenizer, heads = tiny_tokenizer(), parts()[2] if parse_policy(policy).needs_heads else None
     models = {
-        name: tiny_model("llama", vocab_size=400).to(dtype) for name, dtype in saved.DTYPES.items() if name != "float16"
+        name: tiny_model("llama", vocab_size=400).to(dtype) for name, dtype in DTYPES.items() if name != "float16"
     }
     for model in models.values():  # frequencies stay in float32, as from_pretrained leaves them
         model.model.rotary_emb = tiny_model("llama", vocab_size=400).model.rotary_emb
@@ -201,7 +202,7 @@ def test_rows_of_a_narrower_dtype_are_taken_where_that_is_asked(policy, tmp_path
         for mine, theirs in zip(loaded.cache.bounded, rows.bounded, strict=True):
             for name in ("keys", "values", "scores", "positions"):
                 assert torch.equal(mine.slots(name).double(), theirs.slots(name).double())
-            assert mine.codec.keys.dtype == saved.DTYPES[wide]
+            assert mine.codec.keys.dtype == DTYPES[wide]
         assert str(loaded.ask(QUESTIONS[0], max_new_tokens=4)) is not None
         for force in (False, True):
             with pytest.raises(ValueError, match=f"dtype: {wide} in the file, {narrow} here$"):

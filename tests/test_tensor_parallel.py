@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ranks
+from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.load import load_backbone
-from locret_kit.backbones.spec import spec_of
-from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.batch import Request, run
 from locret_kit.runtime.session import generate
 from locret_kit.settings import RunSettings
@@ -53,10 +53,7 @@ def answers(model, tokenizer, folder: Path) -> dict[str, object]:
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("parallel")
     sizes = dict(num_attention_heads=8, num_key_value_heads=4, hidden_size=64, initializer_range=0.3)
-    save_tiny_backbone(made, **sizes)
-    model, _ = load_backbone(str(made), dtype="float32", device="cpu")
-    torch.manual_seed(1)
-    RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), str(made), 16)).save_pretrained(str(made / "heads"))
+    save_tiny_heads(made, 16, backbone=save_tiny_backbone(made, **sizes))
     return made
 
 

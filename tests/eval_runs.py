@@ -1,0 +1,28 @@
+"""What two evaluations must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from locret_kit.evals.cells import summarize
+from locret_kit.evals.engine.result_rows import read_kept, read_rows
+from locret_kit.evals.tables import cells_table
+
+COSTS = frozenset(("prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"))
+"""What differs between two runs of the same examples."""
+
+
+def figures(out: Path, costs: Collection[str] = COSTS) -> dict[tuple, dict]:
+    """Every row without what a run costs, and what its cache held behind the prompt."""
+    found = {}
+    for row in read_rows(out):
+        kept = read_kept(out, row)["heads"].tolist() if row.kept else None
+        found[row.key] = {**{k: v for k, v in vars(row).items() if k not in costs}, "kept": kept}
+    return found
+
+
+def scores(out: Path) -> str:
+    """The summary without its costs."""
+    return cells_table(replace(cell, prefill_s=0.0, peak_bytes=0) for cell in summarize(read_rows(out))).csv()
