@@ -27,7 +27,6 @@ class Rotation:
     """Whether positions turn the other way."""
     order: tuple[int, ...] | None = None
     """Channels of a head in the order in which halves are rotated, from the first one on; None as they come."""
-
     norms: tuple[str, str] | None = None
     """Paths of the weights of norms that come after the rotation, of queries and of keys; None without them."""
 

@@ -84,7 +84,15 @@ def _key(decoder: Any, config: PreTrainedConfig) -> tuple[object, ...]:
         name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_version"))
     }
     kinds = tuple(sorted({type(module).__qualname__ for module in decoder.modules()}))
-    return type(decoder), kinds, json.dumps(words, sort_keys=True, default=str)
+    return type(decoder), kinds, json.dumps(words, sort_keys=True, default=str), _has_even_norms(decoder)
+
+
+def _has_even_norms(decoder: nn.Module) -> bool:
+    """Whether a norm within attention has one weight for all channels, as an untrained one: then it may come before a rotation or
+    after it."""
+    weights = (w for path, w in decoder.named_parameters() if w.dim() == 1 and "norm" in path and "att" in path)
+    weight = next(weights, None)
+    return weight is not None and not (weight.is_meta or is_fake(weight)) and bool((weight == weight[0]).all())
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------------
