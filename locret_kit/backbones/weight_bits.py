@@ -1,5 +1,5 @@
-"""A frozen backbone's weights in 4 or 8 bits, through bitsandbytes: how they are asked for, and the bytes that they take;
-and what a GGUF file's (``gguf``) are called.
+"""A frozen backbone's weights in 4 or 8 bits, through bitsandbytes: how they are asked for, and the bytes that they take; and
+what a GGUF file's (``gguf``) are called.
 
 Matrices of the layers are stored so; embeddings, norms, biases and the language model's head stay in the backbone's dtype.
 4 bits are NormalFloat with doubly quantised scales, computed in that dtype (QLoRA, arXiv 2305.14314); 8 bits are LLM.int8()

@@ -45,7 +45,7 @@ ADDED_ONE = ("gemma3",)
 
 
 def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with the file's weights, in evaluation mode or not as transformers makes it.
+    """The model with the file's weights.
 
     Args:
         dtype: of activations, norms and biases, and of matrices that the file holds as plain numbers.

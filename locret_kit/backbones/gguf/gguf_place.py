@@ -18,8 +18,8 @@ def is_gguf(name: str) -> bool:
 
 
 def model_name(name: str) -> str:
-    """Name of the model that a file is of, as files are named: ``SmolLM2-135M-Instruct`` of
-    ``SmolLM2-135M-Instruct.Q4_1.gguf`` and of ``user/SmolLM2-135M-Instruct-GGUF:Q4_K_M``."""
+    """Name of the model that a file is of: ``SmolLM2-135M-Instruct`` of ``SmolLM2-135M-Instruct.Q4_1.gguf`` and
+    of ``user/SmolLM2-135M-Instruct-GGUF:Q4_K_M``, as files are named."""
     match = HUB.match(name)
     stem = match["repo"].split("/")[1] if match is not None and match["tag"] else Path(name).stem
     return TYPES_AT_END.sub("", stem)
