@@ -56,13 +56,15 @@ class Access(TypedDict, total=False):
     local_files_only: bool
 
 
-def pull(repo: str, choose: Callable[[list[str]], list[str]], **access: Unpack[Access]) -> list[Path]:
+def pull(
+    repo: str, choose: Callable[[list[str]], list[str]], *, field: str = "ckpt", **access: Unpack[Access]
+) -> list[Path]:
     """Local paths of the files that ``choose`` picks from a repository's names, all of one commit.
 
     Where the Hub cannot be reached, what an earlier call left in the cache is used.
 
     Raises:
-        FileNotFoundError: one line that says why they cannot be had. ValueError: raised by ``choose``.
+        FileNotFoundError: one line that says why they cannot be had; it names ``field``. ValueError: raised by ``choose``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -81,7 +83,7 @@ def pull(repo: str, choose: Callable[[list[str]], list[str]], **access: Unpack[A
     except Exception as error:
         if wanted is None and isinstance(error, ValueError) and not isinstance(error, JSONDecodeError | HfHubHTTPError):
             raise  # choose's own words
-        reason = FileNotFoundError(f"ckpt={repo!r}: not a local file, and the Hub says: {explain(error, repo)}")
+        reason = FileNotFoundError(f"{field}={repo!r}: not a local file, and the Hub says: {explain(error, repo)}")
         if isinstance(error, HfHubHTTPError | ValueError):
             raise reason from error
         try:  # no answer: the transport's own errors, or offline mode. What is in the cache may be a part of the files.

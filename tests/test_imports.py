@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     {"naming", "processes", "shapes", "sizes", "threads"},
     {"files", "validation", "cis"},
-    {"settings"},
-    {"backbones", "text", "hub"},
+    {"settings", "hub"},
+    {"backbones", "text"},
     {"samples"},
     {"checkpoint"},
     {"heads"},

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .spec import text_config
-from .weight_bits import weight_bits_of
+from .weight_bits import gguf_types, weight_bits_of
 
 SAMPLES = 256
 """Numbers of each weight that the fingerprint reads, evenly spread."""
@@ -33,8 +33,8 @@ PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|
 
 
 def identity_of(model: PreTrainedModel) -> dict[str, object]:
-    """``NAMES``, for people to read, and what tells one model from another: ``config``, ``weights``,
-    ``weight_bits``. Plain JSON values.
+    """``NAMES``, for people to read, and what tells one model from another: ``config``, ``weight_bits`` (of a GGUF file the name
+    of its types), ``weights``. Plain JSON values.
 
     Raises:
         ValueError: weights lie on no device, as after an offload.
@@ -48,8 +48,8 @@ def identity_of(model: PreTrainedModel) -> dict[str, object]:
         else config._name_or_path,
         "revision": getattr(config, "_commit_hash", None),
         "config": json.loads(json.dumps({name: value for name, value in fields.items() if value is not None})),
+        "weight_bits": weight_bits_of(model) or gguf_types(config),
         "weights": fingerprint(model.parameters(), SAMPLES),
-        "weight_bits": weight_bits_of(model),
     }
 
 

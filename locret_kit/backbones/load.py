@@ -15,11 +15,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..naming import first_line
+from .gguf.gguf_config import config_of
+from .gguf.gguf_file import GgufFile, open_gguf
+from .gguf.gguf_model import model_of
+from .gguf.gguf_place import is_gguf, model_name, pull_gguf
+from .gguf.gguf_tokenizer import tokenizer_of
 from .precision import choose_precision
 from .spec import check_config
 from .weight_bits import quantisation
 
 M = TypeVar("M", bound=nn.Module)
+GGUF_ADVICE = {
+    "adapter": "merge it into the float model first, and convert that",
+    "weight_bits": "choose a file of other bits, or give the float model",
+    "device_map": "leave it out, or give the float model",
+}
+"""What to do instead of what a GGUF file's weights do not allow, by option."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,6 +74,11 @@ def resolve_model(name: str, field: str = "model") -> str:
     return name
 
 
+def _gguf(name: str, revision: str | None) -> GgufFile:
+    path = Path(resolve_model(name))
+    return open_gguf(path if path.is_file() else pull_gguf(name, revision))
+
+
 @contextmanager
 def _reading(what: str, kind: type[Exception] = FileNotFoundError) -> Iterator[None]:
     """Turn the many errors of transformers, PyTorch and PEFT over damaged files into one line that begins with ``what``."""
@@ -86,6 +102,11 @@ def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
+    if is_gguf(name):
+        with _reading(f"model={name!r} cannot be loaded"):
+            config = config_of(_gguf(name, revision), name)
+            check_config(config.to_dict())
+            return config
     with _reading(f"model={name!r} cannot be loaded: config.json"):
         fields, _ = PreTrainedConfig.get_config_dict(resolve_model(name), revision=revision)
         check_config(fields.get("text_config") or fields)
@@ -101,6 +122,9 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     """
     from transformers import AutoTokenizer
 
+    if is_gguf(name):
+        with _reading(f"model={name!r} cannot be loaded: tokenizer"):
+            return tokenizer_of(_gguf(name, revision))
     with _reading(f"model={name!r} cannot be loaded: tokenizer"):
         try:
             return AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
@@ -123,6 +147,8 @@ def load_backbone(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
 
+    Matrices of a GGUF file (see ``gguf_place``) stay packed; ``dtype`` is then that of the rest.
+
     Args:
         weight_bits: 4 or 8 quantises the layers' matrices as they are loaded, see ``weight_bits``.
         device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
@@ -134,6 +160,16 @@ def load_backbone(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
+    if is_gguf(name):
+        for field, value in (("adapter", adapter), ("weight_bits", weight_bits), ("device_map", device_map)):
+            if value is not None:
+                raise ValueError(
+                    f"{field}={value!r} does not act on the packed weights of {name!r}: {GGUF_ADVICE[field]}"
+                )
+        config = load_config(name, revision)
+        with _reading(f"model={name!r} cannot be loaded"):
+            packed = model_of(_gguf(name, revision), config, pick_dtype(dtype, where, config))
+        return freeze(packed.to(where)), load_tokenizer(name, revision)
     spread: dict[str, object] = (
         {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
     )
@@ -210,7 +246,8 @@ def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None,
 
 def other_backbone(recorded: str, name: str) -> str | None:
     """A warning where heads run on another backbone than the one they were trained on; its shapes alone may be right."""
-    if name == recorded or Path(name).name == Path(recorded).name or _same_folder(name, recorded):
+    called = model_name(name) if is_gguf(name) else Path(name).name  # a copy in few bits is the same model
+    if name == recorded or called.casefold() == Path(recorded).name.casefold() or _same_folder(name, recorded):
         return None
     return f"warning: the heads were trained on {recorded!r}, and this runs {name!r}: their scores may be off"
 

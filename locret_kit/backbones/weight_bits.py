@@ -1,4 +1,5 @@
-"""A frozen backbone's weights in 4 or 8 bits, through bitsandbytes: how they are asked for, and the bytes that they take.
+"""A frozen backbone's weights in 4 or 8 bits, through bitsandbytes: how they are asked for, and the bytes that they take; and
+what a GGUF file's (``gguf``) are called.
 
 Matrices of the layers are stored so; embeddings, norms, biases and the language model's head stay in the backbone's dtype.
 4 bits are NormalFloat with doubly quantised scales, computed in that dtype (QLoRA, arXiv 2305.14314); 8 bits are LLM.int8()
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .spec import text_config
+
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 WEIGHT_BITS = (8, 4)
 BLOCK, NESTED = 64, 256
@@ -57,14 +60,20 @@ def weight_bits_of(model: PreTrainedModel) -> int | None:
     return next((bits for bits in WEIGHT_BITS if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
 
 
+def gguf_types(config: PreTrainedConfig) -> str | None:
+    """Name of the types of a GGUF file's weights, such as Q4_K_M; None where the configuration is no such file's."""
+    gguf = getattr(config, "gguf", None)
+    return gguf["types"] if gguf else None
+
+
 def precision_of(model: PreTrainedModel) -> str:
-    """Precision of a backbone, for reports: ``bfloat16``, or ``bfloat16, 4-bit weights``."""
-    return str(model.dtype).removeprefix("torch.") + suffix(weight_bits_of(model))
+    """Precision of a backbone, for reports: ``bfloat16``, ``bfloat16, 4-bit weights`` or ``float32, Q4_K_M weights``."""
+    return str(model.dtype).removeprefix("torch.") + suffix(weight_bits_of(model), gguf_types(text_config(model)))
 
 
-def suffix(bits: int | None) -> str:
-    """Text after a dtype: ``, 4-bit weights``, or nothing where weights are in it."""
-    return f", {bits}-bit weights" if bits else ""
+def suffix(bits: int | None, types: str | None = None) -> str:
+    """Text after a dtype: ``, 4-bit weights`` or ``, Q4_K_M weights``, or nothing where weights are in it."""
+    return f", {types} weights" if types else f", {bits}-bit weights" if bits else ""
 
 
 def stored_bytes(inputs: int, outputs: int, bits: int) -> int:

@@ -46,7 +46,8 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
     yield "questions", "through the chat template" if text.get("chat") else "as they are"
     shape = f"{number(config.get('num_hidden_layers'))} layers"
     bits = model.get("weight_bits")
-    yield "model", f"{names.get('model') or model.get('name')} ({shape}{f', weights in {bits} bits' if bits else ''})"
+    weights = f", weights in {bits}{' bits' if type(bits) is int else ''}" if bits else ""
+    yield "model", f"{names.get('model') or model.get('name')} ({shape}{weights})"
     yield "model's revision", model.get("revision")
     yield "model's weights", model.get("weights")
     yield "adapter", names.get("adapter")

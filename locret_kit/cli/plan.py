@@ -72,7 +72,7 @@ def shipped_configs() -> dict[str, dict[str, Any]]:
 
 def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
-    from ..backbones.weight_bits import suffix
+    from ..backbones.weight_bits import gguf_types, suffix
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.fitting_settings import (
         DoesNotFit,
@@ -100,13 +100,18 @@ def run(args: PlanOptions) -> int:
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
     config, recipe = resolve(args.model)
-    policy = parse_policy(args.policy)
+    policy, types = parse_policy(args.policy), gguf_types(config)
+    for field in ("weight_bits", "train") if types else ():
+        if (value := getattr(args, field)) is not None:
+            raise ValueError(
+                f"{field}={value} does not go with the packed weights of {args.model!r}: name the float model"
+            )
     backbone = BackboneSizes.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
     if recipe.get("heads.form") == "sink" and args.d_hidden is None:  # a rank for each head
         d_hidden *= backbone.spec.n_heads + backbone.spec.n_kv_heads
     say = [
-        f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits)}; cap {show(cap)} "
+        f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits, types)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
     ]
     if backbone.spec.states and not backbone.spec.state_sizes:
@@ -157,7 +162,7 @@ def run(args: PlanOptions) -> int:
             f"at chunk {setting.chunk} the largest budget that fits is {largest_budget(backbone, setting, cap)}; "
             f"at budget {setting.budget} the largest chunk is {largest_chunk(backbone, setting, cap)}"
         )
-    if setting.width:
+    if setting.width and types is None:
         step = TrainSetting(TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
         say.append(
             f"training these heads: the longest sample that fits is {largest_sample(backbone, step, cap)} tokens"

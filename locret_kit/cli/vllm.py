@@ -50,6 +50,7 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
 
 def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
+    from ..backbones.gguf.gguf_place import is_gguf
     from ..backbones.load import resolve_model
     from ..vllm.server_settings import Served, ServerSettings
 
@@ -57,6 +58,10 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     if chosen.adapter is not None:
         raise ValueError(
             f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge the adapter into the backbone first"
+        )
+    if is_gguf(chosen.backbone):
+        raise ValueError(
+            f"model={chosen.backbone!r} is a GGUF file, which locret-serve runs: for vLLM name the float model"
         )
     check_run(args, chosen.config)
     for line in chosen.warnings:

@@ -32,7 +32,8 @@ class PlanOptions(RunSettings, Plugin):
     HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "store_file", "decode_every", "seed", "backend")
 
     model: str
-    """A recipe, a folder with config.json, or a Hub id. A recipe's settings stand in for those that are not given."""
+    """A recipe, a folder with config.json, a Hub id, or a GGUF file. A recipe's settings stand in for those that are not
+    given."""
     gpu_memory: Bytes | None = None
     """Memory that the run may take, such as 24GiB. Not needed with ``speed``."""
     reserve: Bytes = "1GiB"

@@ -80,7 +80,8 @@ class ServeOptions(Service, RunSettings, Machine):
     ckpt: str | None = None
     """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
     model: str | None = None
-    """The backbone: a folder or a Hub id. Default: the one the heads name."""
+    """The backbone: a folder, a Hub id, or a GGUF file (a path; on the Hub user/name/FILE.gguf or user/name:Q4_K_M). Default: the
+    one the heads name."""
     adapter: str | None = None
     """PEFT adapter for the backbone, or none. Default: the one the heads name."""
     policy: str | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval, Len, MinLen, Predicate
 
+from ..backbones.gguf.gguf_place import is_gguf
 from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
 from ..validation import Description
 from .machine import Dtype
@@ -236,6 +237,11 @@ class TrainConfig:
         if self.optim.accumulate % self.data.batch:
             raise ValueError(
                 f"optim.accumulate={self.optim.accumulate} must be a multiple of data.batch={self.data.batch}"
+            )
+        if is_gguf(self.backbone.model):
+            raise ValueError(
+                f"backbone.model={self.backbone.model!r} holds packed weights, which are for running alone: train on the float "
+                "model's folder or Hub id; its heads then run on this file (--ckpt HEADS --model FILE.gguf)"
             )
         spread, strategy = self.backbone.device_map, self.trainer.strategy
         if spread and strategy != "auto":

@@ -29,13 +29,21 @@ class BackboneSizes:
     hidden: int
     intermediate: int
     parameters: int
+    packed_bytes: int | None = None
+    """Bytes of the packed matrices of a GGUF file; None where the model is not out of one."""
+    plain_numbers: int = 0
+    """Other numbers of that file."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> BackboneSizes:
         """Read a (text) configuration. The workspace is that of a like model of Llama's form."""
         hidden = field_of(config, "hidden_size", "n_embd", "d_model")
         inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
-        return cls(spec_of(config), config.vocab_size, hidden, inter, parameters_of(config))
+        gguf = getattr(config, "gguf", None) or {}
+        return cls(
+            spec_of(config), config.vocab_size, hidden, inter, parameters_of(config), gguf.get("packed_bytes"),
+            gguf.get("plain_numbers", 0),
+        )  # fmt: skip
 
     @property
     def fused(self) -> bool:
@@ -50,7 +58,10 @@ class BackboneSizes:
         return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
 
     def weights(self, item: int, bits: int | None) -> int:
-        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them."""
+        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them, of a GGUF file as they
+        lie there."""
+        if self.packed_bytes is not None:
+            return self.packed_bytes + self.plain_numbers * item
         if bits is None:
             return self.parameters * item
         layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)

@@ -66,7 +66,8 @@ def nearest_fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> list
     the chunk. Where nothing does: weights of 8 and of 4 bits alone, else of 4 with these."""
     if near := _nearest(backbone, setting, cap):
         return near
-    fewer = [replace(setting, weight_bits=bits) for bits in WEIGHT_BITS if bits < (setting.weight_bits or 16)]
+    allowed = WEIGHT_BITS if backbone.packed_bytes is None else ()
+    fewer = [replace(setting, weight_bits=bits) for bits in allowed if bits < (setting.weight_bits or 16)]
     fitting = [s for s in fewer if plan_inference(backbone, s).peak <= cap]
     return fitting or (_nearest(backbone, fewer[-1], cap) if fewer else [])
 
@@ -118,7 +119,7 @@ def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
     if near := nearest_fitting(backbone, setting, cap):
         raise DoesNotFit(f"{said}. These fit: {listed(backbone, near)}")
     least = f"weights and heads alone take {show(plan.weights + plan.heads)}"
-    if setting.weight_bits != min(WEIGHT_BITS):
+    if setting.weight_bits != min(WEIGHT_BITS) and backbone.packed_bytes is None:
         fewest = backbone.weights(ITEM_BYTES[setting.dtype], min(WEIGHT_BITS))
         least += f", with {min(WEIGHT_BITS)}-bit weights {show(fewest + plan.heads)}"
     if setting.policy.keeps_everything:

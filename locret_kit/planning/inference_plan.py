@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge
 
+from ..backbones.gguf.packed_modules import AT_ONCE, UNPACKED
 from ..backbones.spec import BackboneSpec
 from ..backbones.weight_bits import check_weight_bits, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
@@ -225,6 +226,8 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     transient["mlp"] = always * item + backbone.mlp(T, item, setting.weight_bits)
     if setting.weight_bits is not None:
         transient["project"] = backbone.projection(T, item, setting.weight_bits, always, layer + q)
+    if backbone.packed_bytes is not None:
+        transient["unpack weights"] = (layer + q) * item + UNPACKED * AT_ONCE
     if setting.run.kv_bits in BITS:
         kept = rows - spec.n_kv_heads * spec.head_dim * min(setting.schedule.chunk, max(0, S - 1))
         transient["unpack"] = layer * item + UNPACK_BYTES * kept

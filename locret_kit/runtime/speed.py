@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ..backbones.intercept import attach
 from ..backbones.releases import forward
 from ..backbones.spec import decoder_of, spec_of
+from ..backbones.weight_bits import gguf_types
 from ..cache.bounded import BoundedCache
 from ..cache.storage.packing import BITS
 from ..heads import HeadsConfig, RetainingHeads
@@ -57,6 +58,7 @@ def record(config: PretrainedConfig, setting: Setting) -> Recorded:
     unknown = {
         f"dtype={setting.dtype}": setting.dtype == "float32",
         f"weight_bits={setting.weight_bits}": setting.weight_bits is not None,
+        f"weights of {gguf_types(config)}": gguf_types(config) is not None,
         f"kv_bits={setting.run.kv_bits}": setting.run.kv_bits in BITS,
         f"policy={policy.name}": policy.keeps_everything or policy.ragged or bool(policy.statistics - {"count"})
         or policy.recent(setting.chunk) > 0 or policy.merge is not None or policy.needs_logits,

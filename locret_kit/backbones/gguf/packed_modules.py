@@ -15,12 +15,14 @@ from locret_kernels.product.reference import unpack
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 1 << 24
+AT_ONCE = 1 << 22
 """Numbers of a matrix that are unpacked at a time."""
+UNPACKED = 12
+"""Bytes that come and go for each of them: codes, steps times codes, and their sum with what is lowest."""
 
 
 @cache
-def runs_on_cpu() -> bool:
+def multiplies_integers() -> bool:
     """Whether the C++ for packed products runs here; compiles it where it is not yet. Says why it does not, once."""
     try:
         product_on_cpu.load()
@@ -33,7 +35,7 @@ def runs_on_cpu() -> bool:
 def packed_product(x: Tensor, weight: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
     """``x [..., K]`` times a packed matrix ``[N, row_bytes]``, transposed, plus a bias: integer products on a CPU; elsewhere by
     numbers that are unpacked for it, ``AT_ONCE`` at a time."""
-    if x.device.type == "cpu" and x.dtype in product_on_cpu.DTYPES and runs_on_cpu():
+    if x.device.type == "cpu" and x.dtype in product_on_cpu.DTYPES and multiplies_integers():
         return product_on_cpu.product(x, weight, form, bias)
     rows = max(1, AT_ONCE // FORMATS[form].columns(weight.shape[1]))
     parts = [product(x, some, form) for some in weight.split(rows)]

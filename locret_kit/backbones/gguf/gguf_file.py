@@ -1,0 +1,217 @@
+"""A GGUF file: what it says of a model, and where its tensors lie. Nothing of the tensors is read before they are asked for.
+
+The ``gguf`` package's own reader makes arrays of every word of the vocabulary, which takes a minute for Gemma's. Source: the
+specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from locret_kernels.product import FORMATS
+
+MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+STRING, ARRAY = 8, 9
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Kind of a value -> its ``struct`` format."""
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
+    14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+"""Number of a tensor's type -> its name."""
+MIXTURES = {14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"}
+"""``general.file_type`` of files whose tensors are of several types -> its name."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor's type, its shape in PyTorch's order, and its place in the file, in bytes."""
+
+    form: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Words:
+    """An array of strings that is not read yet.
+
+    Attributes:
+        start: of the first string's length, in bytes from the file's beginning.
+    """
+
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The head of a file.
+
+    Attributes:
+        fields: values by their names; arrays of numbers are NumPy's.
+    """
+
+    path: Path
+    fields: dict[str, object]
+    tensors: dict[str, FileTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.fields.get("general.architecture"))
+
+    @property
+    def precision(self) -> str:
+        """Name of the file's types, such as Q4_K_M: the mixture's, or the type of most bytes of the layers."""
+        kind = self.fields.get("general.file_type")
+        if isinstance(kind, int) and kind in MIXTURES:
+            return MIXTURES[kind]
+        sizes: Counter[str] = Counter()
+        for name, tensor in self.tensors.items():
+            if name.startswith("blk."):
+                sizes[tensor.form] += tensor.nbytes
+        return sizes.most_common(1)[0][0]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed matrices."""
+        return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.form not in FLOATS)
+
+    @property
+    def plain_numbers(self) -> int:
+        """Numbers of all other tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values() if tensor.form in FLOATS)
+
+    @cached_property
+    def _mapped(self) -> Tensor:
+        return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor where it lies: packed ones as rows of bytes (uint8), others in their own type."""
+        found = self.tensors[name]
+        data = self._mapped[found.start : found.start + found.nbytes]
+        if found.form in FLOATS:
+            return data.view(FLOATS[found.form]).view(found.shape)
+        return data.view(*found.shape[:-1], FORMATS[found.form].row_bytes(found.shape[-1]))
+
+    def words(self, name: str) -> list[str]:
+        """The strings of an array, such as the vocabulary."""
+        place = self.fields[name]
+        assert isinstance(place, Words)
+        with self.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            head = _Head(data, place.start)
+            return [head.string() for _ in range(place.count)]
+
+
+class _Head:
+    """The bytes of a file, read one value after another."""
+
+    def __init__(self, data: mmap.mmap, at: int = 0) -> None:
+        self.data, self.at = data, at
+
+    def number(self, form: str) -> int | float | bool:
+        (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return value
+
+    def count(self, form: str = "Q") -> int:
+        return int(self.number(form))
+
+    def string(self) -> str:
+        length = self.count()
+        self.at += length
+        if self.at > len(self.data):
+            raise ValueError("a string goes beyond the file's end")
+        return self.data[self.at - length : self.at].decode("utf-8", "replace")
+
+    def value(self, kind: int) -> object:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.number(NUMBERS[kind])
+        kind, count = self.count("I"), self.count()
+        if kind == STRING:
+            words = Words(self.at, count)
+            for _ in range(count):
+                length = self.count()
+                self.at += length
+            return words
+        numbers = np.frombuffer(self.data, np.dtype(NUMBERS[kind]).newbyteorder("<"), count, self.at).copy()
+        self.at += numbers.nbytes
+        return numbers
+
+    def fields(self, count: int) -> Iterator[tuple[str, object]]:
+        for _ in range(count):
+            name = self.string()
+            yield name, self.value(self.count("I"))
+
+    def places(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Names, shapes, types and places after the head of every tensor."""
+        for _ in range(count):
+            name, dimensions = self.string(), self.count("I")
+            shape = tuple(self.count() for _ in range(dimensions))
+            yield name, shape[::-1], self.count("I"), self.count()
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """The head of a file.
+
+    Raises:
+        ValueError: it is no GGUF file, damaged, cut off, one of several parts, or of types that are not read; one line.
+    """
+    state = path.stat()
+    return _opened(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, size: int, _changed: int) -> GgufFile:
+    if size < len(MAGIC) + 20:
+        raise ValueError(f"{path} is no GGUF file")
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[: len(MAGIC)] != MAGIC:
+            raise ValueError(f"{path} is no GGUF file")
+        head = _Head(data, len(MAGIC))
+        if (version := head.count("I")) not in VERSIONS:
+            raise ValueError(f"{path}: version={version} of GGUF must be 2 or 3, little-endian")
+        try:
+            n_tensors, n_fields = head.count(), head.count()
+            fields = dict(head.fields(n_fields))
+            places = list(head.places(n_tensors))
+        except (struct.error, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+            raise ValueError(f"{path} is damaged: its head cannot be read ({type(error).__name__}: {error})") from error
+        at = head.at
+    if isinstance(parts := fields.get("split.count"), int) and parts > 1:
+        raise ValueError(f"{path} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
+    alignment = fields.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment < 4 or alignment % 4:
+        raise ValueError(f"{path}: general.alignment={alignment!r} must be a multiple of 4")
+    start = -(-at // alignment) * alignment
+    tensors = {name: _placed(name, shape, kind, start + offset) for name, shape, kind, offset in places}
+    if any(tensor.start + tensor.nbytes > size for tensor in tensors.values()):
+        raise ValueError(f"{path} is cut off: it lacks bytes of its tensors")
+    if not any(name.startswith("blk.") for name in tensors):
+        raise ValueError(f"{path} holds no layers of a model")
+    return GgufFile(path, fields, tensors)
+
+
+def _placed(name: str, shape: tuple[int, ...], kind: int, start: int) -> FileTensor:
+    form = TYPES.get(kind, f"number {kind}")
+    if form in FLOATS:
+        return FileTensor(form, shape, start, prod(shape) * FLOATS[form].itemsize)
+    if form not in FORMATS:
+        raise ValueError(f"{name} is of type {form}, which is not read; these are: {', '.join([*FORMATS, *FLOATS])}")
+    return FileTensor(form, shape, start, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))

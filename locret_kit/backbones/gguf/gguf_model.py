@@ -1,0 +1,114 @@
+"""A model whose weights are a GGUF file's: packed matrices lie where the file is mapped, the rest in the model's own type.
+
+Converters write some weights otherwise than the model has them; that is undone here. Sources: ``gguf/tensor_mapping.py`` for the
+names, llama.cpp's ``convert_hf_to_gguf.py`` for what it changes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from .gguf_config import FACTORS, LONG, SHORT
+from .gguf_file import FLOATS, GgufFile
+from .packed_modules import PackedEmbedding, PackedLinear
+
+_LLAMA = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_QWEN3 = {**_LLAMA, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+LAYER_NAMES = {
+    "llama": _LLAMA, "qwen2": _LLAMA, "smollm3": _LLAMA, "qwen3": _QWEN3,
+    "phi3": {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gemma3": {
+        **_QWEN3, "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+"""Architecture -> a layer's tensors and the modules of transformers that they are of."""
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+PLACE = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<name>\w+)\.(?P<kind>weight|bias)\Z")
+SCALINGS = (FACTORS, LONG, SHORT)
+"""Tensors that are part of the configuration."""
+NEIGHBOURS = ("llama", "smollm3")
+"""Architectures whose queries and keys are rotated in pairs of neighbours in llama.cpp: the converter permutes their rows."""
+ADDED_ONE = ("gemma3",)
+"""Architectures to whose norms the converter adds 1."""
+
+
+def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with the file's weights.
+
+    Args:
+        dtype: of activations, norms and biases, and of matrices that the file holds as plain numbers.
+
+    Raises:
+        ValueError: a tensor that the architecture does not have, lacks, or has in another shape; it is named.
+    """
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, found in file.tensors.items():
+        if name in SCALINGS:
+            continue
+        path, kind = _place(file.architecture, name)
+        try:
+            module = model.get_submodule(path)
+            wanted = getattr(module, kind).shape
+        except AttributeError as error:
+            raise ValueError(f"{name} is not known of {file.architecture}") from error
+        if tuple(wanted) != found.shape:
+            raise ValueError(f"{name} is {found.shape}, expected {tuple(wanted)}")
+        data = file.tensor(name)
+        if file.architecture in NEIGHBOURS and path.endswith(tuple(heads)):
+            data = unpaired(data, heads[path[-len("q_proj") :]])
+        if found.form in FLOATS:
+            one = float(file.architecture in ADDED_ONE and len(found.shape) == 1)
+            value = (data.float() - one if one else data).to(dtype)
+            module.register_parameter(kind, nn.Parameter(value, requires_grad=False))
+        elif isinstance(module, nn.Embedding):
+            scale = float(module.embed_scale) if "embed_scale" in dict(module.named_buffers()) else 1.0
+            model.set_submodule(path, PackedEmbedding(data, found.form, dtype, scale))
+        else:
+            packed = PackedLinear(data, found.form)
+            packed.bias = module.bias
+            model.set_submodule(path, packed)
+    _tie(model, config)
+    if absent := [name for name, weight in model.named_parameters() if weight.is_meta]:
+        raise ValueError(f"weights are missing: {', '.join(absent[:3])}" + " and more" * (len(absent) > 3))
+    return model
+
+
+def _place(architecture: str, name: str) -> tuple[str, str]:
+    """Path of the module that a tensor is of, and its parameter's name."""
+    match = PLACE.match(name)
+    if match is None:
+        raise ValueError(f"{name} is not known of {architecture}")
+    names = NAMES if match["layer"] is None else LAYER_NAMES[architecture]
+    if match["name"] not in names:
+        raise ValueError(f"{name} is not known of {architecture}")
+    layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
+    return layer + names[match["name"]], match["kind"]
+
+
+def unpaired(rows: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys, or their biases, with the two channels of a rotated pair half a head apart, as transformers has
+    them, where llama.cpp has them side by side. The order within a row of bytes stays."""
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _tie(model: Any, config: PreTrainedConfig) -> None:
+    """Let the last layer be the table of words where the file has no matrix of its own for it."""
+    if config.tie_word_embeddings:
+        words = model.get_input_embeddings()
+        if isinstance(words, PackedEmbedding):
+            model.lm_head = PackedLinear(words.weight.data, words.form)
+        model.lm_head.weight = words.weight

@@ -1,0 +1,47 @@
+"""Names of GGUF files: a path, or on the Hub ``user/name/FILE.gguf`` or, as llama.cpp has it, ``user/name:Q4_K_M``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...hub import pull
+
+HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>.+\.gguf)|:(?P<tag>[\w.-]+))\Z", re.IGNORECASE)
+
+TYPES_AT_END = re.compile(r"[-._](gguf|b?f(16|32)|(ud-)?i?q\d(_\w+)?)\Z", re.IGNORECASE)
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model is named as a GGUF file is."""
+    return name.lower().endswith(".gguf") or (HUB.match(name) is not None and not Path(name).exists())
+
+
+def model_name(name: str) -> str:
+    """Name of the model that a file is of: ``SmolLM2-135M-Instruct`` of ``SmolLM2-135M-Instruct.Q4_1.gguf`` and
+    of ``user/SmolLM2-135M-Instruct-GGUF:Q4_K_M``, as files are named."""
+    match = HUB.match(name)
+    stem = match["repo"].split("/")[1] if match is not None and match["tag"] else Path(name).stem
+    return TYPES_AT_END.sub("", stem)
+
+
+def pull_gguf(name: str, revision: str | None = None) -> Path:
+    """The path, in the Hub's cache, of a file that is downloaded unless it is there.
+
+    Raises:
+        FileNotFoundError: no name of the Hub's, or no such repository. ValueError: it has no such file, or several.
+    """
+    match = HUB.match(name)
+    if match is None:
+        raise FileNotFoundError(f"model={name!r}: no such file")
+    ending = None if match["file"] else re.compile(rf"(^|.*[-._/]){re.escape(match['tag'])}\.gguf\Z", re.IGNORECASE)
+
+    def choose(names: list[str]) -> list[str]:
+        files = [file for file in names if file.lower().endswith(".gguf")]
+        chosen = [file for file in files if (file == match["file"] if ending is None else ending.match(file))]
+        if len(chosen) != 1:
+            there = ", ".join(files[:8]) + " and more" * (len(files) > 8) or "none"
+            raise ValueError(f"model={name!r} names {len(chosen)} files of {match['repo']}; of GGUF there are: {there}")
+        return chosen
+
+    return pull(match["repo"], choose, field="model", revision=revision)[0]

@@ -1,0 +1,173 @@
+"""Backbones out of GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_gguf import SCALED, tiny_source, write_gguf, write_sentencepiece
+from tiny_tokenizer import TEMPLATE, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from locret_kit.backbones.gguf import gguf_place
+from locret_kit.backbones.gguf.gguf_file import open_gguf
+from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
+from locret_kit.backbones.gguf.packed_modules import PackedLinear
+from locret_kit.backbones.identity import first_difference, identity_of, tokenizer_identity
+from locret_kit.backbones.load import load_backbone, load_tokenizer, other_backbone
+from locret_kit.cli.infer import main as infer
+from locret_kit.cli.plan import main as plan
+from locret_kit.config.recipes import load_config as load_train_config
+
+IDS = torch.arange(2, 42)[None]
+
+
+def same_logits(path, model) -> None:
+    loaded, _ = load_backbone(str(path), device="cpu", dtype="float32")
+    with torch.inference_mode():
+        own, wanted = (one(input_ids=IDS).logits for one in (loaded, model))
+    assert (own - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert first_difference(identity_of(model)["config"], identity_of(loaded)["config"]) is None
+
+
+@pytest.mark.parametrize("form", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3", "smollm3"])
+def test_a_file_gives_the_logits_of_its_source(family, form, tmp_path):
+    model = tiny_source(family)
+    same_logits(write_gguf(tmp_path / f"{family}.gguf", model, form), model)
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_scalings_of_the_rotation_are_restored(scaling, tmp_path):
+    family, changes = SCALED[scaling]
+    model = tiny_source(family, **changes)
+    same_logits(write_gguf(tmp_path / "scaled.gguf", model, "Q8_0"), model)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "Tiny.Q8_0.gguf", tiny_source("llama"), "Q8_0")
+
+
+def test_the_tokenizer_is_the_source_s(file):
+    tokenizer, source = load_tokenizer(str(file)), tiny_tokenizer()
+    assert tokenizer_identity(tokenizer) == tokenizer_identity(source)
+    assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer("<|im_start|>user").input_ids[0] == source.bos_token_id
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3"])
+def test_a_vocabulary_of_sentencepiece_is_as_transformers_reads_it(architecture, tmp_path):
+    path = write_sentencepiece(tmp_path / "words.gguf", architecture)
+    own = tokenizer_of(open_gguf(path))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path, gguf_file=path.name)
+    texts = ["the other  theatre", "é the\n\nthe", "the " * 9]
+    # After a special token llama.cpp and the models' own files begin a word; transformers' reader does for Phi-3 alone.
+    for text in texts if architecture == "llama" else [*texts, "a<end>the"]:
+        assert own(text).input_ids == theirs(text).input_ids
+        assert own.decode(own(text).input_ids) == theirs.decode(theirs(text).input_ids)
+
+
+def test_matrices_stay_where_the_file_is_mapped(file):
+    model, _ = load_backbone(str(file), device="cpu", dtype="bfloat16")
+    down = model.model.layers[2].mlp.down_proj
+    assert isinstance(down, PackedLinear) and model.dtype == torch.bfloat16
+    assert bytes(down.weight.flatten().tolist()) in file.read_bytes()
+    assert down.weight.untyped_storage().nbytes() == file.stat().st_size
+    assert model.lm_head.weight is not model.get_input_embeddings().weight or model.config.tie_word_embeddings
+
+
+def test_a_copy_in_few_bits_is_another_content_of_the_same_model(file, tmp_path):
+    source = tiny_source("llama")
+    packed, _ = load_backbone(str(file), device="cpu", dtype="float32")
+    there, here = identity_of(packed), identity_of(source)
+    assert there["config"] == here["config"] and there["weight_bits"] == "Q8_0"
+    assert "weight_bits" in first_difference(there, {**here, "name": there["name"]})
+    assert other_backbone("checkpoints/tiny", str(file)) is None
+    assert other_backbone("checkpoints/SmolLM2-135M", "lab/SmolLM2-135M-GGUF:Q4_K_M") is None
+    assert "trained on" in other_backbone("checkpoints/other", str(file))
+
+
+def test_commands_take_it(file, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The harbour was quiet. " * 9)
+    given = ["--model", str(file), "--policy", "streaming", "--dtype", "float32"]
+    assert (
+        infer(
+            [
+                str(text),
+                *given,
+                "--budget",
+                "24",
+                "--chunk",
+                "8",
+                "--max-new-tokens",
+                "2",
+                "--report",
+                str(tmp_path / "report.json"),
+            ]
+        )
+        == 0
+    )
+    assert json.loads((tmp_path / "report.json").read_text())["dtype"] == "float32, Q8_0 weights"
+    assert plan([*given, "--gpu-memory", "8GiB", "--context", "300", "--budget", "64", "--chunk", "16"]) == 0
+    assert "float32, Q8_0 weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(adapter="some/lora"),
+            "adapter='some/lora' does not act on the packed weights.*merge it into the float model",
+        ),
+        (dict(weight_bits=4), "weight_bits=4 does not act on the packed weights"),
+        (dict(device_map="auto"), "device_map='auto' does not act"),
+    ],
+)
+def test_what_floats_alone_allow_is_refused(changes, message, file):
+    with pytest.raises(ValueError, match=message):
+        load_backbone(str(file), device="cpu", **changes)
+
+
+def test_training_says_what_to_do_instead(file):
+    with pytest.raises(
+        ValueError, match="train on the float model's folder or Hub id; its heads then run on this file"
+    ):
+        load_train_config(["recipe=tiny", f"backbone.model={file}"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"GGML" + data[4:], "is no GGUF file"),
+        (lambda data: data[:-1000], "is cut off"),
+        (lambda data: data[:3000], "is damaged"),
+        (lambda data: data.replace(b"llama", b"mamba"), "architecture='mamba' of a GGUF file is not mapped; there are: llama"),
+        (lambda data: data.replace(b"llama.block_count", b"llama.blocks_many"), "block_count is missing"),
+        (lambda data: data.replace(b"llama.vocab_size", b"llama.other_size"), "other_size=.* is not known of llama"),
+        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_r.weight"), "blk.1.attn_r.weight is not known"),
+        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is not known"),
+        (lambda data: data.replace(b"gpt-2", b"weird"), "tokenizer.ggml.pre='weird' is not known"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_one_line(change, message, file, tmp_path):
+    path = tmp_path / "changed.gguf"
+    path.write_bytes(change(file.read_bytes()))
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        load_backbone(str(path), device="cpu")
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_names_of_the_hub(monkeypatch):
+    names = ["a/Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "README.md"]
+    monkeypatch.setattr(gguf_place, "pull", lambda repo, choose, **rest: [Path(repo, name) for name in choose(names)])
+    for name, wanted in {"lab/Tiny:q4_k_m": "a/Tiny-Q4_K_M.gguf", "lab/Tiny/Tiny-Q8_0.gguf": "Tiny-Q8_0.gguf"}.items():
+        assert gguf_place.is_gguf(name) and gguf_place.pull_gguf(name) == Path("lab/Tiny", wanted)
+    with pytest.raises(
+        ValueError, match="'lab/Tiny:Q5_0' names 0 files of lab/Tiny; of GGUF there are: a/Tiny-Q4_K_M.gguf, "
+    ):
+        gguf_place.pull_gguf("lab/Tiny:Q5_0")
+    assert not gguf_place.is_gguf("lab/Tiny")

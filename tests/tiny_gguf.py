@@ -1,0 +1,205 @@
+"""GGUF files of tiny random models, written by the ``gguf`` package as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+from tiny_models import LONGROPE, tiny_model
+from tiny_tokenizer import tiny_tokenizer
+
+SIZES = dict(
+    vocab_size=len(tiny_tokenizer()),
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_hidden_layers=6,
+    eos_token_id=1,
+)
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3_text": "gemma3",
+    "smollm3": "smollm3",
+}  # fmt: skip
+LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("llama", dict(rope_parameters={**LLAMA3, "original_max_position_embeddings": 8192})),
+    "linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+    "yarn": (
+        "qwen2",
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)),
+    ),
+    "longrope": (
+        "phi3",
+        {
+            **LONGROPE,
+            "rope_parameters": {
+                **LONGROPE["rope_parameters"],
+                "short_factor": [1.0 + i / 10 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+            },
+        },
+    ),
+}
+"""Scaling -> a family that has it, and its settings."""
+
+
+def tiny_source(family: str, **changes: Any) -> Any:
+    """A random model whose norms and biases are no ones and zeros."""
+    if family == "smollm3":
+        family, changes = "llama", {"model_type": "smollm3", **changes}
+    if family in ("qwen3", "gemma3"):
+        changes = {"head_dim": 32, **changes}
+    if family == "gemma3":
+        changes["query_pre_attn_scalar"] = 32  # as in all of that family but the largest
+    model = tiny_model(family, **{**SIZES, **changes})
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.add_(torch.randn_like(weight) / 4)
+        else:
+            weight.div_(3.0)
+    return model
+
+
+def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None) -> Path:
+    """Convert a model, whose matrices become what the file's are."""
+    config = model.config
+    arch = ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(path, arch)
+    writer.add_name(f"Tiny {config.model_type}")
+    _add_fields(writer, config)
+    _add_tokenizer(writer, tokenizer or tiny_tokenizer(), config.vocab_size)
+    _add_rotation(writer, config)
+    names = gguf.get_tensor_name_map(
+        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.num_hidden_layers
+    )
+    kind = GGMLQuantizationType[form]
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data = weight.float().numpy()
+        if data.ndim == 1:
+            data = data + 1 if arch == "gemma3" else data
+            packed, written = data, GGMLQuantizationType.F32
+        else:
+            packed, written = quants.quantize(data, kind), kind
+            weight.copy_(torch.from_numpy(quants.dequantize(packed, kind)))
+        if arch in ("llama", "smollm3") and ".q_proj." in name:
+            packed = permute(packed, config.num_attention_heads)
+        if arch in ("llama", "smollm3") and ".k_proj." in name:
+            packed = permute(packed, config.num_key_value_heads)
+        stem, leaf = name.rsplit(".", 1)
+        writer.add_tensor(f"{names.get_name(stem)}.{leaf}", packed, raw_dtype=written)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """As ``LlamaModel.permute`` of llama.cpp's converter."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _add_fields(writer: GGUFWriter, config: Any) -> None:
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+    else:
+        writer.add_rope_dimension_count(size)
+        writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+
+
+def _add_rotation(writer: GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    match rope["rope_type"]:
+        case "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+        case "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        case "llama3":  # as LlamaModel.generate_extra_tensors
+            low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+            high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+            factors = []
+            for i in range(0, config.head_dim, 2):
+                length = 2 * np.pi * rope["rope_theta"] ** (i / config.head_dim)
+                smooth = (rope["original_max_position_embeddings"] / length - rope["low_freq_factor"]) / (
+                    rope["high_freq_factor"] - rope["low_freq_factor"]
+                )
+                between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+                factors.append(1.0 if length < high else rope["factor"] if length > low else between)
+            writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+        case "longrope":  # as Phi3MiniModel.generate_extra_tensors
+            scale = config.max_position_embeddings / config.original_max_position_embeddings
+            factor = np.sqrt(1 + np.log(scale) / np.log(config.original_max_position_embeddings))
+            writer.add_rope_scaling_attn_factors(float(factor))
+            for name in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+def _add_tokenizer(writer: GGUFWriter, tokenizer: Any, size: int) -> None:
+    words = dict(sorted((i, word) for word, i in tokenizer.get_vocab().items()))
+    tokens = [words.get(i, f"[PAD{i}]") for i in range(size)]
+    special = set(tokenizer.all_special_tokens)
+    kinds = [
+        TokenType.CONTROL if t in special else TokenType.UNUSED if i not in words else TokenType.NORMAL
+        for i, t in enumerate(tokens)
+    ]
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
+def write_sentencepiece(path: Path, architecture: str) -> Path:
+    """A file that holds a small vocabulary of SentencePiece, and of a model nothing that could run."""
+    kinds = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "<end>": TokenType.CONTROL}
+    kinds |= {f"<0x{byte:02X}>": TokenType.BYTE for byte in range(256)}
+    merged = ["th", "he", "▁t", "▁th", "▁the", "the", "er", "at", "ea", "\n\n", "▁▁"]
+    tokens = [*kinds, *merged, *"▁\n", *"abcdefghijklmnopqrstuvwxyz"]
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
