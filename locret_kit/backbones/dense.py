@@ -162,7 +162,8 @@ def check_dense(model: Any, weights: Dense) -> None:
         x = x + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
     logits = weights.head(_normed(x, weights.norm))
     own = model(input_ids=ids_T[None], use_cache=False).logits[0]
-    allowed = 1e-3 if x.dtype.itemsize > 2 else 0.1
+    # Packed matrices round activations to 8 bits: the last bit of a number may turn a code.
+    allowed = 1e-3 if x.dtype.itemsize > 2 and not weights.is_packed else 0.1
     if not bool((logits.float() - own.float()).abs().max() <= allowed * own.float().abs().max()):
         raise NotDense("its logits are not what its matrices give by the form of Llama's")
 
