@@ -8,13 +8,18 @@ import torch
 from policy_runs import LENGTH, backbone, held, make, tokens
 from tiny_models import tiny_model
 
-from locret_kernels.decoder_step.cpu import load
+from locret_kernels.cases import packed_matrix
+from locret_kernels.decoder_step.cpu import HALVED, OWN, load
+from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.gguf.packed_modules import PackedEmbedding, PackedLinear
 from locret_kit.runtime.batch import Batch, Request
 from locret_kit.runtime.cpu_decoder import CpuDecoder, _say_once, cpu_decoder
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 STEPS = 40
+WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, attention_bias=True)
+"""Sizes of which blocks of 256 are multiples."""
 SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorhands", "random"]
 """One of each kind of score; the others differ in evictions alone, which are not the call's."""
 
@@ -93,6 +98,32 @@ def test_biases_and_another_type():
     assert same(model, [make("h2o") for _ in range(2)], tokens(), 2e-4) == STEPS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_matrices(dtype):
+    """Of every format, also of the words and the last layer, with a plain matrix and biases between."""
+    model, generator, forms = tiny_model("llama", **WIDE).to(dtype), torch.Generator(), [*FORMATS] * 9
+    words = model.get_input_embeddings().weight
+    matrix = packed_matrix(*words.shape, "Q6_K", generator=generator.manual_seed(0))
+    for name, module in list(model.named_modules()):
+        if name == "model.layers.0.mlp.up_proj" or type(module) is not torch.nn.Linear:
+            continue
+        form = forms.pop()
+        weight = packed_matrix(*module.weight.shape, form, generator=generator.manual_seed(len(forms)))
+        model.set_submodule(name, PackedLinear(weight, form, module.bias))
+    model.set_submodule("model.embed_tokens", PackedEmbedding(matrix, "Q6_K", dtype))
+    caches = [make("streaming") for _ in range(2)]
+    with attach(model), torch.inference_mode():
+        decoder = cpu_decoder(model)
+        assert isinstance(decoder, CpuDecoder) and decoder.weights.is_packed
+        caches[0].bind(model)
+        assert decoder.takes(caches[0]) is None
+        mine, taken = decoded(model, caches[0], tokens(), decoder, 12)
+        theirs, _ = decoded(model, caches[1], tokens(), None, 12)
+    assert taken == 12 and held(caches[0]) == held(caches[1])
+    bound = 1e-2 if dtype == torch.float32 else 5e-2  # the last bit of an activation may turn its code of 8 bits
+    assert (mine - theirs).square().mean().sqrt() < bound * theirs.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("policy", ["locret", "h2o", "ada-locret"])
 @pytest.mark.parametrize("bits", [4, 2])
 def test_few_bits(policy, bits):
@@ -112,7 +143,7 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
                 if not halved:
                     patch.setattr(torch, "equal", lambda *_: False)
                 decoder = CpuDecoder(model)
-            assert decoder._own[0][0][3] == decoder._head[3] == halved
+            assert decoder._own[0][0][3] == decoder._head[3] == (HALVED if halved else OWN)
             numbers = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
             assert decoder.weight_bytes() == numbers * (2 if halved else 4)
             cache = make("streaming")

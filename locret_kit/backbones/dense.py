@@ -12,10 +12,14 @@ from torch.nn import functional as F
 from locret_kernels.fused import rms_norm
 
 from .fused import is_rms_norm, is_silu
+from .gguf.packed_modules import PackedEmbedding, PackedLinear, packed_product, unpacked_rows
 from .last_layer import is_own_hook
 from .probe import describe
 from .rope import rotate
 from .spec import decoder_of
+
+PACKED = (PackedEmbedding, PackedLinear)
+"""Modules beside PyTorch's and transformers' whose weights are known."""
 
 
 class NotDense(ValueError):
@@ -24,10 +28,20 @@ class NotDense(ValueError):
 
 @dataclass(frozen=True)
 class Product:
-    """``x @ weight.T + bias``."""
+    """``x @ weight.T + bias``.
+
+    Attributes:
+        form: format of a packed matrix; None of a plain one.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    form: str | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.form is None:
+            return F.linear(x, self.weight, self.bias)
+        return packed_product(x, self.weight, self.form, self.bias)
 
 
 @dataclass(frozen=True)
@@ -57,15 +71,34 @@ class DenseLayer:
     scaling: float
     """Of the logits of attention."""
 
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.query, self.key, self.value, self.out, self.gate, self.up, self.down
+
 
 @dataclass(frozen=True)
 class Dense:
-    """A decoder and the product that makes logits of its last hidden state."""
+    """A decoder and the product that makes logits of its last hidden state.
 
-    words: Tensor
+    Attributes:
+        words: rows of the tokens; nothing is multiplied with them.
+    """
+
+    words: Product
     layers: tuple[DenseLayer, ...]
     norm: Norm
     head: Product
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of activations."""
+        return self.norm.weight.dtype
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a matrix is."""
+        products = (self.words, self.head, *(product for layer in self.layers for product in layer.products))
+        return any(product.form is not None for product in products)
 
 
 def dense(model: Any) -> Dense:
@@ -80,7 +113,8 @@ def dense(model: Any) -> Dense:
         raise NotDense("the backbone is in training mode")
     decoder, head = decoder_of(model), model.get_output_embeddings()
     for module in (*decoder.modules(), head):
-        if not type(module).__module__.startswith(("transformers.", "torch.nn.")):  # what it does is its own
+        known = type(module) in PACKED or type(module).__module__.startswith(("transformers.", "torch.nn."))
+        if not known:  # what it does is its own
             raise NotDense(f"a {type(module).__name__} stands in for a module of the backbone")
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if hasattr(module, "_hf_hook") or not all(map(is_own_hook, hooks)):
@@ -91,16 +125,15 @@ def dense(model: Any) -> Dense:
     if not description.fuses_layers:
         raise NotDense("its layers are not Llama's: other norms, residuals or experts")
     try:
-        words = decoder.embed_tokens
-        if type(words) is not nn.Embedding:
-            raise NotDense(f"its words are a {type(words).__name__}")
-        found = Dense(words.weight, tuple(map(_layer, decoder.layers)), _norm(decoder.norm), _product(head))
+        words = _words(decoder.embed_tokens)
+        found = Dense(words, tuple(map(_layer, decoder.layers)), _norm(decoder.norm), _product(head))
     except AttributeError as error:
         raise NotDense(f"a module of another name: {error}") from error
     tensors = [x for x in (*decoder.parameters(), head.weight)]
     if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in tensors):
         raise NotDense("weights that are no plain tensors")
-    if len({(x.dtype, x.device) for x in tensors}) > 1:
+    plain = {x.dtype for x in tensors if x.is_floating_point()}
+    if len(plain) > 1 or len({x.device for x in tensors}) > 1:
         raise NotDense("weights of several types or on several devices")
     return found
 
@@ -110,26 +143,27 @@ def check_dense(model: Any, weights: Dense) -> None:
     """Raise NotDense where the model's own logits of a few tokens are not those that its weights give by the form of ``Dense``:
     words may be scaled, logits capped, and heads normed otherwise."""
     description, (D,) = describe(model), {layer.key_size for layer in describe(model).spec.layers}
-    ids_T = torch.arange(2, 6, device=weights.words.device)
-    x = weights.words[ids_T]
+    ids_T = torch.arange(2, 6, device=weights.norm.weight.device)
+    x = weights.words.weight[ids_T]
+    if weights.words.form is not None:
+        x = unpacked_rows(x, weights.words.form, weights.dtype)
     for layer, rope in zip(weights.layers, description.ropes(model, len(ids_T)), strict=True):
         normed = _normed(x, layer.norm)
         q, k, v = (
-            F.linear(normed, product.weight, product.bias).unflatten(-1, (-1, D)).transpose(0, 1)
-            for product in (layer.query, layer.key, layer.value)
+            product(normed).unflatten(-1, (-1, D)).transpose(0, 1) for product in (layer.query, layer.key, layer.value)
         )
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = _normed(q, layer.query_norm), _normed(k, layer.key_norm)
         cos, sin = rope.tables(torch.arange(len(ids_T), device=x.device), x.dtype)
         q, k = rotate(q[None], cos, sin), rotate(k[None], cos, sin)
         out = F.scaled_dot_product_attention(q, k, v[None], is_causal=True, scale=layer.scaling, enable_gqa=True)
-        x = x + F.linear(out[0].transpose(0, 1).flatten(1), layer.out.weight, layer.out.bias)
+        x = x + layer.out(out[0].transpose(0, 1).flatten(1))
         normed = _normed(x, layer.mlp_norm)
-        gate, up = (F.linear(normed, one.weight, one.bias) for one in (layer.gate, layer.up))
-        x = x + F.linear(F.silu(gate) * up, layer.down.weight, layer.down.bias)
-    logits = F.linear(_normed(x, weights.norm), weights.head.weight, weights.head.bias)
+        x = x + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
+    logits = weights.head(_normed(x, weights.norm))
     own = model(input_ids=ids_T[None], use_cache=False).logits[0]
-    allowed = 1e-3 if x.dtype.itemsize > 2 else 0.1
+    # Packed matrices round activations to 8 bits: the last bit of a number may turn a code.
+    allowed = 1e-3 if x.dtype.itemsize > 2 and not weights.is_packed else 0.1
     if not bool((logits.float() - own.float()).abs().max() <= allowed * own.float().abs().max()):
         raise NotDense("its logits are not what its matrices give by the form of Llama's")
 
@@ -169,7 +203,17 @@ def _layer(layer: Any) -> DenseLayer:
     )  # fmt: skip
 
 
+def _words(module: Any) -> Product:
+    if type(module) is PackedEmbedding:
+        return Product(module.weight, None, module.form)
+    if type(module) is not nn.Embedding:
+        raise NotDense(f"its words are a {type(module).__name__}")
+    return Product(module.weight, None)
+
+
 def _product(module: Any) -> Product:
+    if type(module) is PackedLinear:
+        return Product(module.weight, module.bias, module.form)
     if type(module) is not nn.Linear:
         raise NotDense(f"a {type(module).__name__} among its matrices")
     return Product(module.weight, module.bias)
@@ -177,7 +221,8 @@ def _product(module: Any) -> Product:
 
 def _pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
     biases = both.bias.split(rows) if both.bias is not None else [None] * len(rows)
-    return [Product(weight, bias) for weight, bias in zip(both.weight.split(rows), biases, strict=True)]
+    parts = zip(both.weight.split(rows), biases, strict=True)
+    return [Product(weight, bias, both.form) for weight, bias in parts]
 
 
 def _norm(module: Any) -> Norm:

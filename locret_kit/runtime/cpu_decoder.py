@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
 from locret_kernels.decoder_step.halves import Halves
+from locret_kernels.product import FORMATS
 from locret_kernels.ragged_decode import PackedRows
 
-from ..backbones.dense import Dense, DenseLayer, NotDense, Product, check_dense, dense
+from ..backbones.dense import Dense, NotDense, Product, check_dense, dense
 from ..backbones.rope import Rope
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
@@ -107,19 +108,19 @@ class CpuDecoder:
 
     def __init__(self, model: PreTrainedModel, weights: Dense | None = None) -> None:
         weights = dense(model) if weights is None else weights
-        self.dtype, device = weights.words.dtype, weights.words.device
+        self.dtype, device = weights.dtype, weights.norm.weight.device
         if device.type != "cpu":
             raise NotDense(f"the backbone is on {device.type}")
         first = weights.layers[0]
         self.channels = len(first.query.weight) // text_config(model).num_attention_heads
-        self.library = decoder_step.load(self.dtype, self.channels)
+        self.library = decoder_step.load(self.dtype, self.channels, weights.is_packed)
         self.sums = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.weights = weights
         Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
         self.line = (Q + 2 * H) * self.channels
-        self._products = [_products(layer) for layer in weights.layers]
-        self._halves = Halves(x.weight for products in (*self._products, [weights.head]) for x in products if x)
-        self._own = [[_address(product, self._halves) for product in products] for products in self._products]
+        products = [layer.products for layer in weights.layers]  # in the order of ``decoder_step.LAYER``
+        self._halves = Halves(one.weight for some in (*products, [weights.head]) for one in some)
+        self._own = [[_address(one, self._halves) for one in some] for some in products]
         self._head = _address(weights.head, self._halves)
         self._plain = self._layers(None)
         self._with_heads: WeakKeyDictionary[RetainingHeads, Held] = WeakKeyDictionary()
@@ -322,7 +323,7 @@ class CpuDecoder:
         """The decoder as the call reads it."""
         w = self.weights
         numbers = (
-            len(w.layers), w.words.shape[1], *self.shape, self.channels, len(w.head.weight), w.words.data_ptr(),
+            len(w.layers), len(w.norm.weight), *self.shape, self.channels, len(w.head.weight), *_address(w.words),
             w.norm.weight.data_ptr(), w.norm.eps, *self._head, held.layers.ctypes.data,
         )  # fmt: skip
         return np.array([numbers], dtype=decoder_step.DECODER)
@@ -348,23 +349,21 @@ def _scores(cache: BoundedCache) -> bool:
     return type(cache.policy.score).score_new_tokens is not Score.score_new_tokens
 
 
-def _products(layer: DenseLayer) -> tuple[Product, ...]:
-    """In the order of ``decoder_step.LAYER``."""
-    return layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down
-
-
 def signature_of(tensors: Iterable[Tensor]) -> Signature:
     """Where tensors lie, and how often they were written to."""
     return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
 
 
-def _address(product: Product | None, halves: Halves) -> tuple[int, int, int, bool]:
-    """Where a product's weights and biases are, how many rows it has, and whether the weights are a copy of half the size."""
+def _address(product: Product | None, halves: Halves | None = None) -> tuple[int, int, int, int]:
+    """Where a product's weights and biases are, how many rows it has, and the weights' form: copies of half the size, where there
+    are ``halves`` and they hold them."""
     if product is None:
-        return 0, 0, 0, False
-    half = halves.of(product.weight)
-    weight = product.weight if half is None else half
-    return weight.data_ptr(), 0 if product.bias is None else product.bias.data_ptr(), len(weight), half is not None
+        return 0, 0, 0, 0
+    half = None if halves is None else halves.of(product.weight)
+    weight, form = (product.weight, decoder_step.OWN) if half is None else (half, decoder_step.HALVED)
+    if product.form is not None:
+        form = FORMATS[product.form].number
+    return weight.data_ptr(), 0 if product.bias is None else product.bias.data_ptr(), len(weight), form
 
 
 @lru_cache

@@ -39,7 +39,11 @@ inline float half(const uint8_t *p) { return number(at<f16>(p)); }
 // ---- formats ---------------------------------------------------------------------------------------------------------
 
 inline codes_u8 nibbles(const uint8_t *p) { // low halves of 16 bytes, then their high halves
-    half_codes x = at<half_codes>(p), low = x & 15, high = x >> 4;
+    half_codes x = at<half_codes>(p);
+#if defined(__AVX2__)
+    asm("" : "+x"(x)); // read once
+#endif
+    half_codes low = x & 15, high = x >> 4;
 #if defined(__AVX2__)
     return (codes_u8)_mm256_set_m128i((__m128i)high, (__m128i)low);
 #else
@@ -194,6 +198,7 @@ struct Activations {
 
     void resize(i64 N, i64 columns) {
         K = columns;
+        if (i64(codes.size()) >= N * K) return;
         codes.resize(N * K), steps.resize(N * K / 32), sums.resize(N * K / 32), steps16.resize(N * K / 16), sums16.resize(N * K / 16);
     }
     template <class A> void take(const A *x, i64 n) { // row n
@@ -301,8 +306,8 @@ void rows_of(F, const uint8_t *w, const B *bias, i64 first, i64 end, const Activ
         const uint8_t *own = w + row * row_bytes<F>(x.K);
         float out[4];
         for (i64 n = 0, some; n < N; n += some) {
-            some = std::min<i64>(4, N - n);
-            (some == 4 ? row_product<F, 4> : some == 3 ? row_product<F, 3> : some == 2 ? row_product<F, 2> : row_product<F, 1>)(own, x, n, out);
+            some = N - n >= 4 ? 4 : N - n >= 2 ? 2 : 1;
+            (some == 4 ? row_product<F, 4> : some == 2 ? row_product<F, 2> : row_product<F, 1>)(own, x, n, out);
             for (i64 m = 0; m < some; m++) {
                 float &to = y[(n + m) * stride + row], sum = out[m] + (bias ? number(bias[row]) : 0);
                 to = add ? to + sum : sum;

@@ -8,7 +8,8 @@ namespace {
 
 constexpr i64 MOST_CHANNELS = 1024; // of a head
 
-struct Linear { const void *weight, *bias; i64 rows, halved; }; // halved: its float32 numbers are held as bfloat16
+// form: 0 for the type of weights; otherwise the number of a format in ggml, of which 30 is bfloat16 (copies of float32 numbers).
+struct Linear { const void *weight, *bias; i64 rows, form; };
 struct Layer {
     const void *norm, *query_norm, *key_norm, *mlp_norm;
     Linear query, key, value, out, gate, up, down, fc1, fc2;
@@ -16,7 +17,8 @@ struct Layer {
 };
 struct Decoder {
     i64 layers, width, query_heads, heads, channels, vocabulary;
-    const void *words, *norm;
+    Linear words;
+    const void *norm;
     double eps;
     Linear head;
     const Layer *layer;

@@ -8,6 +8,9 @@
 #include <sched.h>
 
 #include "layout.h"
+#if PACKED
+#include "blocks.h"
+#endif
 
 namespace {
 
@@ -90,16 +93,65 @@ void rows_of(const W *w, const B *bias, i64 first, i64 end, i64 K, const A *x, i
     }
 }
 
-// Rows [first, end) of W x for all texts `x [N, K]`, the bias included, into columns of `y [N, stride]` or added to them.
+constexpr i64 OWN = 0, HALVED = 30; // forms
+
+#if !PACKED
+struct Activations {};
+#endif
+// What matrices are multiplied with: N rows of K numbers, for packed matrices in 8 bits too, for which there is room in `eight`.
+template <class A> struct Input {
+    const A *numbers;
+    i64 N, K;
+    Activations *eight = nullptr;
+    bool taken = false;
+
+    // The numbers that `matrix` asks for beside the plain ones, each thread for itself.
+    void prepare(const Linear &matrix) {
+#if PACKED
+        if constexpr (sizeof(A) == 4) {
+            if (matrix.form == OWN || matrix.form == HALVED || taken) return;
+            eight->resize(N, K);
+            for (i64 n = 0; n < N; n++) eight->take(numbers + n * K, n);
+            taken = true;
+        }
+#endif
+    }
+};
+
+// Rows [first, end) of W x for all texts, the bias included, into columns of `y [N, stride]` or added to them.
 template <class W, class A>
-void product(const Linear &m, i64 first, i64 end, i64 K, const A *x, i64 N, A *y, i64 stride, bool add = false) {
+void product(const Linear &m, i64 first, i64 end, const Input<A> &x, A *y, i64 stride, bool add = false) {
     const W *bias = (const W *)m.bias;
+    if (m.form == OWN) return rows_of((const W *)m.weight, bias, first, end, x.K, x.numbers, x.N, y, stride, add);
     if constexpr (sizeof(W) == 4)
-        if (m.halved) return rows_of((const bf16 *)m.weight, bias, first, end, K, x, N, y, stride, add);
-    rows_of((const W *)m.weight, bias, first, end, K, x, N, y, stride, add);
+        if (m.form == HALVED) return rows_of((const bf16 *)m.weight, bias, first, end, x.K, x.numbers, x.N, y, stride, add);
+#if PACKED
+    if constexpr (sizeof(A) == 4)
+        with_format(m.form, [&](auto form) { rows_of(form, (const uint8_t *)m.weight, bias, first, end, *x.eight, x.N, y, stride, add); });
+#endif
 }
 
-template <class W> inline i64 share_of(i64 K) { return std::max<i64>(4, SHARE / i64(K * sizeof(W)) / 4 * 4); }
+// Row `row` of a matrix of K columns.
+template <class W, class A> void read_row(const Linear &m, i64 row, i64 K, A *out) {
+    if (m.form == OWN)
+        for (i64 k = 0; k < K; k++) out[k] = number(((const W *)m.weight)[row * K + k]);
+#if PACKED
+    if constexpr (sizeof(A) == 4)
+        with_format(m.form, [&](auto form) {
+            typedef decltype(form) F;
+            unpack_row<F>((const uint8_t *)m.weight + row * row_bytes<F>(K), K, out);
+        });
+#endif
+}
+
+// Rows of a matrix of K columns in one item of work.
+template <class W> inline i64 share_of(const Linear &m, i64 K) {
+    i64 bytes = K * (m.form == HALVED ? 2 : sizeof(W));
+#if PACKED
+    with_format(m.form, [&](auto form) { bytes = row_bytes<decltype(form)>(K); });
+#endif
+    return std::max<i64>(4, SHARE / bytes / 4 * 4);
+}
 inline i64 parts(i64 n, i64 each) { return (n + each - 1) / each; }
 
 // As the backbones': in float32 whatever the type, and the weight after rounding to it.

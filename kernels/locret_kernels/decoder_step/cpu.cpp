@@ -1,8 +1,9 @@
 // One decoded token of each of several texts through a whole decoder, on a CPU: weights are read once for all of them.
 //
 // Structures are those of `cpu.py`, field by field. Compiled for a `TYPE` of weights and rows (32: float32, 64: float64,
-// 16: bfloat16) and a number of `CHANNELS` of a head (0: any). Letters: N texts, L layers, E width, Q query heads, H key/value
-// heads, G = Q / H, D channels of a head, R of them rotated, S rows. `W` is the type of weights and rows, `A` the type of sums.
+// 16: bfloat16) and a number of `CHANNELS` of a head (0: any), and where matrices may be in few bits with `PACKED`. Letters: N
+// texts, L layers, E width, Q query heads, H key/value heads, G = Q / H, D channels of a head, R of them rotated, S rows. `W` is
+// the type of weights and rows, `A` the type of sums.
 // A number is summed in the same order whatever the number of texts and of threads, so a text's numbers do not depend on either.
 
 #include "attention.h"
@@ -38,8 +39,7 @@ template <class W, class A> struct Step {
         x.resize(N * E), qkv.resize(N * line), attended.resize(N * Q * D), gate.resize(N * wide), up.resize(N * wide);
         scored.resize(N * hidden);
         left.reset(new std::atomic<i64>[N * H]);
-        for (i64 n = 0; n < N; n++)
-            for (i64 e = 0; e < E; e++) x[n * E + e] = number(((const W *)m.words)[ids[n] * E + e]);
+        for (i64 n = 0; n < N; n++) read_row<W>(m.words, ids[n], E, x.data() + n * E);
     }
 
     void run() {
@@ -48,12 +48,13 @@ template <class W, class A> struct Step {
             // As many as there are may be fewer than were asked for.
 #pragma omp single
             team.threads = omp_get_num_threads();
+            Activations eight;
             std::vector<A> h(N * E), space(2 * G * D + BLOCK * D + G * ROWS), local(G * ROWS);
             for (i64 l = 0; l < m.layers; l++) {
                 const Layer &at = m.layer[l];
                 norm(at.norm, at.norm_eps, h.data());
                 if (omp_get_thread_num() == 0) plan(l);
-                project(l, h.data());
+                project(l, {h.data(), N, E, &eight});
                 team.wait();
                 if (at.query_norm) {
                     team.share(6 * l + 1, N, [&](i64 n) { norm_heads(at, qkv.data() + n * line); });
@@ -61,18 +62,20 @@ template <class W, class A> struct Step {
                 }
                 attention(l, space.data(), local.data());
                 team.wait();
-                out(l);
+                out(l, eight);
                 team.wait();
                 norm(at.mlp_norm, at.mlp_eps, h.data());
-                inwards(l, h.data());
+                inwards(l, {h.data(), N, E, &eight});
                 team.wait();
-                add(6 * l + 5, at.down, at.gate.rows, gate.data());
+                add(6 * l + 5, at.down, at.gate.rows, gate.data(), eight);
                 team.wait();
             }
             norm(m.norm, m.eps, h.data());
-            i64 each = share_of<W>(E);
+            Input<A> last{h.data(), N, E, &eight};
+            last.prepare(m.head);
+            i64 each = share_of<W>(m.head, E);
             team.share(6 * m.layers, parts(V, each), [&](i64 i) {
-                product<W, A>(m.head, i * each, std::min(V, (i + 1) * each), E, h.data(), N, logits, V);
+                product<W, A>(m.head, i * each, std::min(V, (i + 1) * each), last, logits, V);
             });
         }
     }
@@ -86,16 +89,19 @@ template <class W, class A> struct Step {
             rms_norm<W, A>(one + i * D, i < Q ? at.query_norm : at.key_norm, at.head_eps, D, one + i * D);
     }
 
-    void project(i64 l, const A *h) {
+    void project(i64 l, Input<A> h) {
         const Layer &at = m.layer[l];
         const Linear *each[] = {&at.query, &at.key, &at.value};
-        i64 some = share_of<W>(E), counts[3], offset[] = {0, Q * D, (Q + H) * D};
-        for (int i = 0; i < 3; i++) counts[i] = parts(each[i]->rows, some);
+        i64 some[3], counts[3], offset[] = {0, Q * D, (Q + H) * D};
+        for (int i = 0; i < 3; i++) {
+            h.prepare(*each[i]);
+            some[i] = share_of<W>(*each[i], E), counts[i] = parts(each[i]->rows, some[i]);
+        }
         team.share(6 * l, counts[0] + counts[1] + counts[2], [&](i64 item) {
             int i = 0;
             for (; item >= counts[i]; i++) item -= counts[i];
-            i64 end = std::min(each[i]->rows, (item + 1) * some);
-            product<W, A>(*each[i], item * some, end, E, h, N, qkv.data() + offset[i], line);
+            i64 end = std::min(each[i]->rows, (item + 1) * some[i]);
+            product<W, A>(*each[i], item * some[i], end, h, qkv.data() + offset[i], line);
         });
     }
 
@@ -125,14 +131,14 @@ template <class W, class A> struct Step {
 
     void attention(i64 l, A *space, A *local) {
         const Layer &at = m.layer[l];
-        i64 some = share_of<W>(line), score = at.fc1.weight ? parts(at.fc1.rows, some) : 0;
+        i64 some = share_of<W>(at.fc1, line), score = at.fc1.weight ? parts(at.fc1.rows, some) : 0;
         if (seen)
             if (omp_get_thread_num() == 0) memcpy(seen + l * N * line, qkv.data(), N * line * sizeof(A));
         team.share(6 * l + 2, i64(items.size()) + score, [&](i64 i) {
             if (i >= i64(items.size())) {
                 i -= items.size();
                 i64 R = at.fc1.rows, first = i * some, end = std::min(R, first + some);
-                product<W, A>(at.fc1, first, end, line, qkv.data(), N, scored.data(), R);
+                product<W, A>(at.fc1, first, end, {qkv.data(), N, line}, scored.data(), R);
                 for (i64 n = 0; n < N; n++) silu(scored.data() + n * R + first, end - first);
                 return;
             }
@@ -155,16 +161,16 @@ template <class W, class A> struct Step {
     }
 
     // The output projection, and what the retaining head makes of its hidden layer.
-    void out(i64 l) {
+    void out(i64 l, Activations &eight) {
         const Layer &at = m.layer[l];
-        add(6 * l + 3, at.out, Q * D, attended.data());
+        add(6 * l + 3, at.out, Q * D, attended.data(), eight);
         if (at.fc2.weight && omp_get_thread_num() == 0)
             score(l, at);
     }
 
     void score(i64 l, const Layer &at) {
         std::vector<A> scores(N * H);
-        product<W, A>(at.fc2, 0, H, at.fc1.rows, scored.data(), N, scores.data(), H);
+        product<W, A>(at.fc2, 0, H, {scored.data(), N, at.fc1.rows}, scores.data(), H);
         for (i64 n = 0; n < N; n++)
             for (i64 h = 0; h < H; h++) {
                 const Rows &r = rows[n * m.layers + l];
@@ -172,20 +178,23 @@ template <class W, class A> struct Step {
             }
     }
 
-    void add(i64 phase, const Linear &matrix, i64 K, const A *from) { // the residual
-        i64 each = std::min(share_of<W>(K), std::max<i64>(4, parts(E, 4 * team.threads) / 4 * 4));
+    void add(i64 phase, const Linear &matrix, i64 K, const A *from, Activations &eight) { // the residual
+        i64 each = std::min(share_of<W>(matrix, K), std::max<i64>(4, parts(E, 4 * team.threads) / 4 * 4));
+        Input<A> input{from, N, K, &eight};
+        input.prepare(matrix);
         team.share(phase, parts(E, each), [&](i64 i) {
-            product<W, A>(matrix, i * each, std::min(E, (i + 1) * each), K, from, N, x.data(), E, true);
+            product<W, A>(matrix, i * each, std::min(E, (i + 1) * each), input, x.data(), E, true);
         });
     }
 
-    void inwards(i64 l, const A *h) {
+    void inwards(i64 l, Input<A> h) {
         const Layer &at = m.layer[l];
-        i64 F = at.gate.rows, each = share_of<W>(E);
+        i64 F = at.gate.rows, each = share_of<W>(at.gate, E);
+        h.prepare(at.gate), h.prepare(at.up);
         team.share(6 * l + 4, parts(F, each), [&](i64 i) {
             i64 first = i * each, end = std::min(F, first + each);
-            product<W, A>(at.gate, first, end, E, h, N, gate.data(), F);
-            product<W, A>(at.up, first, end, E, h, N, up.data(), F);
+            product<W, A>(at.gate, first, end, h, gate.data(), F);
+            product<W, A>(at.up, first, end, h, up.data(), F);
             for (i64 n = 0; n < N; n++) {
                 A *g = gate.data() + n * F, *u = up.data() + n * F;
                 silu(g + first, end - first);

@@ -18,11 +18,13 @@ from .. import cpp
 CHANNELS = (64, 96, 128, 256)
 """Channels of a head for which the step is compiled by itself; one for any number serves the others."""
 
+OWN, HALVED = 0, 30
+"""Forms of matrices that are of the weights' type, and of copies in bfloat16; others are numbers of ``product.FORMATS``."""
 _I = np.int64  # numbers and addresses
 
 
 def _linear(name: str) -> list[tuple[str, type]]:
-    return [(name, _I), (f"{name}_bias", _I), (f"{name}_rows", _I), (f"{name}_halved", _I)]
+    return [(name, _I), (f"{name}_bias", _I), (f"{name}_rows", _I), (f"{name}_form", _I)]
 
 
 LAYER = np.dtype(
@@ -31,8 +33,8 @@ LAYER = np.dtype(
     + [(name, np.float64) for name in ("norm_eps", "head_eps", "mlp_eps", "scaling")]
 )  # fmt: skip
 DECODER = np.dtype(
-    [(name, _I) for name in ("layers", "width", "query_heads", "heads", "channels", "vocabulary", "words", "norm")]
-    + [("eps", np.float64), *_linear("head"), ("layer", _I)]
+    [(name, _I) for name in ("layers", "width", "query_heads", "heads", "channels", "vocabulary")]
+    + [*_linear("words"), ("norm", _I), ("eps", np.float64), *_linear("head"), ("layer", _I)]
 )
 PACKED = np.dtype(
     [(name, _I) for name in (
@@ -49,8 +51,11 @@ ROWS = np.dtype(
 
 
 @cache
-def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
+def load(dtype: torch.dtype, channels: int, packed: bool = False) -> ctypes.CDLL:
     """The compiled step for weights of a type and heads of so many channels.
+
+    Args:
+        packed: whether matrices may be in few bits, which takes longer to compile.
 
     Raises:
         cpp.Unavailable: another type or system, no compiler, or one that fails.
@@ -59,7 +64,13 @@ def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
         raise cpp.Unavailable(f"heads of {channels} channels, more than {cpp.MAX_CHANNELS}")
     if dtype not in cpp.TYPES:
         raise cpp.Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
-    options = f"-DTYPE={cpp.TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
+    if packed and dtype == torch.float64:
+        raise cpp.Unavailable("packed matrices beside numbers of float64")
+    options = (
+        f"-DTYPE={cpp.TYPES[dtype]}",
+        f"-DCHANNELS={channels if channels in CHANNELS else 0}",
+        f"-DPACKED={int(packed)}",
+    )
     loaded = cpp.load(Path(__file__).with_name("cpu.cpp"), *options)
     loaded.locret_step.argtypes = [
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,

@@ -16,10 +16,20 @@
 namespace {
 
 constexpr i64 MANY = 8;                                              // rows of activations from which on unpacking pays
+constexpr i64 ONE_THREAD = 1 << 18;                                  // products below which threads cost more than they save
 constexpr int LANES = lanes<float>, PANELS = 2, ROWS = PANELS * LANES; // of the matrix at a time
 constexpr int TOKENS = WIDE == 64 ? 8 : 4;                           // that share the codes in registers
 typedef int8_t wide_i8 __attribute__((vector_size(WIDE)));
 typedef int16_t wide_i16 __attribute__((vector_size(WIDE)));
+
+// A value stays in its register. Without it the compiler adds later, in another order, and keeps every product in memory until
+// then; or reads codes again for each product.
+template <class V> inline V settled(V value) {
+#if WIDE >= 32
+    asm("" : "+v"(value));
+#endif
+    return value;
+}
 
 // ---- sums of products, of a few neighbours in each lane --------------------------------------------------------------------
 
@@ -37,12 +47,6 @@ typedef __m512i wide_int;
 #define WIDER(name) _mm256_##name
 typedef __m256i wide_int;
 #endif
-
-// A sum stays where it is: a compiler that adds later, in another order, keeps every product in memory until then.
-template <class V> inline V settled(V sum) {
-    asm("" : "+v"(sum));
-    return sum;
-}
 
 struct Bytes { // unsigned codes and bytes: the products of each two neighbours in 16 bits, or of four in 32 with VNNI
     using Code = uint8_t;
@@ -91,50 +95,99 @@ inline wide_f32 floats(const wide_f32 &x) { return x; }
 
 // ---- a panel: ROWS rows unpacked, LANES side by side --------------------------------------------------------------------------
 
+inline void transpose(eight_i32 *x) { // of eight rows
+    typedef eight_i32 V;
+    V y[8], z[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        y[i] = __builtin_shuffle(x[i], x[i + 1], V{0, 8, 1, 9, 4, 12, 5, 13});
+        y[i + 1] = __builtin_shuffle(x[i], x[i + 1], V{2, 10, 3, 11, 6, 14, 7, 15});
+    }
+    UNROLL for (int i = 0; i < 8; i += 4)
+        UNROLL for (int j = 0; j < 2; j++) {
+            z[i + 2 * j] = __builtin_shuffle(y[i + j], y[i + j + 2], V{0, 1, 8, 9, 4, 5, 12, 13});
+            z[i + 2 * j + 1] = __builtin_shuffle(y[i + j], y[i + j + 2], V{2, 3, 10, 11, 6, 7, 14, 15});
+        }
+    UNROLL for (int i = 0; i < 4; i++) {
+        x[i] = __builtin_shuffle(z[i], z[i + 4], V{0, 1, 2, 3, 8, 9, 10, 11});
+        x[i + 4] = __builtin_shuffle(z[i], z[i + 4], V{4, 5, 6, 7, 12, 13, 14, 15});
+    }
+}
+
+// Numbers of a row that are multiplied before those of the next one: 16 KiB of codes in all, of vectors of 32 bytes.
+template <class F> constexpr i64 COLUMNS_OF = 1024 / sizeof(typename Dot<F>::Code);
+
+// Rows of activations [N, K], of which `COLUMNS_OF` numbers after another are side by side for all rows: they are read onwards.
+template <class F> struct Blocked {
+    using Own = typename Dot<F>::Own;
+    i64 N, K;
+    std::unique_ptr<Own[]> codes{new Own[N * K]};
+    std::unique_ptr<float[]> steps{new float[N * K / F::GROUP]}, sums{new float[N * K / F::GROUP]};
+
+    i64 at(i64 n, i64 k, i64 count) const { return k * N + n * count; }
+    void take(const Activations &one, i64 n) {
+        const float *own_steps = one.steps_of<F::GROUP>(0), *own_sums = one.sums_of<F::GROUP>(0);
+        for (i64 k = 0; k < K; k += COLUMNS_OF<F>) {
+            i64 count = std::min(COLUMNS_OF<F>, K - k), to = at(n, k, count);
+            for (i64 i = 0; i < count; i++) codes[to + i] = Own(one.codes[k + i]);
+            for (i64 i = 0; i < count / F::GROUP; i++) {
+                steps[to / F::GROUP + i] = own_steps[k / F::GROUP + i], sums[to / F::GROUP + i] = own_sums[k / F::GROUP + i];
+            }
+        }
+    }
+};
+
 template <class F> struct Panel {
     using D = Dot<F>;
     using Code = typename D::Code;
     // A code that is signed becomes unsigned where bytes are asked for.
     static constexpr int SHIFT = F::SIGNED && std::is_same_v<Code, uint8_t> ? 128 : 0;
-    static constexpr i64 COLUMNS = 1024 / sizeof(Code); // numbers of each row: 16 KiB of codes in all, of vectors of 32 bytes
+    static constexpr i64 COLUMNS = COLUMNS_OF<F>;
     static constexpr i64 GROUPS = COLUMNS / F::GROUP;
     alignas(64) Code codes[COLUMNS / D::NEIGHBOURS][PANELS][LANES][D::NEIGHBOURS];
     alignas(64) float steps[GROUPS][PANELS][LANES], lows[GROUPS][PANELS][LANES];
 
-    // Of `rows` rows of `bytes` each, numbers [k, k + count).
+    // Of `rows` rows of `bytes` each, numbers [k, k + count). Rows that are missing become the last one again.
     void unpack(const uint8_t *w, i64 bytes, i64 rows, i64 k, i64 count) {
         constexpr int slices = F::BLOCK / SLICE, groups = F::BLOCK / F::GROUP;
-        if (rows < ROWS) memset(codes, 0, sizeof codes), memset(steps, 0, sizeof steps), memset(lows, 0, sizeof lows);
-        for (i64 r = 0; r < rows; r++) {
-            const uint8_t *b = w + r * bytes + k / F::BLOCK * F::BYTES;
-            for (i64 at = 0; at < count; at += F::BLOCK, b += F::BYTES) {
-                float step[groups], low[groups];
-                F::steps(b, step, low);
-                for (int g = 0; g < groups; g++) {
-                    steps[at / F::GROUP + g][r / LANES][r % LANES] = step[g];
-                    lows[at / F::GROUP + g][r / LANES][r % LANES] = low[g] - SHIFT * step[g];
+        typedef Code slice_of __attribute__((vector_size(SLICE * sizeof(Code))));
+        typedef std::conditional_t<F::SIGNED && !SHIFT, codes_i8, codes_u8> Codes;
+        for (i64 r = 0; r < ROWS; r += 8) {
+            const uint8_t *b[8];
+            for (int i = 0; i < 8; i++) b[i] = w + std::min(r + i, rows - 1) * bytes + k / F::BLOCK * F::BYTES;
+            for (i64 at = 0; at < count; at += F::BLOCK) {
+                for (int i = 0; i < 8; i++) {
+                    float step[groups], low[groups];
+                    F::steps(b[i], step, low);
+                    for (int g = 0; g < groups; g++) {
+                        steps[at / F::GROUP + g][(r + i) / LANES][(r + i) % LANES] = step[g];
+                        lows[at / F::GROUP + g][(r + i) / LANES][(r + i) % LANES] = low[g] - SHIFT * step[g];
+                    }
                 }
-                for (int i = 0; i < slices; i++) {
-                    alignas(32) Code own[SLICE];
-                    codes_u8 bytes_of = F::codes(b, i);
-                    if constexpr (SHIFT) bytes_of ^= 128;
-                    for (int j = 0; j < SLICE; j++) own[j] = F::SIGNED && !SHIFT ? Code(int8_t(bytes_of[j])) : Code(bytes_of[j]);
-                    for (int j = 0; j < SLICE; j += D::NEIGHBOURS)
-                        memcpy(codes[(at + i * SLICE + j) / D::NEIGHBOURS][r / LANES][r % LANES], own + j, sizeof(Code) * D::NEIGHBOURS);
+                for (int slice = 0; slice < slices; slice++) {
+                    slice_of own[8];
+                    for (int i = 0; i < 8; i++) own[i] = __builtin_convertvector((Codes)(F::codes(b[i], slice) ^ uint8_t(SHIFT)), slice_of);
+                    for (int part = 0; part < int(sizeof(Code)); part++) { // of 8 times as many neighbours as a lane has
+                        eight_i32 lanes_of[8];
+                        for (int i = 0; i < 8; i++) lanes_of[i] = ::at<eight_i32>((const char *)&own[i] + 32 * part);
+                        transpose(lanes_of);
+                        i64 first = (at + slice * SLICE) / D::NEIGHBOURS + 8 * part;
+                        for (int j = 0; j < 8; j++) memcpy((char *)codes[first + j] + 4 * r, &lanes_of[j], 32);
+                    }
                 }
+                for (int i = 0; i < 8; i++) b[i] += F::BYTES;
             }
         }
     }
 
-    // `to [M, ROWS]` gains the products with M rows of activations from number k on.
-    template <int M> void multiply(const Activations &x, const typename D::Own *own, i64 n, i64 k, i64 count, float *to) const {
+    // `to [M, ROWS]` gains the products with rows [n, n + M) of activations from number k on.
+    template <int M> void multiply(const Blocked<F> &x, i64 n, i64 k, i64 count, float *to) const {
         constexpr int turns = F::GROUP / D::NEIGHBOURS, adds = std::min(turns, D::template ADDS<F>);
         static_assert(turns % adds == 0);
         const float *own_steps[M], *own_sums[M];
         const typename D::Own *rows[M];
         UNROLL for (int m = 0; m < M; m++) {
-            own_steps[m] = x.steps_of<F::GROUP>(n + m) + k / F::GROUP, own_sums[m] = x.sums_of<F::GROUP>(n + m) + k / F::GROUP;
-            rows[m] = own + (n + m) * x.K + k;
+            i64 at = x.at(n + m, k, count);
+            rows[m] = x.codes.get() + at, own_steps[m] = x.steps.get() + at / F::GROUP, own_sums[m] = x.sums.get() + at / F::GROUP;
         }
         for (i64 g = 0; g < count / F::GROUP; g++) {
             decltype(D::total(typename D::Sum())) all[PANELS][M] = {};
@@ -143,7 +196,7 @@ template <class F> struct Panel {
                 UNROLL for (int i = 0; i < adds; i++) {
                     wide_i8 line[PANELS];
                     i64 at = g * turns + t * adds + i;
-                    UNROLL for (int p = 0; p < PANELS; p++) memcpy(&line[p], codes[at][p], WIDE);
+                    UNROLL for (int p = 0; p < PANELS; p++) line[p] = settled(::at<wide_i8>(codes[at][p]));
                     UNROLL for (int m = 0; m < M; m++) {
                         int32_t few; // neighbours
                         memcpy(&few, rows[m] + at * D::NEIGHBOURS, 4);
@@ -174,17 +227,12 @@ struct Product {
     const void *x, *bias;
     void *y;
     i64 N, K, rows, type;
-    Activations own;
 
     // act(a null pointer to the type of x, bias and y).
     template <class A> void typed(A act) { type == 16 ? act((bf16 *)nullptr) : act((float *)nullptr); }
 
-    template <class F> void few(F form, i64 first, i64 end, std::vector<float> &room) {
-        i64 stride = end - first;
-        if (stride <= 0) return;
-        room.resize(N * stride);
-        rows_of(form, w + first * row_bytes<F>(K), (const float *)nullptr, 0, stride, own, N, room.data(), stride, false);
-        give(room.data(), stride, first, stride);
+    void take(i64 n, Activations &own, i64 row) {
+        typed([&](auto *of) { own.take((decltype(of))x + n * K, row); });
     }
     void give(const float *from, i64 stride, i64 first, i64 count) {
         typed([&](auto *of) {
@@ -194,41 +242,49 @@ struct Product {
                     store(to[n * rows + first + r], from[n * stride + r] + (bias ? number(own_bias[first + r]) : 0));
         });
     }
-    template <class F, class Own> void many(const Own *codes, i64 first, Panel<F> &panel, std::vector<float> &room) {
-        i64 count = std::min<i64>(ROWS, rows - first), bytes = row_bytes<F>(K);
-        room.assign(N * ROWS, 0.0f);
-        for (i64 k = 0; k < K; k += panel.COLUMNS) {
-            i64 some = std::min<i64>(panel.COLUMNS, K - k);
-            panel.unpack(w + first * bytes, bytes, count, k, some);
-            i64 n = 0;
-            for (; n + TOKENS <= N; n += TOKENS) panel.template multiply<TOKENS>(own, codes, n, k, some, room.data() + n * ROWS);
-            for (; n < N; n++) panel.template multiply<1>(own, codes, n, k, some, room.data() + n * ROWS);
-        }
-        give(room.data(), ROWS, first, count);
-    }
-    template <class F> void run(F form, int threads) {
-        using Own = typename Dot<F>::Own;
-        std::unique_ptr<Own[]> wider(std::is_same_v<Own, int8_t> || N < MANY ? nullptr : new Own[N * K]);
+
+    template <class F> void few(F form, int threads) {
+        Activations own;
         own.resize(N, K);
-#pragma omp parallel num_threads(N *K * rows < 1 << 18 ? 1 : threads)
+        for (i64 n = 0; n < N; n++) take(n, own, n);
+#pragma omp parallel num_threads(threads)
         {
-            std::vector<float> room;
+            i64 part = omp_get_thread_num(), parts = omp_get_num_threads();
+            i64 first = rows * part / parts, count = rows * (part + 1) / parts - first;
+            std::vector<float> room(N * count);
+            rows_of(form, w + first * row_bytes<F>(K), (const float *)nullptr, 0, count, own, N, room.data(), count, false);
+            give(room.data(), count, first, count);
+        }
+    }
+
+    template <class F> void many(F, int threads) {
+        Blocked<F> own{N, K};
+#pragma omp parallel num_threads(threads)
+        {
+            Activations one;
+            one.resize(1, K);
 #pragma omp for schedule(static)
-            for (i64 n = 0; n < N; n++) {
-                typed([&](auto *of) { own.take((decltype(of))x + n * K, n); });
-                if (wider)
-                    for (i64 k = n * K; k < (n + 1) * K; k++) wider[k] = Own(own.codes[k]);
-            }
-            if (N < MANY) {
-                i64 part = omp_get_thread_num(), parts = omp_get_num_threads();
-                few(form, rows * part / parts, rows * (part + 1) / parts, room);
-            } else {
-                auto panel = std::make_unique<Panel<F>>();
-                const Own *codes = wider ? wider.get() : (const Own *)own.codes.data();
+            for (i64 n = 0; n < N; n++) take(n, one, 0), own.take(one, n);
+            auto panel = std::make_unique<Panel<F>>();
+            std::vector<float> room;
 #pragma omp for schedule(dynamic)
-                for (i64 first = 0; first < rows; first += ROWS) many<F>(codes, first, *panel, room);
+            for (i64 first = 0; first < rows; first += ROWS) {
+                i64 count = std::min<i64>(ROWS, rows - first), bytes = row_bytes<F>(K);
+                room.assign(N * ROWS, 0.0f);
+                for (i64 k = 0; k < K; k += panel->COLUMNS) {
+                    i64 some = std::min<i64>(panel->COLUMNS, K - k), n = 0;
+                    panel->unpack(w + first * bytes, bytes, count, k, some);
+                    for (; n + TOKENS <= N; n += TOKENS) panel->template multiply<TOKENS>(own, n, k, some, room.data() + n * ROWS);
+                    for (; n < N; n++) panel->template multiply<1>(own, n, k, some, room.data() + n * ROWS);
+                }
+                give(room.data(), ROWS, first, count);
             }
         }
+    }
+
+    template <class F> void run(F form, int threads) {
+        if (N * K * rows < ONE_THREAD) threads = 1;
+        N < MANY ? few(form, threads) : many(form, threads);
     }
 };
 
@@ -238,5 +294,5 @@ struct Product {
 // `type` of x, bias and y as `TYPES`.
 extern "C" void locret_product(
     const void *x, const void *w, const void *bias, i64 form, i64 N, i64 K, i64 rows, void *y, int type, int threads) {
-    with_format(form, [&](auto own) { Product{(const uint8_t *)w, x, bias, y, N, K, rows, type, {}}.run(own, threads); });
+    with_format(form, [&](auto own) { Product{(const uint8_t *)w, x, bias, y, N, K, rows, type}.run(own, threads); });
 }

@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
+from locret_kernels import cpp
 from locret_kernels.product import FORMATS, product
+from locret_kernels.product import cpu as product_on_cpu
 from locret_kernels.product.reference import unpack
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 22
 """Numbers of a matrix that are unpacked at a time."""
 UNPACKED = 12
 """Bytes that come and go for each of them: codes, steps times codes, and their sum with what is lowest."""
+
+
+@cache
+def multiplies_integers() -> bool:
+    """Whether the C++ for packed products runs here; compiles it where it is not yet. Says why it does not, once."""
+    try:
+        product_on_cpu.load()
+    except cpp.Unavailable as error:
+        logger.warning("packed matrices are unpacked at every product, which is slower: %s", error)
+        return False
+    return True
+
+
+def packed_product(x: Tensor, weight: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
+    """``x [..., K]`` times a packed matrix ``[N, row_bytes]``, transposed, plus a bias: integer products on a CPU; elsewhere by
+    numbers that are unpacked for it, ``AT_ONCE`` at a time."""
+    if x.device.type == "cpu" and x.dtype in product_on_cpu.DTYPES and multiplies_integers():
+        return product_on_cpu.product(x, weight, form, bias)
+    rows = max(1, AT_ONCE // FORMATS[form].columns(weight.shape[1]))
+    parts = [product(x, some, form) for some in weight.split(rows)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return out if bias is None else out + bias
+
+
+def unpacked_rows(rows: Tensor, form: str, dtype: torch.dtype) -> Tensor:
+    """Numbers ``[N, K]`` of packed rows, rounded to a type."""
+    return unpack(rows, form).to(dtype)
 
 
 class PackedLinear(nn.Module):
@@ -36,10 +70,7 @@ class PackedLinear(nn.Module):
         return len(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        step = max(1, AT_ONCE // self.in_features)
-        parts = [product(x, rows, self.form) for rows in self.weight.split(step)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return out if self.bias is None else out + self.bias
+        return packed_product(x, self.weight, self.form, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, form={self.form}"
@@ -59,7 +90,7 @@ class PackedEmbedding(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = unpack(self.weight[ids.flatten()], self.form).to(self.dtype).view(*ids.shape, -1)
+        rows = unpacked_rows(self.weight[ids.flatten()], self.form, self.dtype).view(*ids.shape, -1)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
 
     def extra_repr(self) -> str:
