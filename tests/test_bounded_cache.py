@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_runs import distinct_tokens
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.spec import spec_of
+from locret_kit import BoundedCache, attach
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.policies.base import Score, Slots, TopK
 from locret_kit.policies.grammar import parse_policy
@@ -40,12 +40,6 @@ def backbone(family: str):
 @cache
 def doubled(family: str):
     return tiny_model(family).double()
-
-
-def random_heads(model, seed: int = 0) -> RetainingHeads:
-    torch.manual_seed(seed)
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
-    return heads.to(model.dtype)
 
 
 def tokens(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
@@ -210,7 +204,7 @@ def held(cache: BoundedCache) -> list[list[list[int]]]:
 @torch.no_grad()
 def test_equals_the_definition(family, positions, policy, chunk, budget, stabilizers, local_len, length):
     model = doubled(family)
-    heads = random_heads(model) if policy == "locret" else None
+    heads = tiny_heads(model, 32) if policy == "locret" else None
     common = dict(budget=budget, chunk=chunk, stabilizers=stabilizers, local_len=local_len, positions=positions, seed=3)
     mine = Definition(model, policy, heads, length=length, **common)
     ids = tokens(length, seed=length)[0].tolist()
@@ -234,7 +228,7 @@ def test_equals_the_definition(family, positions, policy, chunk, budget, stabili
 @torch.no_grad()
 def test_locret_one_token_at_a_time():
     model = doubled("llama")
-    heads = random_heads(model, seed=5)
+    heads = tiny_heads(model, 32, seed=5)
     common = dict(budget=11, chunk=1, stabilizers=4, local_len=3, positions="compact", seed=0)
     mine = Definition(model, "locret", heads, length=30, **common)
     ids = tokens(30, seed=8)[0].tolist()
@@ -336,7 +330,7 @@ def test_theorem_f1_on_the_cache(chunk):
 @torch.no_grad()
 def test_pieces_do_not_matter(cuts, chunk, positions, policy, known):
     model = doubled("llama")
-    heads = random_heads(model) if policy == "locret" else None
+    heads = tiny_heads(model, 32) if policy == "locret" else None
     ids = tokens(70, seed=4)
     make = lambda: BoundedCache(  # noqa: E731
         24,
@@ -363,7 +357,7 @@ def test_pieces_do_not_matter(cuts, chunk, positions, policy, known):
 def test_generate_equals_the_kits_own_loop(policy, piece):
     # float64: float32 rounds differently in pieces of another shape, and a near tie of scores tips over
     model = doubled("qwen3")
-    heads = random_heads(model) if policy == "locret" else None
+    heads = tiny_heads(model, 32) if policy == "locret" else None
     ids = tokens(80, seed=6)
     make = lambda: BoundedCache(20, policy, heads, chunk=8, prompt_length=80, stabilizers=4, local_len=6)  # noqa: E731
     mine, theirs = make(), make()
@@ -398,7 +392,7 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
 @torch.no_grad()
 def test_invariants(length, budget, chunk, share, policy, positions):
     model = backbone("llama")
-    heads = random_heads(model) if "locret" in policy else None
+    heads = tiny_heads(model, 32) if "locret" in policy else None
     stabilizers, local_len = (int(s * budget) for s in share)
     cache = BoundedCache(
         budget, policy, heads, chunk=chunk, prompt_length=length, stabilizers=stabilizers, local_len=local_len,
@@ -462,7 +456,9 @@ def test_window_layers_hold_their_window(family, chunk, local_len, piece):
 @pytest.mark.parametrize("length", [1, 3, 24, 25])
 def test_short_prompts_lose_nothing(length):
     model = backbone("llama")
-    cache = BoundedCache(25, "locret", random_heads(model), chunk=4, prompt_length=length, stabilizers=6, local_len=10)
+    cache = BoundedCache(
+        25, "locret", tiny_heads(model, 32), chunk=4, prompt_length=length, stabilizers=6, local_len=10
+    )
     ids = tokens(length)
     with attach(model):
         got = prefill(model, ids[0].tolist(), cache)
@@ -518,7 +514,7 @@ def test_settings_out_of_range_are_named():
 
 def test_heads_by_their_folder(tmp_path):
     model = backbone("llama")
-    heads = random_heads(model)
+    heads = tiny_heads(model, 32)
     heads.save_pretrained(tmp_path / "heads")
     ids = tokens(40)
     kept = []

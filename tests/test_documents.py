@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 import torch
 from policy_runs import FITTED
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit import BoundedCache, Document, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.spec import spec_of
+from locret_kit import BoundedCache, Document, attach
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
 from locret_kit.runtime.session import generate
@@ -35,9 +35,7 @@ def text_of(words: int = 420, seed: int = 0) -> str:
 def parts(family: str = "llama"):
     """A tiny backbone in float64, its tokenizer, and heads."""
     model = tiny_model(family, vocab_size=400).double()
-    torch.manual_seed(3)
-    config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
-    return model, tiny_tokenizer(), RetainingHeads(config).double().requires_grad_(False)
+    return model, tiny_tokenizer(), tiny_heads(model, 32, seed=3)
 
 
 def ids_of(tokenizer, text: str, question: str) -> list[int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from scripts_loaded import load_script
+from tiny_heads import INFERENCE
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -40,9 +41,8 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     (folder / "recipes").symlink_to(ROOT / "recipes")
     backbone = save_tiny_backbone(folder / BACKBONE, max_position_embeddings=8192)
-    inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
     torch.manual_seed(1)
-    config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=inference)
+    config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=INFERENCE)
     RetainingHeads(config).save_pretrained(str(folder / HEADS))
     return folder
 

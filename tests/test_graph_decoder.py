@@ -10,10 +10,10 @@ import pytest
 import torch
 from policy_runs import LENGTH, backbone, heads_of, held, make, tokens
 from tape import TapedDecoder
+from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.spec import spec_of
+from locret_kit import BoundedCache, attach
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.cache.view import slots_of
@@ -153,9 +153,7 @@ def test_sampled_selection_draws_by_the_length_of_the_text():
 
 def test_float32_and_the_form_may_change_between_tokens():
     model = tiny_model("llama")
-    torch.manual_seed(3)
-    config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
-    heads = RetainingHeads(config).requires_grad_(False)
+    heads = tiny_heads(model, 32, seed=3)
     caches = [BoundedCache(24, "locret", heads, chunk=13, prompt_length=LENGTH) for _ in range(2)]
     same(model, caches, tokens(), atol=5e-4)
     with attach(model), torch.inference_mode():

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_oracle import OracleLayer, Rule, Setting
+from tiny_heads import tiny_heads
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
+from locret_kit import BoundedCache, RetainingHeads
 from locret_kit.backbones.handler import Softmax
-from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.allocation import Adaptive, Pyramid
 from locret_kit.policies.base import Entry, Slots, TopK, rank_of
 from locret_kit.policies.grammar import parse_policy
@@ -32,7 +32,7 @@ from locret_kit.policies.registry import policies
 
 D = 8
 VOCABULARY = 11
-LAYOUTS = {"mha": (3, 1), "gqa": (2, 3), "mqa": (1, 4)}  # key/value heads, query heads of each
+LAYOUTS = ((3, 1), (2, 3), (1, 4))  # key/value heads, query heads of each: MHA, GQA, MQA
 NEAR = 1e-6  # the kit's scores and statistics are float32: below this relative gap either choice is right
 
 
@@ -62,13 +62,6 @@ class ExactRope:
         return angle.cos(), angle.sin()
 
 
-@cache
-def retaining_heads(H: int, G: int, layers: int) -> RetainingHeads:
-    torch.manual_seed(7)
-    config = HeadsConfig.for_backbone(spec_of(backbone(H, G, layers).config), "tiny", 16)
-    return RetainingHeads(config).double().requires_grad_(False)
-
-
 def importance(heads: RetainingHeads, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Predicted CIS ``[H, T]``: fc2(silu(fc1([q; k; v]))), Locret section 3.2."""
     fc1, fc2 = heads[layer].fc1.weight.numpy(), heads[layer].fc2.weight.numpy()
@@ -84,13 +77,12 @@ class Pair:
 
     def __init__(self, policy: str, rule: Rule, setting: Setting, seed: int = 0, **more) -> None:
         s = self.setting = setting
-        self.policy = parse_policy(policy)
-        self.heads = retaining_heads(s.H, s.G, s.layers) if self.policy.needs_heads else None
+        self.policy, self.model = parse_policy(policy), backbone(s.H, s.G, s.layers)
+        self.heads = tiny_heads(self.model, 16, seed=7) if self.policy.needs_heads else None
         run = dict(chunk=s.chunk, stabilizers=s.stabilizers, local_len=s.local_len, decode_every=s.decode_every)
         self.cache = BoundedCache(
             s.budget, self.policy, self.heads, prompt_length=s.length, positions=s.positions, **(run | more)
         )
-        self.model = backbone(s.H, s.G, s.layers)
         self.cache.bind(self.model)
         inv_freq = s.theta ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
         self.cache._context = replace(self.cache.context, ropes=[ExactRope(inv_freq)] * s.layers)
@@ -309,13 +301,13 @@ def layers_of(policy: str) -> int:
 
 
 @pytest.mark.parametrize("chunk", RUNS)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_keeps_what_the_definition_keeps(policy, layout, chunk):
-    """After every block of the prompt and every decoded token, past an eviction when full."""
-    H, G = LAYOUTS[layout]
-    positions = ("compact", "original")[(list(LAYOUTS).index(layout) + list(RUNS).index(chunk)) % 2]
-    setting = Setting(H, G, positions=positions, layers=layers_of(policy), **RUNS[chunk])
+def test_keeps_what_the_definition_keeps(policy, chunk):
+    """After every block of the prompt and every decoded token, past an eviction when full. Each policy has every layout of
+    heads and both position schemes, in another chunk than the next policy has them."""
+    turn = list(POLICIES).index(policy) + list(RUNS).index(chunk)
+    H, G = LAYOUTS[turn % len(LAYOUTS)]
+    setting = Setting(H, G, positions=("compact", "original")[turn % 2], layers=layers_of(policy), **RUNS[chunk])
     pair = Pair(policy, POLICIES[policy], setting)
     pair.prefill()
     last = pair.layers[-1]

@@ -30,6 +30,7 @@ from locret_kit import BoundedCache, Document, RetainingHeads
 from locret_kit.cache import saved
 from locret_kit.cache.file import LARGEST, digest
 from locret_kit.cache.filling import FINITE
+from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cli.command import command
 from locret_kit.policies.grammar import parse_policy
 
@@ -63,7 +64,7 @@ def base(name: str) -> bytes:
         if text is None:
             answer = document.ask("Who came in?", max_new_tokens=3)
             assert str(answer) and answer.cache.reread_positions
-            saved.save_cache(answer.cache, path)
+            save_cache(answer.cache, path)
         else:
             document.save(path, text=text, names={"model": "tiny"})
         body = Body.of(path.read_bytes())
@@ -77,7 +78,7 @@ def load(name: str, path: Path) -> Document | BoundedCache:
     model, tokenizer, heads = parts(family)
     needed = heads if parse_policy(policy).needs_heads else None
     if text is None:
-        return saved.load_cache(path, model, needed)
+        return load_cache(path, model, needed)
     return Document.load(path, model, tokenizer, needed)
 
 

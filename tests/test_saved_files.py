@@ -18,7 +18,8 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document, files
-from locret_kit.cache import file, saved
+from locret_kit.cache import file
+from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.saved_record import DTYPES
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
@@ -229,10 +230,10 @@ def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp
         model(input_ids=ids[:, :280], past_key_values=cache)
         if policy == "full" and kv_bits:
             with pytest.raises(ValueError, match="policy='full' in 4 bits is saved with a prompt_length= alone"):
-                saved.save_cache(cache, tmp_path / "cache.locret")
+                save_cache(cache, tmp_path / "cache.locret")
             return
-        saved.save_cache(cache, tmp_path / "cache.locret")
-        loaded = saved.load_cache(tmp_path / "cache.locret", model)
+        save_cache(cache, tmp_path / "cache.locret")
+        loaded = load_cache(tmp_path / "cache.locret", model)
         outs = [model(input_ids=ids[:, 280:], past_key_values=one).logits for one in (cache, loaded)]
     assert torch.equal(*outs) and kept(cache) == kept(loaded)
 
