@@ -98,14 +98,17 @@ Place = tuple[str, str, int, tuple[int, ...]]
 
 
 def answers(rows: Sequence[Row], places: Sequence[Place]) -> str:
-    """A table for each place: a line for each number of slots and policy, with n, interval and date, and its command."""
-    return "\n".join(_one_place(rows, place) for place in places)
+    """A table for each place that has rows: a line for each number of slots and policy, with n, interval and date, and its
+    command."""
+    return "\n".join(filter(None, (_one_place(rows, place) for place in places)))
 
 
 def _one_place(rows: Sequence[Row], place: Place) -> str:
     task, text, length, budgets = place
     here = [row for row in rows if (row.task, row.haystack, row.length) == (task, text, length) and row.policy in NAMED]
     here = [row for row in here if not row.slots or _on_device(row) in budgets]
+    if not here:
+        return ""
     words = [TITLES[task], *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
     lines = [["slots", "policy", "n", "figure", "measured"], ["---"] * 5]
     for cell in sorted(
@@ -147,7 +150,7 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     named = ",".join(policies)
     samples = max(row.sample for row in rows) + 1
     where = "data=[PATH/leval/eval]" if "leval." in task else f"haystacks=[{FOLDERS.get(text, text)}]"
-    heads = next(row.heads for row in rows if row.heads not in ("-", PAPER))
+    heads = next((row.heads for row in rows if row.heads not in ("-", PAPER)), HEADS)
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
     return (
         f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
