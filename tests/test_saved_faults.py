@@ -27,7 +27,6 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document, RetainingHeads
-from locret_kit.cache import saved
 from locret_kit.cache.file import LARGEST, digest
 from locret_kit.cache.filling import FINITE
 from locret_kit.cache.saved import load_cache, save_cache

@@ -37,7 +37,7 @@ CLOSE = 1e-4
 
 
 @dataclass
-class Said:
+class ModelFields:
     """The fields of a file under its architecture's name, and which of them were read."""
 
     file: GgufFile
@@ -89,9 +89,9 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
             f"architecture={file.architecture!r} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}. Give the "
             "model's own folder or Hub id"
         )
-    said = Said(file)
-    values = {**_common(said), **ARCHITECTURES[file.architecture](said)}
-    said.check_unread()
+    fields = ModelFields(file)
+    values = {**_common(fields), **ARCHITECTURES[file.architecture](fields)}
+    fields.check_unread()
     model_type = values.pop("model_type")
     if model_type in NO_HEAD_DIM and values["head_dim"] == values["hidden_size"] // values["num_attention_heads"]:
         del values["head_dim"]  # as in the model's own configuration
@@ -101,54 +101,54 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
     return config
 
 
-def _common(said: Said) -> dict[str, Any]:
-    tensors, fields = said.file.tensors, said.file.fields
+def _common(fields: ModelFields) -> dict[str, Any]:
+    tensors, everything = fields.file.tensors, fields.file.fields
     if "token_embd.weight" not in tensors:
         raise ValueError("token_embd.weight is missing")
-    heads = said.get("attention.head_count")
-    ids = {name: fields.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *ENDS, "padding_token_id")}
+    heads = fields.get("attention.head_count")
+    ids = {name: everything.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *ENDS, "padding_token_id")}
     ends = list(dict.fromkeys(ids[name] for name in ENDS if ids[name] is not None))
     return dict(
-        model_type=said.file.architecture,
+        model_type=fields.file.architecture,
         vocab_size=tensors["token_embd.weight"].shape[0],
-        hidden_size=said.get("embedding_length"),
-        intermediate_size=said.get("feed_forward_length"),
-        num_hidden_layers=said.get("block_count"),
+        hidden_size=fields.get("embedding_length"),
+        intermediate_size=fields.get("feed_forward_length"),
+        num_hidden_layers=fields.get("block_count"),
         num_attention_heads=heads,
-        num_key_value_heads=said.get("attention.head_count_kv", heads),
-        rms_norm_eps=said.get("attention.layer_norm_rms_epsilon"),
-        max_position_embeddings=said.get("context_length"),
+        num_key_value_heads=fields.get("attention.head_count_kv", heads),
+        rms_norm_eps=fields.get("attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=fields.get("context_length"),
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=ids["bos_token_id"],
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
         pad_token_id=ids["padding_token_id"],
-        head_dim=said.head_dim,
+        head_dim=fields.head_dim,
     )
 
 
 # ---- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def _rope(said: Said, *, partial: bool = False) -> dict[str, Any]:
+def _rope(fields: ModelFields, *, partial: bool = False) -> dict[str, Any]:
     """``rope_parameters``."""
-    size = said.head_dim
-    rotated = said.get("rope.dimension_count", size)
+    size = fields.head_dim
+    rotated = fields.get("rope.dimension_count", size)
     if rotated != size and not partial:
         raise ValueError(f"rope.dimension_count={rotated} must be the size of a head, {size}")
-    rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", 10000.0)} | _scaling(said, rotated)
+    rope = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base", 10000.0)} | _scaling(fields, rotated)
     if rotated != size:
         rope["partial_rotary_factor"] = rotated / size
     return {"rope_parameters": rope}
 
 
-def _scaling(said: Said, rotated: int) -> dict[str, Any]:
-    kind, tensors = said.get("rope.scaling.type", "none"), said.file.tensors
-    factor, stretch = said.get("rope.scaling.factor", 1.0), said.get("rope.scaling.attn_factor", 1.0)
-    original = said.get(ORIGINAL, said.get("context_length"))
+def _scaling(fields: ModelFields, rotated: int) -> dict[str, Any]:
+    kind, tensors = fields.get("rope.scaling.type", "none"), fields.file.tensors
+    factor, stretch = fields.get("rope.scaling.factor", 1.0), fields.get("rope.scaling.attn_factor", 1.0)
+    original = fields.get(ORIGINAL, fields.get("context_length"))
     if LONG in tensors and SHORT in tensors and kind in ("none", "longrope"):
-        return _longrope(said, original, stretch)
+        return _longrope(fields, original, stretch)
     if FACTORS in tensors and kind == "none":
-        return _llama3(said.file.tensor(FACTORS).float(), said.get("rope.freq_base", 10000.0), rotated)
+        return _llama3(fields.file.tensor(FACTORS).float(), fields.get("rope.freq_base", 10000.0), rotated)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {}
     if kind == "linear" and stretch == 1.0:
@@ -170,15 +170,15 @@ def _llama3(factors: Tensor, theta: float, rotated: int) -> dict[str, Any]:
     return rope
 
 
-def _longrope(said: Said, original: int, stretch: float) -> dict[str, Any]:
-    long, short = (said.file.tensor(name).float() for name in (LONG, SHORT))
+def _longrope(fields: ModelFields, original: int, stretch: float) -> dict[str, Any]:
+    long, short = (fields.file.tensor(name).float() for name in (LONG, SHORT))
     rope: dict[str, Any] = dict(
         rope_type="longrope",
         long_factor=[round(x, 6) for x in long.tolist()],
         short_factor=[round(x, 6) for x in short.tolist()],
         original_max_position_embeddings=original,
     )
-    scale = said.get("context_length") / original
+    scale = fields.get("context_length") / original
     usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     return rope if math.isclose(stretch, usual, rel_tol=CLOSE) else {**rope, "attention_factor": stretch}
 
@@ -186,59 +186,59 @@ def _longrope(said: Said, original: int, stretch: float) -> dict[str, Any]:
 # ---- architectures -----------------------------------------------------------------------------------------------------
 
 
-def _biases(said: Said) -> dict[str, Any]:
+def _biases(fields: ModelFields) -> dict[str, Any]:
     names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-    return {field: name in said.file.tensors for field, name in names.items()}
+    return {field: name in fields.file.tensors for field, name in names.items()}
 
 
-def _llama(said: Said) -> dict[str, Any]:
+def _llama(fields: ModelFields) -> dict[str, Any]:
     """Llama and what computes as it does: of Mistral's models the name alone tells them."""
-    words = " ".join(str(said.file.fields.get(f"general.{key}", "")) for key in ("basename", "name")).lower()
+    words = " ".join(str(fields.file.fields.get(f"general.{key}", "")) for key in ("basename", "name")).lower()
     if "mistral" in words or "ministral" in words:
-        return {"model_type": "mistral", "sliding_window": None, **_rope(said)}
-    return {**_biases(said), **_rope(said)}
+        return {"model_type": "mistral", "sliding_window": None, **_rope(fields)}
+    return {**_biases(fields), **_rope(fields)}
 
 
-def _qwen2(said: Said) -> dict[str, Any]:
-    return _rope(said)
+def _qwen2(fields: ModelFields) -> dict[str, Any]:
+    return _rope(fields)
 
 
-def _qwen3(said: Said) -> dict[str, Any]:
-    return {"attention_bias": _biases(said)["attention_bias"], **_rope(said)}
+def _qwen3(fields: ModelFields) -> dict[str, Any]:
+    return {"attention_bias": _biases(fields)["attention_bias"], **_rope(fields)}
 
 
-def _smollm3(said: Said) -> dict[str, Any]:
-    return {**_biases(said), **_rope(said)}  # every fourth layer has no rotation, here as in llama.cpp
+def _smollm3(fields: ModelFields) -> dict[str, Any]:
+    return {**_biases(fields), **_rope(fields)}  # every fourth layer has no rotation, here as in llama.cpp
 
 
-def _phi3(said: Said) -> dict[str, Any]:
+def _phi3(fields: ModelFields) -> dict[str, Any]:
     return {
-        "sliding_window": said.get("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": said.get(ORIGINAL, said.get("context_length")),
-        **_rope(said, partial=True),
+        "sliding_window": fields.get("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": fields.get(ORIGINAL, fields.get("context_length")),
+        **_rope(fields, partial=True),
     }
 
 
-def _gemma3(said: Said) -> dict[str, Any]:
-    layers, hidden, heads = (said.get(name) for name in ("block_count", "embedding_length", "attention.head_count"))
-    pattern = said.get("attention.sliding_window_pattern", 6)
+def _gemma3(fields: ModelFields) -> dict[str, Any]:
+    layers, hidden, heads = (fields.get(name) for name in ("block_count", "embedding_length", "attention.head_count"))
+    pattern = fields.get("attention.sliding_window_pattern", 6)
     if type(pattern) is not int:
         raise ValueError(f"attention.sliding_window_pattern={pattern!r} must be one number")
-    sliding = {"rope_type": "default", "rope_theta": said.get("rope.freq_base_swa", 10000.0)}
-    capped = said.get("final_logit_softcapping", 0.0)
+    sliding = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base_swa", 10000.0)}
+    capped = fields.get("final_logit_softcapping", 0.0)
     return {
         "model_type": "gemma3_text",
-        "sliding_window": said.get("attention.sliding_window"),
+        "sliding_window": fields.get("attention.sliding_window"),
         "layer_types": ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)],
-        "rope_parameters": {"full_attention": _rope(said)["rope_parameters"], "sliding_attention": sliding},
+        "rope_parameters": {"full_attention": _rope(fields)["rope_parameters"], "sliding_attention": sliding},
         "query_pre_attn_scalar": hidden // heads
         if layers == 62
-        else said.head_dim,  # 62 layers: Gemma 3 27B, as in llama.cpp
+        else fields.head_dim,  # 62 layers: Gemma 3 27B, as in llama.cpp
         "final_logit_softcapping": capped or None,
     }
 
 
-ARCHITECTURES: dict[str, Callable[[Said], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[ModelFields], dict[str, Any]]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3, "smollm3": _smollm3,
 }  # fmt: skip
 """Architecture, as llama.cpp calls it -> its own fields."""

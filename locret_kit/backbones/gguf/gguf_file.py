@@ -102,11 +102,11 @@ class GgufFile:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor where it lies: packed ones as rows of bytes (uint8), others in their own type."""
-        found = self.tensors[name]
-        data = self._mapped[found.start : found.start + found.nbytes]
-        if found.form in FLOATS:
-            return data.view(FLOATS[found.form]).view(found.shape)
-        return data.view(*found.shape[:-1], FORMATS[found.form].row_bytes(found.shape[-1]))
+        place = self.tensors[name]
+        data = self._mapped[place.start : place.start + place.nbytes]
+        if place.form in FLOATS:
+            return data.view(FLOATS[place.form]).view(place.shape)
+        return data.view(*place.shape[:-1], FORMATS[place.form].row_bytes(place.shape[-1]))
 
     def words(self, name: str) -> list[str]:
         """The strings of an array, such as the vocabulary."""

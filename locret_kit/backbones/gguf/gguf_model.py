@@ -56,29 +56,29 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, found in file.tensors.items():
+    for name, place in file.tensors.items():
         if name in SCALINGS:
             continue
         path, kind = _place(file.architecture, name)
         try:
             module = model.get_submodule(path)
-            wanted = getattr(module, kind).shape
+            shape = getattr(module, kind).shape
         except AttributeError as error:
             raise ValueError(f"{name} is not known of {file.architecture}") from error
-        if tuple(wanted) != found.shape:
-            raise ValueError(f"{name} is {found.shape}, expected {tuple(wanted)}")
+        if tuple(shape) != place.shape:
+            raise ValueError(f"{name} is {place.shape}, expected {tuple(shape)}")
         data = file.tensor(name)
         if file.architecture in NEIGHBOURS and path.endswith(tuple(heads)):
             data = unpaired(data, heads[path[-len("q_proj") :]])
-        if found.form in FLOATS:
-            one = float(file.architecture in ADDED_ONE and len(found.shape) == 1)
+        if place.form in FLOATS:
+            one = float(file.architecture in ADDED_ONE and len(place.shape) == 1)
             value = (data.float() - one if one else data).to(dtype)
             module.register_parameter(kind, nn.Parameter(value, requires_grad=False))
         elif isinstance(module, nn.Embedding):
             scale = float(module.embed_scale) if "embed_scale" in dict(module.named_buffers()) else 1.0
-            model.set_submodule(path, PackedEmbedding(data, found.form, dtype, scale))
+            model.set_submodule(path, PackedEmbedding(data, place.form, dtype, scale))
         else:
-            packed = PackedLinear(data, found.form)
+            packed = PackedLinear(data, place.form)
             packed.bias = module.bias
             model.set_submodule(path, packed)
     _tie(model, config)
