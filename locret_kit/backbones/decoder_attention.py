@@ -77,6 +77,27 @@ class AttentionCall:
     """Whether its softmax has a scaling alone: no cap and no sinks."""
 
 
+class Calls:
+    """Attention calls of one forward. Modules that several layers share are told apart by the order of their calls."""
+
+    def __init__(self, known: dict[int, list[tuple[AttentionCall, Tensor | None]]]) -> None:
+        self._known = known
+        self._count: dict[int, int] = {}
+
+    def next(self, module: Any) -> tuple[AttentionCall, Tensor | None]:
+        """The call that a module makes now, and the order of channels in which its queries and keys are rotated."""
+        known = self._known.get(id(module), [])
+        if len(known) == 1:
+            return known[0]
+        count = self._count.get(id(module), 0)
+        if count >= len(known):
+            raise UnsupportedArchitecture(
+                f"{type(module).__name__} calls attention more often than when it was attached"
+            )
+        self._count[id(module)] = count + 1
+        return known[count]
+
+
 @dataclass(frozen=True)
 class DecoderAttention:
     """Attention of a decoder, as measured."""

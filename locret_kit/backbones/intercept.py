@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_methods import Method, answer_methods
 from .blocks_of_forward import read_blocks
-from .decoder_attention import AttentionCall, DecoderAttention, answer_in_halves, rotaries_of, unturned_answer
+from .decoder_attention import AttentionCall, Calls, DecoderAttention, answer_in_halves, rotaries_of, unturned_answer
 from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
 from .last_layer import give_rows
@@ -35,32 +35,11 @@ from .probe import describe
 from .recording import softmax_of, unknown_argument
 from .releases import cache_among
 from .slices import slice_mlps
-from .spec import UnsupportedArchitecture, decoder_of, text_config
+from .spec import decoder_of, text_config
 from .undo import Undo, replace_forward
 from .widened import widen
 
 NAME = "locret"
-
-
-class Calls:
-    """Attention calls of one forward. Modules that several layers share are told apart by the order of their calls."""
-
-    def __init__(self, known: dict[int, list[tuple[AttentionCall, Tensor | None]]]) -> None:
-        self._known = known
-        self._count: dict[int, int] = {}
-
-    def next(self, module: Any) -> tuple[AttentionCall, Tensor | None]:
-        """The call that a module makes now, and the order of channels in which its queries and keys are rotated."""
-        known = self._known.get(id(module), [])
-        if len(known) == 1:
-            return known[0]
-        count = self._count.get(id(module), 0)
-        if count >= len(known):
-            raise UnsupportedArchitecture(
-                f"{type(module).__name__} calls attention more often than when it was attached"
-            )
-        self._count[id(module)] = count + 1
-        return known[count]
 
 
 class _Active(threading.local):

@@ -28,12 +28,10 @@ from .decoder_attention import (
     Rotation,
     frequencies_of,
     rotaries_of,
-    scaling_of,
-    unturned_answer,
 )
 from .recording import IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded, storage_of
 from .releases import ASKED_FOR_STATES, holds_states
-from .rope import Rope, rotate
+from .rotations import rotations_of
 from .shortcuts import keeps_texts_apart, reads_pieces, with_shortcuts
 from .spec import (
     AttentionLayer,
@@ -46,7 +44,6 @@ from .spec import (
     text_config,
 )
 from .states import States
-from .undo import Undo, replace_forward
 from .windows import window_of
 
 TOKENS = 12
@@ -178,7 +175,7 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
     spec, calls = _layers(decoder, config, first, ranks)
     placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
     found = DecoderAttention(spec, calls, "no rotation was looked for", placed)
-    found = replace(found, rotations=_rotations(decoder, config, ids_1T, first, found))
+    found = replace(found, rotations=rotations_of(decoder, config, ids_1T, first, found))
     sizes = _state_sizes(first)
     # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
     seen = {*(str(layer.index) for layer in spec.layers), *(size.name.split(".")[1] for size in sizes)}
@@ -267,98 +264,3 @@ def _state_sizes(run: RecordedRun) -> tuple[StateSize, ...]:
         StateSize(name, tuple(state.shape), None if state.dtype == run.hidden.dtype else state.dtype)
         for name, state in States(run.cache).tensors().items()
     )
-
-
-# ---- rotations -----------------------------------------------------------------------------------------------------------
-
-
-def _rotations(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
-) -> tuple[Rotation, ...] | str:
-    """The rotation of every layer with rows, or why it is not known."""
-    rotaries = rotaries_of(decoder)
-    undo = Undo()
-    try:
-        for module in rotaries.values():
-            replace_forward(undo, module, unturned_answer)
-        second = run_recorded(decoder, config, ids_1T, first.outputs)
-    except UnsupportedArchitecture as error:
-        return str(error)
-    finally:
-        undo.run()
-    unknown = "attention of {!r} rotates queries and keys in a way that the kit does not know"
-    made: dict[int, Rotation] = {}
-    for call, before, after in zip(found.calls, second.calls, first.calls, strict=True):
-        norms = _norms(decoder, call.module, before.q.shape[-1])
-        form = _rotation(rotaries, before, after, norms)
-        if form is None or made.setdefault(call.layer, form) != form:
-            return unknown.format(call.module)
-    if not all(one.module for one in made.values()):
-        alike = run_recorded(
-            decoder, config, ids_1T[:, :1].expand_as(ids_1T), [torch.zeros_like(out) for out in first.outputs]
-        )
-        for call, seen in zip(found.calls, alike.calls, strict=True):
-            if not made[call.layer].module and _turns_by_itself(seen):
-                return unknown.format(call.module)
-    return tuple(made[layer] for layer in range(len(found.spec.layers)))
-
-
-def _norms(decoder: nn.Module, attention: str, D: int) -> dict[str, Tensor]:
-    """Weights below a module of attention that could be of a norm of a head's ``D`` channels, by their paths."""
-    weights = decoder.get_submodule(attention).named_parameters()
-    return {f"{attention}.{path}": weight for path, weight in weights if weight.shape == (D,)}
-
-
-def _rotation(
-    rotaries: dict[str, nn.Module], before: RecordedCall, after: RecordedCall, norms: dict[str, Tensor]
-) -> Rotation | None:
-    """The form that turns queries and keys without a rotation into those with it; None for none of the known ones. ``norms``:
-    see ``_norms``."""
-    pairs = [(before.q, after.q), (before.k, after.k)]
-    if all(close(a, b) for a, b in pairs):
-        return Rotation()
-    D = before.q.shape[-1]
-    for path, module in rotaries.items():
-        for buffer in frequencies_of(module):
-            inv_freq = getattr(module, buffer).float()
-            if inv_freq.dim() != 1 or 2 * len(inv_freq) > D:
-                continue
-            for order in _orders(D, 2 * len(inv_freq)):
-                for sense in (1, -1):
-                    rope = Rope(sense * inv_freq, scaling_of(module, buffer))
-                    same = order == list(range(D))
-                    form = Rotation(path, buffer, sense < 0, None if same else tuple(order))
-                    if all(close(_turned(a, rope, order), b[..., order]) for a, b in pairs):
-                        return form
-                    weighted = {
-                        name: Rope(rope.inv_freq, weight_R=weight[order][: 2 * len(inv_freq)])
-                        for name, weight in norms.items()
-                    }
-                    found = [
-                        next((n for n, w in weighted.items() if close(_turned(a, w, order), b[..., order])), None)
-                        for a, b in pairs
-                    ]
-                    if found[0] and found[1]:
-                        return replace(form, norms=(found[0], found[1]))
-    return None
-
-
-def _orders(D: int, R: int) -> Iterator[list[int]]:
-    """Orders of a head's ``D`` channels that bring ``R`` rotated ones, halves or neighbours, first or last, to the front as
-    halves."""
-    for start in (0, D - R) if R < D else (0,):
-        inner, rest = list(range(start, start + R)), [*range(start), *range(start + R, D)]
-        yield inner + rest
-        yield inner[0::2] + inner[1::2] + rest
-
-
-def _turned(x_BHTD: Tensor, rope: Rope, order: list[int]) -> Tensor:
-    cos, sin = rope.tables(torch.arange(x_BHTD.shape[2], device=x_BHTD.device), x_BHTD.dtype)
-    return rotate(x_BHTD[..., order], cos, sin)
-
-
-def _turns_by_itself(call: RecordedCall) -> bool:
-    """Whether queries of equal tokens, whose attention was nothing, are one vector that is turned with the position."""
-    q_TE = call.q[0].transpose(0, 1).flatten(1).float()
-    norms_T = q_TE.norm(dim=-1)
-    return close(norms_T, norms_T[:1].expand_as(norms_T)) and not close(q_TE, q_TE[:1].expand_as(q_TE))
