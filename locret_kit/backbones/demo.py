@@ -142,8 +142,9 @@ def from_hub(made: Path) -> str | None:
     try:
         revision = HfApi().model_info(REPO, timeout=5).sha
         wanted = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
-        kinds = {"allow_patterns": wanted, "ignore_patterns": ["*/*"]}
-        snapshot_download(REPO, revision=revision, local_dir=made, etag_timeout=5, **kinds)
+        snapshot_download(
+            REPO, revision=revision, local_dir=made, etag_timeout=5, allow_patterns=wanted, ignore_patterns=["*/*"]
+        )
     except Exception as error:
         say(f"the Hub cannot be used ({first_line(error)})")
         for rest in made.iterdir():
@@ -239,10 +240,10 @@ def dequantise(gguf_file: Path, made: Path, name: str) -> Any:
     quiet(transformers)
     say("dequantising in float32")
     options: dict[str, Any] = {"gguf_file": gguf_file.name}
-    whole = {"dtype": torch.float32}
+    whole: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the weights packed unless told not to
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, **options, **whole)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf_file.parent, **options, **whole)
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
