@@ -178,9 +178,9 @@ def load_backbone(
                 raise ValueError(
                     f"{field}={value!r} does not act on the packed weights of {name!r}: {GGUF_ADVICE[field]}"
                 )
-        config = load_config(name, revision)
+        fields = load_config(name, revision)
         with _reading(f"model={name!r} cannot be loaded"):
-            packed = model_of(_gguf(name, revision), config, pick_dtype(dtype, where, config))
+            packed: Any = model_of(_gguf(name, revision), fields, pick_dtype(dtype, where, fields))
         return freeze(packed.to(where)), load_tokenizer(name, revision)
     spread: dict[str, object] = (
         {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}

@@ -80,7 +80,7 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenize
     pre = file.fields.get("tokenizer.ggml.pre")
     if pre not in SPLITS:
         raise ValueError(f"tokenizer.ggml.pre={pre!r} is not known; these are: {', '.join(SPLITS)}")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.words("tokenizer.ggml.merges")]
+    merges = [(a, b) for a, _, b in (merge.partition(" ") for merge in file.words("tokenizer.ggml.merges"))]
     spelled = bytes_to_unicode()
     alphabet = set(spelled.values())
     vocabulary = {
