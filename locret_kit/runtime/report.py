@@ -56,13 +56,13 @@ class Report:
     @classmethod
     def of(
         cls, model: PreTrainedModel, cache: BoundedCache, *, prompt_tokens: int, new_tokens: int, prefill_s: float,
-        decode_s: float, kept_rows: list[int],
+        decode_s: float, kept_rows: list[int], read_before: int = 0,
     ) -> Report:  # fmt: skip
         """Gather the figures of a finished run."""
         c, recalls = cache.counters, cache.policy.recall is not None
         return cls(
             policy=cache.policy.name, settings=cache.settings, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
-            prefill_s=prefill_s, decode_s=decode_s, kept_rows=kept_rows,
+            prefill_s=prefill_s, decode_s=decode_s, kept_rows=kept_rows, read_before=read_before,
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.clipped, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),

@@ -113,7 +113,7 @@ def add_anthropic(app: FastAPI, server: Server) -> None:
     @app.post(ANTHROPIC)
     async def message(body: MessagesBody, request: Request) -> Response:
         (answer,) = await begin(server, request, body)
-        head = {
+        head: dict[str, object] = {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": server.name, "content": [],
             "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
@@ -170,7 +170,8 @@ async def events(answer: AnswerStream, head: dict[str, Any]) -> AsyncIterator[st
             if number > index:
                 if index >= 0:
                     yield event("content_block_stop", index=index)
-                index, empty = number, {"text": ""} if isinstance(part, str) else {"input": {}}
+                index = number
+                empty: dict[str, object] = {"text": ""} if isinstance(part, str) else {"input": {}}
                 yield event("content_block_start", index=number, content_block={**block_of(part), **empty})
             if isinstance(part, str):
                 delta = {"type": "text_delta", "text": part}

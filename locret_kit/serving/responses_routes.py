@@ -36,7 +36,7 @@ NOT_HERE = {
     "top_logprobs": "log-probabilities are in /v1/chat/completions",
 }
 """Fields that are refused, and why."""
-ECHOED = {
+ECHOED: dict[str, object] = {
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
     "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
     "truncation": "disabled", "user": None,
@@ -172,7 +172,7 @@ async def events(answer: AnswerStream, head: dict[str, object]) -> AsyncIterator
 
     def begin_item(part: str | Call) -> Iterator[str]:
         names.append(new_name(part))
-        empty = {"content": []} if isinstance(part, str) else {"arguments": ""}
+        empty: dict[str, object] = {"content": []} if isinstance(part, str) else {"arguments": ""}
         item = {**item_of(names[-1], part), "status": "in_progress", **empty}
         yield event("output_item.added", output_index=len(made), item=item)
         if isinstance(part, str):
