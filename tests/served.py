@@ -38,13 +38,21 @@ def running_engine() -> Iterator[Engine]:
 
 def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> ServerRequest:
     """A request that has ended, for four tokens."""
-    ended = threading.Event()
-    request = ServerRequest(ids, given.pop("tokens", 4), owner=owner, **given)
-    request.on_change = lambda: ended.set() if request.sequence.finish_reason is not None else None
-    engine.submit(request)
-    assert ended.wait(60)
-    assert request.sequence.error is None, request.sequence.error
-    return request
+    return ask_together(engine, ids, owner=owner, **given)[0]
+
+
+def ask_together(
+    engine: Engine, *prompts: array[int], owner: str = "", tokens: int = 4, **given: object
+) -> list[ServerRequest]:
+    """Requests that were submitted at once and have ended."""
+    requests, ended = [ServerRequest(ids, tokens, owner=owner, **given) for ids in prompts], threading.Semaphore(0)
+    for request in requests:
+        request.on_change = lambda own=request: ended.release() if own.sequence.finish_reason is not None else None
+    engine.submit(*requests)
+    assert all(ended.acquire(timeout=60) for _ in requests)
+    for request in requests:
+        assert request.sequence.error is None, request.sequence.error
+    return requests
 
 
 @contextmanager

@@ -1,17 +1,26 @@
-"""Heads of ten kinds of decoder: training lowers the loss, and what was trained is saved, loaded and runs within its budget."""
+"""Heads of ten kinds of decoder: training lowers the loss; what was trained is saved, loaded, runs within its budget and serves.
+That caches of these kinds are saved, batched and planned, ``test_architectures.py`` holds."""
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
+from served import ask_together
 from tiny_decoders.checks import PROMPT, Subject
 from tiny_decoders.needed import Sizes
 from tiny_decoders.rows import rows
+from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.config.recipes import load_config
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.decoders import Decoding
 from locret_kit.runtime.session import prefill
 from locret_kit.samples.sample import Sample
+from locret_kit.serving.engine import Engine
+from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining
 
 KINDS = {
@@ -19,7 +28,8 @@ KINDS = {
     "shared keys": "gemma4_text shared", "gated delta rule": "qwen3_next", "short convolutions": "lfm2",
     "Mamba 2": "falcon_h1", "layers without positions": "smollm3 no positions",
 }  # fmt: skip
-STEPS, BUDGET, TAIL = 30, 48, 8
+STEPS, BUDGET, NEW = 30, 48, 6
+SETTINGS = RunSettings(budget=BUDGET, chunk=32, stabilizers=4, local_len=8)
 
 
 @pytest.mark.parametrize("name", KINDS.values(), ids=KINDS)
@@ -41,9 +51,27 @@ def test_heads_learn_and_run(name, tmp_path):
     training.heads.save_pretrained(tmp_path / "heads", torch.float32)
     heads = RetainingHeads.from_pretrained(tmp_path / "heads")
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), training.heads.parameters(), strict=True))
-    cache = BoundedCache(BUDGET, "locret", heads, chunk=32, local_len=TAIL, prompt_length=PROMPT)
-    with attach(subject.model):
-        logits = prefill(subject.model, subject.ids, cache)
-    windows = cache.context.spec.windows
-    assert logits.isfinite().all()
-    assert {rows for rows, window in zip(cache.kept_rows, windows, strict=True) if window is None} == {BUDGET}
+    prompts = [subject.ids, subject.ids[::-1][:120]]
+    alone = [answer(subject.model, heads, ids) for ids in prompts]
+    engine = Engine(subject.model, tiny_tokenizer(), SETTINGS, parse_policy("locret"), heads, sessions=2)
+    try:
+        together = ask_together(engine, *(array("i", ids) for ids in prompts), tokens=NEW)
+        assert [one.sequence.tokens for one in together] == alone
+        (later,) = ask_together(engine, array("i", [*prompts[0], *alone[0], *subject.more]), tokens=NEW)
+        assert later.cached_tokens >= PROMPT
+    finally:
+        engine.stop()
+
+
+def answer(model, heads, ids):
+    """Tokens after a prompt, as an engine writes them, of one that is read and answered alone within the budget."""
+    end = tiny_tokenizer().eos_token_id
+    cache = BoundedCache(SETTINGS, "locret", heads, prompt_length=len(ids))
+    with attach(model), torch.inference_mode():
+        logits = prefill(model, ids, cache)
+        windows = cache.context.spec.windows
+        assert {rows for rows, window in zip(cache.kept_rows, windows, strict=True) if window is None} == {BUDGET}
+        step, tokens = Decoding(model, cache), [int(logits.argmax())]
+        while len(tokens) < NEW and tokens[-1] != end:
+            tokens.append(int(step(tokens[-1]).argmax()))
+    return tokens

@@ -60,6 +60,16 @@ def test_a_configuration_alone_gives_what_is_measured(name):
     assert spec == measured and (spec.states, spec.state_sizes) == (measured.states, measured.state_sizes)
 
 
+def test_norms_after_the_rotation_are_found_once_they_have_weights():
+    """Untrained ones leave the rotation what it is, and another model of the class is asked again."""
+    plain, trained = (tiny_decoder(*rows(Sizes())["hunyuan_v1_dense"]) for _ in range(2))
+    for layer in plain.model.layers:
+        layer.self_attn.query_layernorm.weight.fill_(1.0)
+        layer.self_attn.key_layernorm.weight.fill_(1.0)
+    assert not describe(plain).has_weighted_rotations and describe(plain).unlike_llama is None
+    assert describe(trained).has_weighted_rotations
+
+
 @pytest.mark.parametrize("window", [16, 100, 511])
 def test_windows_are_read_off_the_mask(window):
     model = made("mistral", sliding_window=window)
