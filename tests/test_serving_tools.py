@@ -195,6 +195,8 @@ def schemas(number: int) -> tuple[dict, object]:
 def test_every_answer_is_valid(client, number):
     schema, valid = schemas(number)
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    if number % 2:  # as llama.cpp's clients have it
+        wanted = {"type": "json_object", "schema": schema}
     answer = client.chat.completions.create(
         model="tiny", messages=user("Tell."), response_format=wanted, max_tokens=64, temperature=1.0, seed=number, n=2
     )

@@ -123,6 +123,8 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
+    bare: dict[str, Any] | None = Field(default=None, alias="schema")
+    """A schema beside ``json_object``, as llama.cpp's clients send it."""
 
     _absent = model_validator(mode="before")(without_nulls)
 
@@ -137,4 +139,4 @@ class ResponseFormat(BaseModel):
         """The schema of the answer; None for any text."""
         if self.type == "text":
             return None
-        return {"type": "object"} if self.json_schema is None else dict(self.json_schema["schema"])
+        return dict(self.json_schema["schema"]) if self.json_schema is not None else self.bare or {"type": "object"}
