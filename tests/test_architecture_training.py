@@ -71,7 +71,8 @@ def answer(model, heads, ids):
         logits = prefill(model, ids, cache)
         windows = cache.context.spec.windows
         assert {rows for rows, window in zip(cache.kept_rows, windows, strict=True) if window is None} == {BUDGET}
-        step, tokens = Decoding(model, cache), [int(logits.argmax())]
-        while len(tokens) < NEW and tokens[-1] != end:
-            tokens.append(int(step(tokens[-1]).argmax()))
+        step, tokens, token = Decoding(model, cache), [], int(logits.argmax())
+        while token != end and len(tokens) < NEW:
+            tokens.append(token)
+            token = int(step(token).argmax())
     return tokens

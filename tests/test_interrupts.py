@@ -139,7 +139,7 @@ def test_an_interrupt_while_attaching_or_detaching_leaves_the_model_as_it_was(fa
         assert not is_attached(model) and not intercept._SHARED, n
         assert state() == own and getattr(module, ROTATION) is rotate, n
         n += 1
-    assert n > 100, "calls within attaching and detaching"
+    assert n > 50, "calls within attaching and detaching"
     assert torch.equal(model(ids).logits, logits)
     with attach(model):
         model(input_ids=ids, **{CACHE: BoundedCache(8, "streaming", chunk=4)})
