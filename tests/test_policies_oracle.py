@@ -7,7 +7,7 @@ block of the prompt, in the tail and through evictions while decoding, and its a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, RetainingHeads
 from locret_kit.backbones.handler import Softmax
+from locret_kit.backbones.rope import Rope
 from locret_kit.policies.allocation import Adaptive, Pyramid
 from locret_kit.policies.base import Entry, Slots, TopK, rank_of
 from locret_kit.policies.grammar import parse_policy
@@ -50,11 +51,8 @@ def backbone(H: int, G: int, layers: int):
     return AutoModelForCausalLM.from_config(config).double().requires_grad_(False)
 
 
-@dataclass(frozen=True)
-class ExactRope:
+class ExactRope(Rope):
     """The kit's own tables are float32; here rotations must not decide a choice."""
-
-    inv_freq: torch.Tensor
 
     def tables(self, pos_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         angle = pos_T[:, None].double() * self.inv_freq

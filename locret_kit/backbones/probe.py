@@ -86,9 +86,9 @@ def _key(decoder: Any, config: PreTrainedConfig) -> tuple[object, ...]:
 
 def _has_even_norms(decoder: nn.Module) -> bool:
     """Whether a norm within attention has one weight for all channels, as an untrained one: then it may come before a rotation or
-    after it."""
-    weights = (w for path, w in decoder.named_parameters() if w.dim() == 1 and "norm" in path and "att" in path)
-    weight = next(weights, None)
+    after it. Weights whose numbers lie elsewhere (sharded ones are empty) say nothing."""
+    named = decoder.named_parameters()
+    weight = next((w for path, w in named if w.dim() == 1 and w.numel() and "norm" in path and "att" in path), None)
     return weight is not None and not (weight.is_meta or is_fake(weight)) and bool((weight == weight[0]).all())
 
 
