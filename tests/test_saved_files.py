@@ -91,15 +91,18 @@ for _ in range(20):
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
+        os.close(reader)
         while True:
             document.title += "x"
             document.save(path)
             os.write(writer, b"x")
-    os.read(reader, 1)  # saved once
+    os.close(writer)
+    assert os.read(reader, 1)  # saved once
     time.sleep(float(torch.rand((), generator=lot)) * 0.05)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert kept(Document.load(path, model, tokenizer).cache) == expected
+    document = Document.load(path, model, tokenizer)
+    assert kept(document.cache) == expected
     left += len(list(path.parent.iterdir())) > 1
 assert left, "none was killed in the middle"
 assert Document.load(path, model, tokenizer).title.endswith("x")
