@@ -202,7 +202,7 @@ def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tenso
 
     def both(settings: Path) -> None:
         def weights(path: Path) -> None:
-            save_file(state, path, metadata={"format": "pt", CONFIG: json.dumps(config)})
+            save_file(state, path, metadata={CONFIG: json.dumps(config)})  # of two, any may come first
             settings.write_text(
                 json.dumps({**config, HASH: _digest(path.read_bytes())}, indent=2) + "\n", encoding="utf-8"
             )

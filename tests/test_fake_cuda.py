@@ -11,6 +11,7 @@ from pretended import CUDA, card, moved
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from locret_kernels.hadamard import hadamard
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import spec_of
@@ -91,6 +92,7 @@ def test_one_token_never_goes_through_sdpa(policy, family):
 @pytest.mark.parametrize("bits", [None, 4])
 def test_heads_of_different_lengths_are_read_once_an_eviction(policy, bits):
     """Attention is a call for each head, so the host must know how long they are; it asks once a layer."""
+    hadamard.cache_clear()  # what other tests made lies elsewhere
     waits, _, cache = read(policy, kv_bits=bits)
     waits = [wait for wait in waits if not wait.endswith("in hadamard")]  # copied once for all
     assert waits == [COPIED] + ["tolist in _lay_out"] * 2 * (1 + cache.counters.evictions)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_bounded_cache import doubled, random_heads, tokens
+from test_bounded_cache import doubled, tokens
+from tiny_heads import tiny_heads
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache.step import read_block
@@ -24,7 +25,7 @@ def positions(cache: BoundedCache) -> list[list[int]]:
 @torch.no_grad()
 def test_one_piece_equals_token_by_token(monkeypatch, family, policy, decode_every):
     model, ids = doubled(family), tokens(130, seed=5)
-    heads = random_heads(model) if policy == "locret" else None
+    heads = tiny_heads(model, 32) if policy == "locret" else None
     calls, one = [], read_block
     monkeypatch.setattr(
         "locret_kit.cache.step.read_block", lambda cache, *args: calls.append(args[2].shape[2]) or one(cache, *args)
