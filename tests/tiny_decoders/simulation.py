@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -242,7 +243,8 @@ def softmax(logits: Tensor, sink: Tensor | None) -> Tensor:
 def behind_the_interface(model: Any) -> Iterator[None]:
     """The model with this attention. Raises ``Unknown`` where it has another that cannot be changed."""
     config = model.config.get_text_config(decoder=True)
-    before, methods = config._attn_implementation, [m for m in model.modules() if hasattr(type(m), "_attn")]
+    before, named = config._attn_implementation, [m for m in model.modules() if hasattr(type(m), "_attn")]
+    methods = [m for m in named if "query" in signature(type(m)._attn).parameters]
     try:
         model.set_attn_implementation(NAME)
         if config._attn_implementation != NAME and not methods:
