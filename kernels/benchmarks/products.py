@@ -57,7 +57,7 @@ class Row:
     threads: int
     microseconds: float
     gb_s: float
-    """Of the matrix, decimal."""
+    """Bytes of the matrix, in 10^9 a second."""
     gop_s: float
     """Products and sums."""
     ceiling: str

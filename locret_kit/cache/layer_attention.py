@@ -112,14 +112,18 @@ def _attend_part(
         n = keys.shape[2]
         if ctx.positions.by_rank:
             cos, sin = ctx.tables.first(rope, n, q, rows.layout.ragged)
-            q_cos, q_sin = ctx.tables.first(rope.of_queries, n, q, rows.layout.ragged)
-            newest = q_cos[-T:], q_sin[-T:]
+            of_queries = (
+                (cos, sin) if rope.queries is None else ctx.tables.first(rope.queries, n, q, rows.layout.ragged)
+            )
+            newest = of_queries[0][-T:], of_queries[1][-T:]
         else:
             rank_S = torch.arange(n, device=q.device)
             at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
             cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
             # The newest tokens are placed alike in heads of equal length.
-            newest = ctx.tables.at(rope.of_queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
+            newest = cos[0, 0, -T:], sin[0, 0, -T:]
+            if rope.queries is not None:
+                newest = ctx.tables.at(rope.queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
         rotation = ChunkRotation(cos, sin, *newest)
     for stage in ctx.stages:
         if stage.narrows(rows, T):
