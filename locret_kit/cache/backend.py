@@ -22,7 +22,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.handler import LayerOperations, Linear, Softmax
 from ..backbones.rope import rotate_lean
 from ..backbones.widened import product
-from .attention import attend_general, attend_rows, attend_rows_lse, varlen_operator
+from .attend import attend_general, attend_rows, attend_rows_lse, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Backend:
         return out
 
     def attends_ragged(self, q_BQTD: Tensor) -> bool:
-        """Whether heads of different lengths are one call (``attention.attend_heads``)."""
+        """Whether heads of different lengths are one call (``attend.attend_heads``)."""
         return False
 
     def packs(self, dtype: torch.dtype) -> bool:

@@ -88,8 +88,8 @@ def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, 
         queries = slice(part.heads.start * G, part.heads.stop * G)
         shown = chosen_BHK[:, part.heads] if local else None
         back = recalled.of(part.heads)
-        block = _Block(q_BQTD[:, queries], first, part.keys.shape[2] - later, back, shown, local)
-        out.append(_attend_part(ctx, recall, layer, rows, part, block))
+        lookup = _Lookup(q_BQTD[:, queries], first, part.keys.shape[2] - later, back, shown, local)
+        out.append(_attend_part(ctx, recall, layer, rows, part, lookup))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
@@ -122,7 +122,7 @@ def _choose(
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Lookup:
     """Tokens of a part that look up together."""
 
     q: Tensor
@@ -149,22 +149,22 @@ class _Block:
 
 
 def _attend_part(
-    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, part: EqualLengthHeads, block: _Block
+    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, part: EqualLengthHeads, lookup: _Lookup
 ) -> Tensor:
     """Attention ``[b, Q, t, D]`` of heads of equal length, over what has come back and the rows; these gain its statistics."""
-    back, q_bQtD, n = block.recalled, block.q, block.rows
+    back, q_bQtD, n = lookup.recalled, lookup.q, lookup.rows
     kept_bhS = part.positions[:, :, :n].long()
     keys = torch.cat((back.keys, part.keys[:, :, :n]), 2)
     values = torch.cat((back.values, part.values[:, :, :n]), 2)
     positions_bhM = torch.cat((back.positions, kept_bhS), 2)
-    shown_bhM = torch.cat((back.valid, block.sees(kept_bhS, recall.size)), 2)
+    shown_bhM = torch.cat((back.valid, lookup.sees(kept_bhS, recall.size)), 2)
     h, M, t = keys.shape[1], keys.shape[2], q_bQtD.shape[2]
-    q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), block.first + torch.arange(t, device=q_bQtD.device)
+    q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), lookup.first + torch.arange(t, device=q_bQtD.device)
     rope = ctx.read_rope(layer, rows)
     if rope is not None and not recall.far:
         last = torch.iinfo(torch.int64).max
         rank_bhM = positions_bhM.masked_fill(~shown_bhM, last).argsort(dim=-1).argsort(dim=-1)
-        place_bhM = ctx.positions.place(rank_bhM, positions_bhM, block.first + t)
+        place_bhM = ctx.positions.place(rank_bhM, positions_bhM, lookup.first + t)
         cos, sin = ctx.tables.at(rope, place_bhM, ctx.positions.span, keys)
         keys = rotate(keys, cos, sin)
         newest = ctx.tables.at(rope.of_queries, place_bhM, ctx.positions.span, keys)
