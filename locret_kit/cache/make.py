@@ -6,6 +6,7 @@ from ..backbones.spec import AttentionLayer
 from ..policies.policy import Policy
 from ..sizes import parse_bytes
 from .context import Context
+from .storage.bits import FLOAT8, check_head_size
 from .storage.blocks import BlockStore
 from .storage.codec import Codec, Plain
 from .storage.compiled import CompiledBits
@@ -13,9 +14,10 @@ from .storage.float8 import Float8
 from .storage.groups import SPARE
 from .storage.host import HostMemory, RowForm
 from .storage.layouts import EqualRows
-from .storage.quantised import FLOAT8, GroupedBits, Scratch, check_head_size
+from .storage.quantised import GroupedBits
 from .storage.ragged import RaggedRows
 from .storage.rows import BoundedLayer
+from .storage.scratch import Scratch
 
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:

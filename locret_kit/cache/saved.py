@@ -31,6 +31,7 @@ from .context import Context
 from .file import Record, read, write
 from .filling import HIDDEN, REREAD, fill
 from .saved_record import CREATED, DTYPES, MOST_PINS, Saved
+from .storage.transfer import export_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +100,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
     tensors: dict[str, Tensor] = {}
     layers = []
     for number, rows in enumerate(cache.bounded):
-        counts, held = rows.export()
+        counts, held = export_rows(rows)
         held |= {} if rows.store is None else rows.store.export()
         layers.append(counts)
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}

@@ -23,8 +23,9 @@ from ..backbones.spec import BackboneSpec
 from ..backbones.weight_bits import check_weight_bits, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
 from ..cache.make import full_rows, windowed_rows
+from ..cache.storage.bits import FLOAT8, check_storage
 from ..cache.storage.packing import BITS
-from ..cache.storage.quantised import FLOAT8, Scratch, check_storage
+from ..cache.storage.scratch import Scratch
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
