@@ -77,28 +77,30 @@ class Lane:
             flat, at = rows.flat(), lane.rows[layer]
             lane.starts_LH[layer], lane.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
             at["starts"], at["lengths"] = lane.starts_LH[layer].ctypes.data, lane.lengths_LH[layer].ctypes.data
-            at["positions"], at["scores"] = flat.positions_N.data_ptr(), rows.scores.data_ptr()
+            cpp.point(at, positions=flat.positions_N, scores=rows.scores)
             at["window"], at["before"] = rows.window or 0, -1 if not ctx.positions.span else 0
             if rows.statistics:
-                at["stats"], at["stats_stride"] = flat.stats_XN.data_ptr(), flat.stats_XN.shape[1]
-                at["by_head"] = bool(ctx.group)
+                cpp.point(at, stats=flat.stats_XN)
+                at["stats_stride"], at["by_head"] = flat.stats_XN.shape[1], bool(ctx.group)
                 at["statistics"] = sum(cpp.STATISTICS[name] for name in ctx.statistics)
             if (rope := ctx.read_rope(layer, rows)) is not None:
                 longest = rows.capacity * (H if rows.layout.ragged else 1)
                 cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
-                at["cos"], at["sin"], at["rotated"] = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+                cpp.point(at, cos=cos, sin=sin)
+                at["rotated"] = cos.shape[1]
                 lane.held.append((cos, sin))
             elif (rope := ctx.write_rope(layer, rows)) is not None:
                 R = 2 * len(rope.inv_freq)
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums)))
-                at["own_cos"], at["own_sin"], at["rotated"] = held[0].data_ptr(), held[1].data_ptr(), R
+                cpp.point(at, own_cos=held[0], own_sin=held[1])
+                at["rotated"] = R
             if isinstance(flat.rows, PackedRows):
                 assert isinstance(rows.codec, GroupedBits)
                 point_at(lane.packed[layer], flat.rows, rows.codec)
                 at["packed"] = lane.packed[layer : layer + 1].ctypes.data
                 lane.left = min(lane.left, rows.codec.max_tail - rows.codec.tail + 1)
             else:
-                at["keys"], at["values"] = (x.data_ptr() for x in flat.rows)
+                cpp.point(at, keys=flat.rows[0], values=flat.rows[1])
             lane.held.append(flat)
         lane.own = list(own.values())
         return lane
@@ -110,4 +112,5 @@ class Lane:
             if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
                 keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
                 self.wider[layer], at = (keys, values), self.packed[layer]
-                at["tail_keys"], at["tail_values"], at["tail_room"] = keys.data_ptr(), values.data_ptr(), codec.tail + 1
+                cpp.point(at, tail_keys=keys, tail_values=values)
+                at["tail_room"] = codec.tail + 1
