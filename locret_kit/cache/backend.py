@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from locret_kernels import cpp
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_on_cpu
+from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.backend import BackendUnavailable, choose, function
 from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import cpu as fused_on_cpu
@@ -100,10 +101,7 @@ class Backend:
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
-        counted: Counted = function("attend_and_count", self.name)(
-            q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head
-        )
-        return counted
+        return attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head)
 
 
 class TritonBackend(Backend):
@@ -164,14 +162,6 @@ class CpuBackend(Backend):
         return super().attend(
             q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head, rotation=rotation
         )
-
-    def _attend_and_count(
-        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
-    ) -> Counted:
-        counted: Counted = function("attend_and_count", "reference")(
-            q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head
-        )
-        return counted
 
 
 @cache
