@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -169,7 +169,7 @@ class BatchCache(Lanes):
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
         heads: RetainingHeads | str | Path | None = None,
-        **given: Any,
+        **given: object,
     ) -> None:
         super().__init__()
         self._arguments = settings, policy, loaded(heads), given
