@@ -70,6 +70,7 @@ class Backend:
             rotation: of queries and keys that come before RoPE.
         """
         q_BQTD, k_BHSD = self.rotated(q_BQTD, k_BHSD, rotation)
+        # Sinks and caps have one definition, which no kernel repeats.
         if not softmax.is_plain:
             return attend_general(q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head)
         if want:
@@ -153,6 +154,7 @@ class CpuBackend(Backend):
         by_head: bool = False,
         rotation: ChunkRotation | None = None,
     ) -> Counted:
+        # The call rotates rows as it reads them, by one table for all heads.
         plain = softmax.is_plain and window is None and (rotation is None or rotation.cos_SR.dim() == 2)
         if plain and q_BQTD.shape[2] > 1 and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD):
             counted: Counted = attend_on_cpu.attend_and_count(
@@ -186,6 +188,7 @@ def backend_for(name: str | None, device: torch.device, head_size: int, dtype: t
     Raises:
         ValueError, BackendUnavailable: as ``locret_kernels.backend.choose``.
     """
+    # Decided once for a cache: no step asks again what runs here.
     if name is None and device.type == "cpu" and dtype in cpp.TYPES and runs_on_cpu():
         name = "cpu"
     if name == "cpu" and not runs_on_cpu():

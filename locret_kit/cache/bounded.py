@@ -127,6 +127,7 @@ class BoundedCache(TextCache, Handler):
         if self.policy.needs_logits:
             self.last_hidden = score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
         ctx.counters.score_s += time.perf_counter() - began
+        # Only now: in a forward, later layers read rows that earlier ones have written.
         for layer, rows in enumerate(self.bounded):
             evict_if_due(ctx, layer, rows)
         self.unfinished = False

@@ -44,6 +44,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
     spec, dtype = ctx.spec, DTYPES[saved.dtype]
     if len(saved.layers) != len(cache.bounded):
         raise ValueError(f"layers: {len(saved.layers)} in the file, {len(cache.bounded)} here")
+    # As after an interrupt: such a cache is refused when it is saved, so a file that says it is not ours.
     if len({counts.get("seen") for counts in saved.layers}) != 1:
         raise ValueError("layers have seen different numbers of tokens")
     with blaming("counters", ValueError):

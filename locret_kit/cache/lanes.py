@@ -202,6 +202,7 @@ class BatchCache(Lanes):
             raise ValueError(f"batch={B} must be {len(self.lanes)}, for which this cache has its buffers")
         else:
             counts = fresh.sum(1).tolist()
+        # Padding stands on the left now, so the new tokens of a row end at its right edge.
         self.spans = [(row, T - count, T) for row, count in enumerate(counts)]
         self.columns += T
         return {**kwargs, "position_ids": self._positions((B, T), given.device), "attention_mask": None}

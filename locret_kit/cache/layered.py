@@ -39,6 +39,7 @@ class LayeredCache(StatefulCache):
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
         """Check that every layer has seen the forward's tokens. Raises ValueError where one has not."""
+        # A backbone that computes some attention by itself leaves a layer behind.
         seen = {rows.seen for rows in self.bounded}
         if self.unfinished or len(seen) > 1:
             raise ValueError(
@@ -54,6 +55,7 @@ class LayeredCache(StatefulCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Hand keys and values through; ``attend`` stores them, of a tensor-parallel backbone those of all ranks."""
+        # A backbone's attention calls this first. Where no handler takes over, every row would be lost.
         if active_handler() is not self:
             raise RuntimeError(
                 "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"

@@ -28,16 +28,20 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
         ctx.settings.kv_bits,
         ctx.backend.packs(ctx.model.dtype),
     )
+    # One memory for all stores: a bound on it is a bound on the cache.
     memory, layers = host_memory(ctx), []
     for layer, budget in zip(ctx.spec.layers, ctx.budgets, strict=True):
+        # A layer with a window is never evicted from: it holds what its next tokens can see, as it came.
         if layer.window is not None:
             rows = windowed_rows(layer, chunk)
         elif policy.keeps_everything:
             rows = full_rows(policy, bits, scratch, ctx.schedule.prompt_length or 0, compiled=compiled)
         else:
+            # Those of the group first, then of each of its query heads where the policy asks for them.
             statistics, recent = len(ctx.statistics) * (1 + ctx.group), policy.recent(chunk)
             rows = full_rows(policy, bits, scratch, budget + chunk, statistics, recent, compiled=compiled)
             if policy.recall is not None:
+                # Blocks for the whole prompt, where its length is known: the store then never grows.
                 room = -(-(ctx.schedule.prompt_length or 0) // policy.recall.size)
                 views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
                 size, representatives = policy.recall.size, policy.recall.representatives
@@ -50,6 +54,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
 def windowed_rows(layer: AttentionLayer, chunk: int) -> BoundedLayer:
     """Rows of a layer with a window: those that it can still see beside one block, and no more."""
     window = layer.window or 0
+    # A chunk forgets everything at its end; before a sliding block stands the window of its first token.
     capacity = window if layer.chunked else window - 1 + chunk
     return BoundedLayer(EqualRows(capacity), Plain(), window, chunked=layer.chunked)
 
@@ -70,6 +75,7 @@ def full_rows(
     if bits == FLOAT8:
         codec = Float8()
     elif bits is not None:
+        # Under full attention no group ever gets sparse, so the table needs no spare ones.
         kind = CompiledBits if compiled else GroupedBits
         codec = kind(bits, scratch, spare=0.0 if policy.keeps_everything else SPARE)
     layout = RaggedRows if policy.ragged else EqualRows

@@ -36,6 +36,7 @@ class Terms:
     ) -> Terms:
         """Terms as ``BoundedCache`` takes them. Raises as it does."""
         heads = loaded(heads)
+        # Heads name the policy that they were measured with.
         if policy is None:
             policy = heads.config.policy if heads is not None else "locret"
         if isinstance(policy, str):
@@ -46,6 +47,7 @@ class Terms:
             raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
         if policy.needs_heads and heads is None:
             raise ValueError(f"policy={policy.name!r} scores with retaining heads: pass heads=")
+        # Refused here and not at the first forward: a model takes minutes to load.
         check_storage(settings.kv_bits, policy)
         published = heads.config.inference if heads is not None else {}
         return cls(settings, policy, heads if policy.needs_heads else None, published)

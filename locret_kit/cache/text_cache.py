@@ -122,6 +122,7 @@ class TextCache(LayeredCache):
 
     def _set_pins(self, pins: Pins) -> None:
         if self._context is not None:
+            # Before a second reading all pins count, whatever rows there are: its passages must hold them.
             check_room(self._context, pins, () if self.needs_reread else self.bounded)
             at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
             self._context = replace(self._context, pins=at)
@@ -205,6 +206,7 @@ class TextCache(LayeredCache):
         for mine, theirs in zip(self.bounded, other.bounded, strict=True):
             copy_rows(mine, theirs)
         self.states = None if other.states is None else other.states.copy()
+        # Their numbers and not the objects, which the context holds too.
         vars(self.counters).update(vars(other.counters))
         vars(self.context.recalls).update(vars(other.context.recalls))
         self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
@@ -215,6 +217,7 @@ class TextCache(LayeredCache):
         reaches_prompt = self.get_seq_length() - tokens < (self.schedule.prompt_length or INT32_MAX)
         if reaches_prompt or self.states is not None or self.context.evicts_after_forward:
             return False
+        # All layers or none: a forward refuses layers that have seen different numbers of tokens.
         if not all(rows.can_take_back(tokens) for rows in self.bounded):
             return False
         for rows in self.bounded:

@@ -34,6 +34,7 @@ def slots_of(
     if "count" in ctx.policy.statistics:
         for one in (stats, *alone):
             one["count"] = (seen - positions).float()
+    # Functions and not tensors: most policies read neither keys nor values, and to rotate all of them costs a pass.
     slots = Slots(
         layer=layer,
         layers=len(ctx.budgets),
@@ -142,6 +143,7 @@ def shared_scores(
     """Entry scores ``[B, H, T]`` of new tokens of several texts, made at once; None where each text's are its own."""
     ctx = contexts[0]
     score, heads = ctx.policy.score, ctx.heads
+    # Equal parts and the same heads: then one call of the heads serves every text.
     alike = all(own.policy.score == score and own.heads is heads for own in contexts)
     if not (score.per_token and alike and ctx.spec.windows[layer] is None):
         return None

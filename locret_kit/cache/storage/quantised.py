@@ -205,6 +205,7 @@ class GroupedBits(Codec):
         self.tail += 1
 
     def finish_block(self) -> None:
+        # Nothing was read into the scratch, so no row has left the tail.
         if not self.open:
             return
         self.tail = min(self.tail, self.layout.longest)  # an eviction may have left fewer

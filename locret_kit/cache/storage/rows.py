@@ -131,6 +131,7 @@ class BoundedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        # What is lent comes from an engine: its sizes are checked, since nothing later would.
         if self.lent is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if (lent := self.lent.get(name)) is None:
@@ -279,6 +280,7 @@ class BoundedLayer(CacheLayerMixin):
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
         self.codec.read_all()
+        # All that belongs to a slot moves together, or positions and rows would part.
         own = [getattr(self, name) for name in self.own_columns()]
         self.layout.keep(stay_BHS, mean, [*self.codec.moving(), *own, *self.stats], self.backend)
         self.since_eviction = 0

@@ -21,6 +21,7 @@ class Scratch:
         rows = codec.layout
         for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
             old, shape = getattr(self, name), (rows.B, rows.H, rows.capacity, size)
+            # Rows to spare do no harm: layers of several capacities share the largest buffer.
             fits = (
                 old.dim() == 4
                 and old.shape[2] >= rows.capacity

@@ -57,6 +57,7 @@ def restore_rows(
     Args:
         k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
     """
+    # Counts first: by them the layout and the tail of the codec are laid out.
     for name, value in counts.items():
         setattr(rows.codec if name in rows.codec.COUNTS else rows, name, value)
     if not tensors:
@@ -70,6 +71,7 @@ def restore_rows(
         getattr(rows.holder(name), name)[every] = tensors[name].to(rows.device)
     for number in range(rows.statistics):
         rows.stats[number][every] = tensors["stats"][number].to(rows.device)
+    # Copies of its own, good outside of inference mode too: a score changes its state in place.
     with torch.inference_mode(False):
         own = {name: x.to(rows.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
         rows.state = {name.removeprefix(STATE): x for name, x in own.items()}
