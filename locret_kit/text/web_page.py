@@ -84,7 +84,7 @@ def markdown(html: str) -> tuple[str, list[str]]:
     from markitdown.converters import HtmlConverter
 
     html = _prepared(html)
-    text = HtmlConverter().convert_string(html, **OPTIONS).markdown
+    text = HtmlConverter().convert_string(html, url=None, **OPTIONS).markdown
     return text, list(_losses(html, text))
 
 

@@ -146,9 +146,8 @@ def _passages(root: Element) -> Iterable[tuple[str, list[str]]]:
         inner = {
             id(one) for deep in paragraph.iter() if deep is not paragraph and _name(deep) == "p" for one in deep.iter()
         }
-        runs = [
-            run.text for run in paragraph.iter()
-            if _name(run) in ("t", "v") and (run.text or "").strip() and id(run) not in hidden and id(run) not in inner
-        ]  # fmt: skip
+        words = (one for one in paragraph.iter() if _name(one) in ("t", "v"))
+        shown = (one for one in words if id(one) not in hidden and id(one) not in inner)
+        runs = [text for one in shown if (text := one.text or "").strip()]
         if runs:
             yield "".join(runs), runs
