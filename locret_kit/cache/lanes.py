@@ -21,6 +21,7 @@ from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..settings import RunSettings
 from .bounded import BoundedCache
+from .context import Stage
 from .view import shared_scores
 
 if TYPE_CHECKING:
@@ -169,10 +170,15 @@ class BatchCache(Lanes):
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
         heads: RetainingHeads | str | Path | None = None,
+        *,
+        stages: Sequence[Stage] = (),
         **given: object,
     ) -> None:
         super().__init__()
-        self._arguments = settings, policy, loaded(heads), given
+        heads = loaded(heads)  # once for all rows
+        self._cache_for = lambda count: BoundedCache(
+            settings, policy, heads, prompt_length=count, stages=stages, **given
+        )
         self.columns = 0
 
     def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
@@ -189,8 +195,7 @@ class BatchCache(Lanes):
             # The prompt: every row is a text of its own from here on.
             kwargs = {**kwargs, name: _to_the_right(given, fresh)}
             counts = fresh.sum(1).tolist()
-            settings, policy, heads, more = self._arguments
-            self.lanes = [BoundedCache(settings, policy, heads, prompt_length=count, **more) for count in counts]
+            self.lanes = [self._cache_for(count) for count in counts]
             for lane in self.lanes:
                 if lane.policy.needs_logits or lane.policy.reread is not None:
                     raise ValueError(
