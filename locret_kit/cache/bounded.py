@@ -69,10 +69,6 @@ class BoundedCache(TextCache, Handler):
     def operations(self, x: Tensor) -> LayerOperations | None:
         return self.context.backend.operations(x)
 
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
-        return self.attend_scored(layer, q_BQTD, k_BHTD, v_BHTD, softmax, None)
-
     @torch.no_grad()
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of the newest tokens over a layer's rows, their own included."""
@@ -81,10 +77,19 @@ class BoundedCache(TextCache, Handler):
         return attend_again(self.context, layer, rows, q_BQTD)
 
     @torch.no_grad()
-    def attend_scored(
-        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, score_BHT: Tensor | None
+    def attend(
+        self,
+        layer: int,
+        q_BQTD: Tensor,
+        k_BHTD: Tensor,
+        v_BHTD: Tensor,
+        softmax: Softmax,
+        score_BHT: Tensor | None = None,
     ) -> Tensor:
-        """``attend``, where the new tokens' entry scores may be known already.
+        """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says.
+
+        Args:
+            score_BHT: their entry scores, where they are known already.
 
         Raises:
             ValueError: several texts.

@@ -79,7 +79,7 @@ class Lanes(Cache, Handler):
             # [B, heads, T, D] -> the text's own [1, heads, t, D]
             q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
             score = None if scores_BHT is None else scores_BHT[row : row + 1, :, new]
-            out[row : row + 1, :, new] = lane.attend_scored(layer, q, k, v, softmax, score)
+            out[row : row + 1, :, new] = lane.attend(layer, q, k, v, softmax, score)
         return out
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
