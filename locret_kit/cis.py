@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels.backend import choose, function
+from locret_kernels.column_max.reference import tile_logits
 
 TARGETS = ("logit", "log_prob", "log_mass")
-TILE = 64
-"""Queries at a time, so that ``[Q, TILE, S]`` weights exist and not all of them."""
 
 
 def cis_target(
@@ -81,24 +80,14 @@ def attention_mass(
     Raises:
         ValueError: no query.
     """
-    B, Q, T, D = q_BQTD.shape
-    H, S = k_BHSD.shape[1:3]
-    if not T:
-        raise ValueError("0 answer queries must be at least 1")
-    k_BHDS = k_BHSD.float().transpose(-1, -2)
+    B, H, S = k_BHSD.shape[:3]
     slots_S = torch.arange(S, device=q_BQTD.device)
-    total_BHGS = torch.zeros(B, H, Q // H, S, device=q_BQTD.device)
-    for start in range(0, T, TILE):
-        part = slice(start, start + TILE)
-        q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling  # [B, H, G * t, D]
-        logits = (q @ k_BHDS).view(B, H, Q // H, -1, S)  # [B, H, G, t, S]
-        if cap is not None:
-            logits = (logits / cap).tanh_() * cap
-        logits.masked_fill_(slots_S > q_pos_T[part, None], float("-inf"))
+    total_BHGS = torch.zeros(B, H, q_BQTD.shape[1] // H, S, device=q_BQTD.device)
+    for part, logits in tile_logits(q_BQTD, k_BHSD, q_pos_T, scaling, cap):
         if sinks_Q is None:
             weights = logits.softmax(-1)
         else:
-            sink = sinks_Q.float().view(H, Q // H, 1, 1).expand(*logits.shape[:-1], 1)
+            sink = sinks_Q.float().view(H, -1, 1, 1).expand(*logits.shape[:-1], 1)
             weights = torch.cat((logits, sink), -1).softmax(-1)[..., :-1]
         total_BHGS += weights.masked_fill_(q_pos_T[part, None] - slots_S <= window, 0.0).sum(3)
     count_S = (q_pos_T[:, None] - slots_S > window).sum(0)

@@ -26,7 +26,7 @@ from locret_kernels.backend import choose
 from locret_kernels.cases import Shape, cases
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
-from locret_kit.cache.attention import operator
+from locret_kit.cache.attend import operator
 from locret_kit.naming import first_line
 from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
 from locret_kit.planning.cards import card_of

@@ -26,7 +26,7 @@ from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "kernels" / "benchmarks"
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(ROOT / "scripts"), str(ROOT / "scripts" / "research")]
 import recall_tables  # noqa: E402
 import targets  # noqa: E402
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.spec import spec_of
+from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
 from locret_kit.runtime.session import prefill
@@ -61,6 +64,44 @@ def make(policy, budget: int = 24, *, length: int | None = LENGTH, family: str =
     heads = heads_of(family) if policy.needs_heads else None
     form = {} if rest.get("one_shot") else SMALL
     return BoundedCache(budget, policy, heads, prompt_length=length, **{**form, **rest})
+
+
+class Recorder(Selection):
+    """A selection that remembers layer, scores, protected slots, positions, valid slots and choice of every eviction."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection, self.seen = selection, []
+
+    @property
+    def by_query_head(self) -> bool:
+        return self.selection.by_query_head
+
+    def select(self, scores, protected, valid, budgets, slots):
+        stay = self.selection.select(scores, protected, valid, budgets, slots)
+        self.seen.append([slots.layer, *(x.clone() for x in (scores, protected, slots.positions, valid, stay))])
+        return stay
+
+
+def recorded(policy: str, ids: list[int], **rest):
+    """A run of a prompt and, token by token, the ids after it: the cache, what entered (layer -> keys and values before RoPE
+    ``[H, tokens, D]``), and every eviction as a ``Recorder`` has it."""
+    parsed, model = parse_policy(policy), backbone()
+    recorder = Recorder(parsed.selection)
+    cache = make(replace(parsed, selection=recorder), decode_every=3, **rest)
+    entered: dict[int, list] = {}
+    attend = cache.attend
+
+    def listening(layer, q, k, v, softmax):
+        entered.setdefault(layer, []).append((k[0].numpy().copy(), v[0].numpy().copy()))
+        return attend(layer, q, k, v, softmax)
+
+    cache.attend = listening
+    with attach(model), torch.no_grad():
+        prefill(model, ids[:LENGTH], cache)
+        for token in ids[LENGTH:]:
+            model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+    texts = {i: [np.concatenate(x, 1) for x in zip(*pairs, strict=True)] for i, pairs in entered.items()}
+    return cache, texts, recorder.seen
 
 
 def turn(policy: str, *choices):

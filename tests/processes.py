@@ -47,6 +47,14 @@ def killed_after(step: int) -> Iterator[None]:
             yield
 
 
+def train_to(settings: Sequence[str], backbone: Path, out: Path, *parts: tuple[int, int, str]) -> None:
+    """A training in parts: the step after which it is killed, processes and strategy of each. One state file is left."""
+    for step, world, strategy in parts:
+        with killed_after(step):
+            train(settings, backbone, out, world, f"trainer.strategy={strategy}", "resume=auto")
+        assert [path.name for path in (out / "state").iterdir()] == [f"step={step}.ckpt"]
+
+
 def same(a: Path, b: Path, trained: str = "", atol: float = 1e-5) -> None:
     """Equal curves to 1e-5, and equal heads of the layers whose names begin with ``trained``."""
     first, second = read_curves(a), read_curves(b)

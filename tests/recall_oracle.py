@@ -50,18 +50,18 @@ def softer():
 def recorded(policy: str, length: int, steps: int = 6, **rest) -> list[Call]:
     """The calls of a small run."""
     bounded, model, calls = make(policy, length=length, **rest), softer(), []
-    plain = BoundedCache.attend_scored
+    plain = BoundedCache.attend
 
-    def attend(self, layer, q, k, v, softmax, score):
+    def attend(self, layer, q, k, v, softmax):
         held = [x.tolist() for x in self.kept_positions(layer)[0]]
         start, H = self.bounded[layer].seen, k.shape[1]
-        out = plain(self, layer, q, k, v, softmax, score)
+        out = plain(self, layer, q, k, v, softmax)
         calls.append(
             Call(layer, start, held, q[0].unflatten(0, (H, -1)), k[0], v[0], out[0].unflatten(0, (H, -1)).clone())
         )
         return out
 
-    bounded.attend_scored = attend.__get__(bounded)
+    bounded.attend = attend.__get__(bounded)
     with attach(model), torch.no_grad():
         prefill(model, tokens(length), bounded)
         for token in range(steps):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from locret_kit.cache import attention
-from locret_kit.cache.attention import attend_rows, attend_rows_lse, lower_right, lower_right_mask, operator
+from locret_kit.cache.attend import attend_rows, attend_rows_lse, lower_right, lower_right_mask, operator
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 

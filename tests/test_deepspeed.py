@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import killed_after, same, train
+from processes import same, train, train_to
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,10 +86,7 @@ def test_one_process_that_keeps_its_weights_in_the_cpus_memory(backbone, alone, 
 def test_a_killed_run_goes_on_with_another_strategy(backbone, alone, tmp_path):
     """Step 1 on one process, 2 and 3 sharded weight by weight over two, 4 with the optimiser alone sharded."""
     out = tmp_path / "run"
-    for step, world, strategy in ((1, 1, "auto"), (3, 2, "deepspeed_stage_3")):
-        with killed_after(step):
-            train(SETTINGS, backbone, out, world, f"trainer.strategy={strategy}", "resume=auto")
-        assert [path.name for path in (out / "state").iterdir()] == [f"step={step}.ckpt"]
+    train_to(SETTINGS, backbone, out, (1, 1, "auto"), (3, 2, "deepspeed_stage_3"))
     train(SETTINGS, backbone, out, 2, "trainer.strategy=deepspeed_stage_2", "resume=auto")
     same(alone, out, *TRAINED)
     same_state(alone, out)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import killed_after, same, train
+from processes import same, train, train_to
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.samples.sample import Sample
@@ -52,10 +52,7 @@ def test_two_processes_make_the_curve_of_one(backbone, alone, tmp_path, strategy
 def test_a_run_goes_on_with_another_strategy_and_number_of_processes(backbone, alone, tmp_path):
     """Steps 1 and 2 on one process, 3 and 4 sharded over two, 5 and 6 replicated: one state file, one order of samples."""
     out = tmp_path / "run"
-    for step, world, strategy in ((2, 1, "auto"), (4, 2, "fsdp")):
-        with killed_after(step):
-            train(SETTINGS, backbone, out, world, f"trainer.strategy={strategy}", "resume=auto")
-        assert [path.name for path in (out / "state").iterdir()] == [f"step={step}.ckpt"]
+    train_to(SETTINGS, backbone, out, (2, 1, "auto"), (4, 2, "fsdp"))
     train(SETTINGS, backbone, out, 2, "trainer.strategy=ddp", "resume=auto")
     same(alone, out)
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from policy_runs import backbone, held, make, run, tokens
+from policy_runs import backbone, held, make, recorded, run, tokens
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from locret_kit import attach
 from locret_kit.backbones.spec import spec_of
 from locret_kit.files import HASH, read_json, write_folder
-from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy, spell
 from locret_kit.policies.methods.lococo import (
     ConvPool,
@@ -173,47 +172,17 @@ def pool(tmp_path_factory) -> str:
     return saved(tmp_path_factory.mktemp("pool"))
 
 
-class Recorder(Selection):
-    """A selection that remembers every eviction."""
-
-    def __init__(self, selection) -> None:
-        self.selection, self.seen = selection, []
-
-    @property
-    def by_query_head(self) -> bool:
-        return self.selection.by_query_head
-
-    def select(self, scores, protected, valid, budgets, slots):
-        stay = self.selection.select(scores, protected, valid, budgets, slots)
-        self.seen.append([slots.layer, *(x.clone() for x in (scores, protected, slots.positions, valid, stay))])
-        return stay
-
-
 @pytest.mark.parametrize("positions", ["compact", "original", "clipped(20)"])
 @pytest.mark.parametrize("base", BASES)
 def test_a_run_is_the_definition(base, positions, pool):
     """After chunked prefill and evictions while decoding, every row of every head is what the loops make of the tokens."""
-    parsed, model, weights = parse_policy(f"{base} merge=lococo({pool})"), backbone(), load_pool(pool).double()
-    recorder = Recorder(parsed.selection)
-    cache = make(replace(parsed, selection=recorder), decode_every=3, positions=positions)
-    entered: dict[int, list] = {}
-    attend = cache.attend
-
-    def listening(layer, q, k, v, scaling):
-        entered.setdefault(layer, []).append((k[0].numpy().copy(), v[0].numpy().copy()))
-        return attend(layer, q, k, v, scaling)
-
-    cache.attend = listening
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(), cache)
-        for token in range(4, 9):
-            model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+    weights, policy = load_pool(pool).double(), f"{base} merge=lococo({pool})"
+    cache, texts, evictions = recorded(policy, [*tokens(), *range(4, 9)], positions=positions)
     merged = 0
-    for layer, pairs in entered.items():
-        keys, values = (np.concatenate(x, 1) for x in zip(*pairs, strict=True))
+    for layer, (keys, values) in texts.items():
         for h in range(keys.shape[0]):
             slots = {t: (keys[h, t], values[h, t]) for t in range(keys.shape[1])}
-            for at, scores, protected, places, valid, stay in recorder.seen:
+            for at, scores, protected, places, valid, stay in evictions:
                 if at != layer:
                     continue
                 there = np.flatnonzero(valid[0, h])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,16 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
-from policy_runs import LENGTH, backbone, held, make, run, tokens
+from policy_runs import LENGTH, backbone, held, make, recorded, run, tokens
 from test_attach import stranger
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handler import Softmax
 from locret_kit.backbones.spec import UnsupportedArchitecture
-from locret_kit.cache.storage.quantised import check_storage
+from locret_kit.cache.storage.bits import check_storage
 from locret_kit.cli.infer import main
 from locret_kit.evals.engine.run_spec import check_policies
-from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import describe_policies, parse_policy
 from locret_kit.policies.merging import Nearest, fold_nearest, nearest_kept
 from locret_kit.runtime.session import prefill
@@ -158,39 +156,6 @@ def test_similarities_never_exist_at_once():
 # ---- runs, replayed ---------------------------------------------------------------------------------------------------------
 
 
-class Recorder(Selection):
-    """A selection that remembers scores, positions and choices."""
-
-    def __init__(self, selection) -> None:
-        self.selection, self.seen = selection, []
-
-    def select(self, scores, protected, valid, budgets, slots):
-        stay = self.selection.select(scores, protected, valid, budgets, slots)
-        self.seen.append((slots.layer, scores.clone(), slots.positions.clone(), valid.clone(), stay.clone()))
-        return stay
-
-
-def record(policy: str, **rest):
-    """A run of a prompt and seven tokens: the cache, what entered (layer -> keys and values before RoPE), every eviction."""
-    parsed = parse_policy(policy)
-    recorder = Recorder(parsed.selection)
-    cache, model = make(replace(parsed, selection=recorder), decode_every=3, **rest), backbone()
-    entered: dict[int, list] = {}
-    attend = cache.attend
-
-    def listening(layer, q, k, v, scaling):
-        entered.setdefault(layer, []).append((k[0].numpy().copy(), v[0].numpy().copy()))
-        return attend(layer, q, k, v, scaling)
-
-    cache.attend = listening
-    with attach(model), torch.no_grad():
-        prefill(model, DISTINCT[:LENGTH], cache)
-        for token in DISTINCT[LENGTH : LENGTH + 7]:
-            model(input_ids=torch.tensor([[token]]), past_key_values=cache)
-    texts = {i: [np.concatenate(x, 1) for x in zip(*pairs, strict=True)] for i, pairs in entered.items()}
-    return cache, texts, recorder.seen
-
-
 def turned(keys: np.ndarray, positions, inv_freq: np.ndarray) -> np.ndarray:
     """Keys [n, D] rotated for their positions, half-split, in float64."""
     angle = np.asarray(positions, dtype=float)[:, None] * inv_freq
@@ -203,7 +168,7 @@ def turned(keys: np.ndarray, positions, inv_freq: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("policy", MERGING)
 def test_a_run_is_the_definition(policy, positions):
     """After chunked prefill and evictions while decoding, every row of every head is what the loops make of the tokens."""
-    cache, texts, evictions = record(policy, positions=positions)
+    cache, texts, evictions = recorded(policy, DISTINCT[: LENGTH + 7], positions=positions)
     parsed = parse_policy(policy)
     name = next((n for n in ON_THE_SCALE if type(parsed.score).__name__.lower().startswith(n)), "")
     weigh = ON_THE_SCALE.get(name if parsed.merge.weight == "score" else "", lambda s: 1.0)
@@ -213,7 +178,7 @@ def test_a_run_is_the_definition(policy, positions):
     for layer, (keys, values) in texts.items():
         for h in range(keys.shape[0]):
             slots = {t: (keys[h, t], values[h, t], 0.0) for t in range(keys.shape[1])}  # token: key, value, taken over
-            for at, scores, places, valid, stay in evictions:
+            for at, scores, _, places, valid, stay in evictions:
                 if at != layer:
                     continue
                 there = np.flatnonzero(valid[0, h])

@@ -191,7 +191,7 @@ def fit_plan(policy: str, family: str, bits: int | None) -> int:
 )
 def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
     """Three layers of the real sizes on the meta device, attention fused and without a mask as on a GPU (`lower_right`)."""
-    monkeypatch.setattr("locret_kit.cache.attention.lower_right", lambda *args: None)
+    monkeypatch.setattr("locret_kit.cache.attend.lower_right", lambda *args: None)
     config = configuration(name, layers=3)
     model, heads = on_meta(config), heads_on_meta(config, 1024, torch.bfloat16)
     with FusedAttention(), LiveBytes() as live:
@@ -205,7 +205,7 @@ def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
 
 @pytest.mark.parametrize("newest", [512, 4096])
 def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
-    monkeypatch.setattr("locret_kit.cache.attention.lower_right", lambda *args: None)
+    monkeypatch.setattr("locret_kit.cache.attend.lower_right", lambda *args: None)
     config, policy = configuration("llama3.1-8b", layers=3), parse_policy(f"recency prefill_mask=sliding({newest})")
     model = on_meta(config)
     with FusedAttention(), LiveBytes() as live:

@@ -15,8 +15,10 @@ from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.groups import rank_alike, regroup
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
-from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
+from locret_kit.cache.storage.scratch import Scratch
+from locret_kit.cache.storage.transfer import copy_rows
 from locret_kit.config.command_line import given_by
 from locret_kit.config.infer_options import INFER
 from locret_kit.policies.grammar import parse_policy
@@ -276,7 +278,7 @@ def test_copies_and_reset():
     k, v = rows_drawn(draw, 21), rows_drawn(draw, 21)
     feed(layer, k, v)
     read = [layer.slots(name).clone() for name in ("keys", "values")]
-    copy.copy_from(layer)
+    copy_rows(copy, layer)
     assert copy.codec.scratch is not layer.codec.scratch
     feed(layer, k[:, :, :9], v[:, :, :9])
     assert all(torch.equal(copy.slots(name), x) for name, x in zip(("keys", "values"), read, strict=True))

@@ -17,9 +17,11 @@ from locret_kit.cache.decoding import decode_rows
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.groups import pairs_of, regroup, table_size
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.ragged import RaggedRows
 from locret_kit.cache.storage.rows import BoundedLayer
+from locret_kit.cache.storage.scratch import Scratch
+from locret_kit.cache.storage.transfer import copy_rows
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.random import Random
 from locret_kit.runtime.session import prefill
@@ -334,7 +336,7 @@ def test_copies_and_reset():
         return found
 
     was = read(layer)
-    copy.copy_from(layer)
+    copy_rows(copy, layer)
     assert copy.codec.scratch is not layer.codec.scratch
     feed(layer, k[:, :, :9], v[:, :, :9])
     flat = [x for item in was for head in item for x in head]

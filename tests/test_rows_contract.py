@@ -14,9 +14,11 @@ from locret_kit.cache.storage.codec import Codec, Plain
 from locret_kit.cache.storage.compiled import CompiledBits
 from locret_kit.cache.storage.float8 import Float8
 from locret_kit.cache.storage.layouts import EqualRows, Layout
-from locret_kit.cache.storage.quantised import GroupedBits, Scratch
+from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.ragged import RaggedRows
 from locret_kit.cache.storage.rows import BoundedLayer
+from locret_kit.cache.storage.scratch import Scratch
+from locret_kit.cache.storage.transfer import export_rows, exported_shapes, restore_rows
 
 H, D, Q, ROOM = 3, 16, 6, 60
 LAYOUTS: list[type[Layout]] = [EqualRows, RaggedRows]
@@ -157,20 +159,20 @@ def test_rows_are_those_of_a_list(layout, codec):
 
 @pytest.mark.parametrize(("layout", "codec"), EVERY)
 def test_an_export_is_all_that_a_layer_needs(layout, codec):
-    """It has the tensors that ``exported`` names. A layer that takes it holds the same rows, with more room too, and goes on
-    alike; a reset forgets all."""
+    """It has the tensors that ``exported_shapes`` names. A layer that takes it holds the same rows, with more room too, and
+    goes on alike; a reset forgets all."""
     rows, other, wider = (made(layout, codec, room) for room in (ROOM, ROOM, ROOM + 9))
     lists, draw = filled(layout, codec, rows), torch.Generator().manual_seed(3)
-    counts, tensors = rows.export()
+    counts, tensors = export_rows(rows)
     lengths = rows.layout.head_lengths or []
-    assert {n: (x.dtype, tuple(x.shape)) for n, x in tensors.items()} == rows.exported(counts, lengths, Q)
+    assert {n: (x.dtype, tuple(x.shape)) for n, x in tensors.items()} == exported_shapes(rows, counts, lengths, Q)
     rows.codec.check(tensors, counts)
     tensors = {name: x.clone() for name, x in tensors.items()}
     empty = torch.empty(1, H, 0, D)
     for each in (other, wider):
-        each.restore(counts, tensors, empty, empty)
+        restore_rows(each, counts, tensors, empty, empty)
         same(each, lists, CODECS[codec][1])
-    assert all(torch.equal(x, tensors[name]) for name, x in other.export()[1].items())
+    assert all(torch.equal(x, tensors[name]) for name, x in export_rows(other)[1].items())
     for T in (1, 1, 12):
         block = drawn(draw, T)
         for each in (rows, other):
@@ -201,9 +203,9 @@ def test_rows_lie_in_memory_of_somebody_else(layout, codec):
     filled(layout, codec, own)
     lent = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in own.shapes().items()}
     rows = made(layout, codec, buffers=lent)
-    lists = filled(layout, codec, rows)
-    assert all(torch.equal(x, own.export()[1][name]) for name, x in rows.export()[1].items())
-    assert all(getattr(rows._holder(name), name) is x for name, x in lent.items())
+    lists, taken = filled(layout, codec, rows), export_rows(own)[1]
+    assert all(torch.equal(x, taken[name]) for name, x in export_rows(rows)[1].items())
+    assert all(getattr(rows.holder(name), name) is x for name, x in lent.items())
     same(rows, lists, CODECS[codec][1])
     with pytest.raises(ValueError, match=f"buffers: room for {ROOM} rows a head, {ROOM + 1} are needed"):
         rows.grow(ROOM + 1)

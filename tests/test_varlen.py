@@ -11,7 +11,7 @@ from interpreted import common  # noqa: F401  (before anything else imports the 
 from test_kernels_cache import model, run  # noqa: F401  (a fixture)
 
 from locret_kit.cache import attention, backend
-from locret_kit.cache.attention import attend_heads, attend_rows, varlen_operator
+from locret_kit.cache.attend import attend_heads, attend_rows, varlen_operator
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
 

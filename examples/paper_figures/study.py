@@ -17,7 +17,7 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.rope import rotate
 from locret_kit.backbones.spec import decoder_of, text_config
-from locret_kit.cache.attention import attend_text
+from locret_kit.cache.attend import attend_text
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.view import slots_of
 from locret_kit.evals.engine.measure import cache_for

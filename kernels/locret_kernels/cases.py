@@ -163,7 +163,8 @@ def packed_matrix(
     blocks = torch.randint(0, 256, (*sizes, size.nbytes), dtype=torch.uint8, device=device, generator=generator)
     # The step, then the lowest number (of blocks of 256 the step of those that are taken off).
     middle = (2 ** int(form[1]) - 1) / 2
-    for at, scale in zip(size.halves, (1, middle if size.block == 256 else -middle), strict=False):
+    scales = 1, middle if size.block == 256 else -middle
+    for at, scale in zip(size.halves, scales[: len(size.halves)], strict=True):
         number = 1e-3 * scale * (1 + torch.rand(*sizes, 1, device=device, generator=generator))
         blocks[..., at : at + 2] = number.half().view(torch.uint8)
     return blocks.flatten(1)

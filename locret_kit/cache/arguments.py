@@ -19,6 +19,7 @@ def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True
         ValueError: padding, tokens that see later ones, other places in the text, or a second piece.
     """
     mask = arguments.get("attention_mask")
+    # Backbones with several kinds of layers hand a mask for each: each is checked, and then left to the cache.
     if isinstance(mask, dict):
         for made in mask.values():
             _refuse_other_masks(made)
@@ -80,6 +81,7 @@ def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
         raise ValueError(f"no new tokens: this cache has seen {seen}, and generate takes those again before new ones")
     if not isinstance(position_ids, Tensor) or position_ids.dim() < 2:
         return
+    # Compared with every row: of a model that reads images positions have three axes.
     places_T = torch.arange(seen, seen + tokens, device=position_ids.device)
     if position_ids.shape[-1] != tokens or not bool((position_ids == places_T).all()):
         first, last = int(position_ids.flatten()[0]), int(position_ids.flatten()[-1])

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from locret_kernels import cpp
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_on_cpu
+from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.backend import BackendUnavailable, choose, function
 from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import cpu as fused_on_cpu
@@ -22,7 +23,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.handler import LayerOperations, Linear, Softmax
 from ..backbones.rope import rotate_lean
 from ..backbones.widened import product
-from .attention import attend_general, attend_rows, attend_rows_lse, varlen_operator
+from .attend import attend_general, attend_rows, attend_rows_lse, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Backend:
             rotation: of queries and keys that come before RoPE.
         """
         q_BQTD, k_BHSD = self.rotated(q_BQTD, k_BHSD, rotation)
+        # Sinks and caps have one definition, which no kernel repeats.
         if not softmax.is_plain:
             return attend_general(q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head)
         if want:
@@ -81,7 +83,7 @@ class Backend:
         return out
 
     def attends_ragged(self, q_BQTD: Tensor) -> bool:
-        """Whether heads of different lengths are one call (``attention.attend_heads``)."""
+        """Whether heads of different lengths are one call (``attend.attend_heads``)."""
         return False
 
     def packs(self, dtype: torch.dtype) -> bool:
@@ -100,10 +102,7 @@ class Backend:
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
-        counted: Counted = function("attend_and_count", self.name)(
-            q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head
-        )
-        return counted
+        return attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head)
 
 
 class TritonBackend(Backend):
@@ -155,6 +154,7 @@ class CpuBackend(Backend):
         by_head: bool = False,
         rotation: ChunkRotation | None = None,
     ) -> Counted:
+        # The call rotates rows as it reads them, by one table for all heads.
         plain = softmax.is_plain and window is None and (rotation is None or rotation.cos_SR.dim() == 2)
         if plain and q_BQTD.shape[2] > 1 and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD):
             counted: Counted = attend_on_cpu.attend_and_count(
@@ -164,14 +164,6 @@ class CpuBackend(Backend):
         return super().attend(
             q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head, rotation=rotation
         )
-
-    def _attend_and_count(
-        self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
-    ) -> Counted:
-        counted: Counted = function("attend_and_count", "reference")(
-            q_BQTD, k_BHSD, v_BHSD, scaling, want=want, by_head=by_head
-        )
-        return counted
 
 
 @cache
@@ -196,6 +188,7 @@ def backend_for(name: str | None, device: torch.device, head_size: int, dtype: t
     Raises:
         ValueError, BackendUnavailable: as ``locret_kernels.backend.choose``.
     """
+    # Decided once for a cache: no step asks again what runs here.
     if name is None and device.type == "cpu" and dtype in cpp.TYPES and runs_on_cpu():
         name = "cpu"
     if name == "cpu" and not runs_on_cpu():

@@ -8,43 +8,24 @@ The model may be fed in pieces of any size: evictions happen at boundaries that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
-from ..backbones.intercept import active_handler
-from ..backbones.probe import describe
-from ..backbones.states import StatefulCache, States
-from ..heads import RetainingHeads, loaded
-from ..policies.grammar import composed_of, parse_policy
-from ..policies.methods.sirllm import token_entropy
-from ..policies.policy import Policy
-from ..settings import FIRST, INT32_MAX, RunSettings, read_protect
 from .arguments import checked_arguments
-from .context import CacheCounters, Context, Pins, Stage
-from .fork import check_lengths, check_past, check_queries
-from .geometry.schedule import Schedule
 from .layer_attention import Fixed, attend_again
-from .make import make_layers
-from .pins import check_room, pins_of, without
-from .reread import Kept, check_reread, choose_passages, in_prompt, in_rows, prompt_positions
-from .stages import stages_of
 from .step import evict_if_due, read_block, read_tokens
-from .storage.float8 import Float8
-from .storage.quantised import Scratch, check_storage
-from .storage.rows import BoundedLayer
+from .text_cache import TextCache
+from .view import score_by_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class BoundedCache(StatefulCache, Handler):
+class BoundedCache(TextCache, Handler):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
     Args:
@@ -73,108 +54,13 @@ class BoundedCache(StatefulCache, Handler):
         ValueError: a setting out of range; names the setting, its value and the bound. FileNotFoundError: no such heads.
     """
 
-    def __init__(
-        self,
-        settings: RunSettings | int | float | None = None,
-        policy: str | Policy | None = None,
-        heads: RetainingHeads | str | Path | None = None,
-        *,
-        prompt_length: int | None = None,
-        stages: Sequence[Stage] = (),
-        **given: object,
-    ) -> None:
-        super().__init__(layers=[])
-        heads = loaded(heads)
-        if policy is None:
-            policy = heads.config.policy if heads is not None else "locret"
-        self.policy = parse_policy(policy) if isinstance(policy, str) else policy
-        if not isinstance(settings, RunSettings):
-            settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
-        elif given:
-            raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
-        if self.policy.needs_heads and heads is None:
-            raise ValueError(f"policy={self.policy.name!r} scores with retaining heads: pass heads=")
-        check_storage(settings.kv_bits, self.policy)
-        self._published = heads.config.inference if heads is not None else {}
-        self._resolve(settings, prompt_length)
-        self.heads = heads if self.policy.needs_heads else None
-        self.scratch = Scratch()
-        self.counters = CacheCounters()
-        self._stages = tuple(stages)
-        self._context: Context | None = None
-        self.last_hidden: Tensor | None = None
-        self.reread_positions: list[int] = []
-        # Whether a forward has begun that not every layer has finished.
-        self.unfinished = False
-        # Where a layer's token stands while it is decoded with fixed shapes (see runtime.graph_decoder).
-        self.fixed: Callable[[int], Fixed] | None = None
-
-    def _resolve(self, settings: RunSettings, prompt_length: int | None) -> None:
-        """Settings and schedule of a prompt of so many tokens."""
-        if self.policy.prefill_mask is not None and prompt_length is None:
-            raise ValueError(
-                f"policy={self.policy.name!r} reads the prompt otherwise than what follows: pass prompt_length="
-            )
-        resolved = settings.resolved(self._published, prompt_length)
-        schedule = Schedule.of(resolved, prompt_length)
-        check_reread(self.policy, schedule)
-        self._asked, self.settings, self.schedule = settings, resolved, schedule
-        self.pins: Pins = self._first_pins()
-
-    # ---- binding to a model -------------------------------------------------------------------------------------
-
-    def bind(self, model: PreTrainedModel) -> None:
-        """Size the layers for ``model`` at the first forward; later calls only check that the model is the same.
-
-        Raises:
-            ValueError: the rows are of another model, or an interrupt left them half written.
-        """
-        self.refuse_interrupted()
-        if self._context is None:
-            context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
-            check_room(context, self.pins)
-            self._context = replace(context, pins=self.pins, stages=(*stages_of(self.policy), *self._stages))
-            self.settings = context.settings
-            self.layers.extend(make_layers(self._context, self.scratch))
-            self.states = States.of(model, context.spec)
-        elif self._context.model is not model and self._context.spec != describe(model).spec:
-            raise ValueError("this cache already holds rows of another model")
-
-    @property
-    def context(self) -> Context:
-        """Constants of the bound cache.
-
-        Raises:
-            RuntimeError: no model is bound yet.
-        """
-        if self._context is None:
-            raise RuntimeError("this cache has met no model yet: bind(model) it, or run a forward")
-        return self._context
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend, once bound."""
-        return self.context.backend.name
-
-    @property
-    def run(self) -> RunSettings:
-        """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
-        return replace(self.settings.run, backend=self._asked.backend)
+    fixed: Callable[[int], Fixed] | None = None
+    """Where a layer's token stands while it is decoded with fixed shapes (see ``runtime.graph_decoder``)."""
 
     @property
     def wants_unrotated(self) -> bool:  # type: ignore[override]
         """Whether q and k come before RoPE."""
         return self.context.ropes is not None
-
-    def refuse_interrupted(self) -> None:
-        """Raise ValueError where a forward ended in the middle: layers have seen different numbers of tokens then."""
-        if self.unfinished:
-            seen = sorted({rows.seen for rows in self.bounded})
-            raise ValueError(
-                f"this cache was interrupted inside a forward, after {seen[0]} to {seen[-1]} tokens: reset() it and read again"
-            )
-
-    # ---- the handler ---------------------------------------------------------------------------------------------
 
     def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
         self.bind(model)
@@ -182,10 +68,6 @@ class BoundedCache(StatefulCache, Handler):
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         return self.context.backend.operations(x)
-
-    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says."""
-        return self.attend_scored(layer, q_BQTD, k_BHTD, v_BHTD, softmax, None)
 
     @torch.no_grad()
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
@@ -195,10 +77,19 @@ class BoundedCache(StatefulCache, Handler):
         return attend_again(self.context, layer, rows, q_BQTD)
 
     @torch.no_grad()
-    def attend_scored(
-        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, score_BHT: Tensor | None
+    def attend(
+        self,
+        layer: int,
+        q_BQTD: Tensor,
+        k_BHTD: Tensor,
+        v_BHTD: Tensor,
+        softmax: Softmax,
+        score_BHT: Tensor | None = None,
     ) -> Tensor:
-        """``attend``, where the new tokens' entry scores may be known already.
+        """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says.
+
+        Args:
+            score_BHT: their entry scores, where they are known already.
 
         Raises:
             ValueError: several texts.
@@ -224,14 +115,6 @@ class BoundedCache(StatefulCache, Handler):
         self.unfinished = layer + 1 < len(self.layers) or self.in_blocks
         return out
 
-    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Check that every layer has seen the forward's tokens. Raises ValueError where one has not."""
-        seen = {rows.seen for rows in self.bounded}
-        if self.unfinished or len(seen) > 1:
-            raise ValueError(
-                f"layers have seen {min(seen)} to {max(seen)} tokens of this text: some attention did not reach the cache"
-            )
-
     @property
     def in_blocks(self) -> bool:  # type: ignore[override]
         """Whether ``read`` must be called after every forward, and no forward may cross a boundary."""
@@ -247,265 +130,9 @@ class BoundedCache(StatefulCache, Handler):
         due."""
         ctx, began = self.context, time.perf_counter()
         if self.policy.needs_logits:
-            if ids_BT is None:
-                raise ValueError(
-                    f"policy={self.policy.name!r} scores tokens by their probability: give input_ids, not inputs_embeds"
-                )
-            score_BT, self.last_hidden = token_entropy(ctx.model, hidden_BTE, ids_BT, self.last_hidden)
-            for rows in self.bounded:
-                if rows.window is None:
-                    rows.score_newest(score_BT)
+            self.last_hidden = score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
         ctx.counters.score_s += time.perf_counter() - began
+        # Only now: in a forward, later layers read rows that earlier ones have written.
         for layer, rows in enumerate(self.bounded):
             evict_if_due(ctx, layer, rows)
         self.unfinished = False
-
-    # ---- pinned text -----------------------------------------------------------------------------------------------
-
-    def pin(self, start: int, end: int) -> None:
-        """Never evict the tokens at positions ``[start, end)`` of the text, read already or yet to come; what of them was
-        evicted stays gone. They are part of the budget, and rank above all that the policy protects. Where slots are merged
-        they take nothing over. Forks and copies inherit them, `reset` forgets all but the first tokens of ``protect``.
-
-        Raises:
-            ValueError: not 0 <= start < end; more tokens are pinned than some layer has room for beside its
-                stabilizers, the prompt's tail and one slot more. Before the first forward, `bind` raises that.
-        """
-        if not 0 <= start < end:
-            raise ValueError(f"pin({start}, {end}): start must be at least 0, and end above it")
-        self.pin_all([(start, end)])
-
-    def pin_all(self, ranges: Iterable[Sequence[int]]) -> None:
-        """``pin`` of several ranges at once."""
-        self._set_pins(pins_of((*self.pins, *((start, end) for start, end in ranges))))
-
-    def unpin(self, start: int, end: int) -> None:
-        """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""
-        self._set_pins(without(self.pins, start, end))
-
-    def _first_pins(self) -> Pins:
-        """What the settings pin of any text."""
-        return ((0, FIRST),) if "first" in read_protect(self.settings.protect) else ()
-
-    def _set_pins(self, pins: Pins) -> None:
-        if self._context is not None:
-            check_room(self._context, pins, () if self.needs_reread else self.bounded)
-            at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
-            self._context = replace(self._context, pins=at)
-        self.pins = pins
-
-    # ---- two readings of the prompt's tail -------------------------------------------------------------------------
-
-    @property
-    def needs_reread(self) -> bool:
-        """Whether the prompt's tail is yet to be read for the second time."""
-        s = self.schedule
-        asked = self.policy.reread is not None and any(self.context.budgets)  # windows alone hold no index to the text
-        return asked and not self.reread_positions and (s.prompt_length or 0) > s.budget
-
-    def start_reread(self) -> None:
-        """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
-        total, reread = self.get_seq_length(), self.policy.reread
-        if reread is not None and total == self.schedule.prompt_length and self.needs_reread:
-            self.reread_positions = choose_passages(self.context, reread, self.bounded, total)
-            self._set_pins(self.pins)
-            self.last_hidden = None
-
-    def prompt_positions(self, start: int, end: int) -> Sequence[int]:
-        """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""
-        return prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, start, end)
-
-    # ---- copies and other texts ------------------------------------------------------------------------------------
-
-    def fork(self, prompt_length: int | None = None, *, local_len: int | None = None) -> BoundedCache:
-        """An independent copy that goes on with another prompt of the same beginning: a document read once and asked
-        several questions. Heads, policy and model are shared, the buffers are copied.
-
-        Going on equals a fresh run of the new prompt: bit for bit where the fork was made at a multiple of ``chunk``.
-
-        Args:
-            prompt_length: tokens of the new prompt, those read so far included; None leaves it unknown.
-            local_len: of the new prompt; this cache's by default.
-
-        Raises:
-            ValueError: what was read reaches into the new prompt's tail, a fresh run of the new prompt would have evicted
-                otherwise so far, or this cache was interrupted.
-        """
-        self.refuse_interrupted()
-        s, seen = self.schedule, self.get_seq_length()
-        # A share of the prompt is a share of the new one.
-        settings = replace(self.run, budget=self.settings.share or s.budget)
-        if local_len is not None:
-            settings = replace(settings, local_len=local_len)
-        if prompt_length is None:
-            settings = replace(settings, decode_every=None)
-        new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length, stages=self._stages)
-        new.pins = self.pins
-        if self._context is None:
-            return new
-        check_lengths(s, new.schedule, seen)
-        new.bind(self._context.model)
-        if not self.policy.keeps_everything:
-            check_past(self._context, new.context, self._context.spec.windows, seen)
-        check_queries([rows.recent for rows in self.bounded], [rows.recent for rows in new.bounded], seen)
-        return new._taking_over(self)
-
-    def with_budget(self, budget: int, *, stabilizers: int | None = None) -> BoundedCache:
-        """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
-        turns of a conversation get room of their own. ``stabilizers``: another number of them, too."""
-        self.refuse_interrupted()
-        settings, policy = replace(self.run, budget=budget), self.policy.at(self.schedule.budget)
-        if stabilizers is not None:
-            settings = replace(settings, stabilizers=stabilizers)
-        if policy != self.policy:  # blocks that are stored keep their size
-            policy = replace(policy, name=composed_of(policy))
-        new = type(self)(settings, policy, self.heads, prompt_length=self.schedule.prompt_length)
-        new.bind(self.context.model)
-        new.reread_positions = list(self.reread_positions)
-        new._taking_over(self)._set_pins(self.pins)
-        return new
-
-    def _taking_over(self, other: BoundedCache) -> BoundedCache:
-        """This cache with a copy of another one's rows."""
-        for mine, theirs in zip(self.bounded, other.bounded, strict=True):
-            mine.copy_from(theirs)
-        self.states = None if other.states is None else other.states.copy()
-        vars(self.counters).update(vars(other.counters))
-        vars(self.context.recalls).update(vars(other.context.recalls))
-        self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
-        return self
-
-    def take_back(self, tokens: int) -> bool:
-        """Forget the newest ``tokens`` tokens after the prompt, as though they had never been read. False, and nothing has
-        changed, where that cannot be: they were scored by attention or evicted something, or heads differ in length."""
-        can = (
-            not self.in_blocks
-            and self.states is None
-            and self.get_seq_length() - tokens >= (self.schedule.prompt_length or INT32_MAX)
-        )
-        if not can or not all(rows.can_take_back(tokens) for rows in self.bounded):
-            return False
-        for rows in self.bounded:
-            rows.take_back(tokens)
-        return True
-
-    def __deepcopy__(self, memo: dict[int, object]) -> BoundedCache:
-        """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
-        shared = (self.heads, self.policy, self._context and self._context.model)
-        memo.update({id(one): one for one in shared})
-        memo[id(self)] = new = object.__new__(type(self))
-        vars(new).update(deepcopy(vars(self), memo))
-        return new
-
-    def __reduce_ex__(self, protocol: object) -> str:
-        raise TypeError("a BoundedCache holds its model and is not pickled: fork() and copy.deepcopy() copy its rows")
-
-    def reset(self, prompt_length: int | None = None) -> None:
-        """Forget the text: what is read next is another one, as by a new cache, in the same buffers.
-
-        Args:
-            prompt_length: tokens of the next prompt; None where they are unknown, as in a cache that is made without.
-                Buffers whose size depends on it are made anew.
-
-        Raises:
-            ValueError: a length with which the settings cannot be met; the cache is then as it was.
-        """
-        if prompt_length != self.schedule.prompt_length:
-            before = dict(vars(self))
-            try:
-                self._resize(prompt_length)
-            except ValueError:
-                vars(self).update(before)
-                raise
-        super().reset()
-        if self.states is not None:
-            self.states.reset()
-        self.counters.clear()
-        if self._context is not None:
-            self._context.recalls.clear()
-        self.last_hidden, self.reread_positions, self.unfinished = None, [], False
-        self._set_pins(self._first_pins())
-
-    def _resize(self, prompt_length: int | None) -> None:
-        """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
-        self._resolve(self._asked, prompt_length)
-        if self._context is not None:
-            old, model, self._context, self.unfinished = self.bounded, self._context.model, None, False
-            self.layers = []
-            self.bind(model)
-            pairs = zip(old, self.bounded, strict=True)
-            self.layers = [was if was.capacity == now.capacity else now for was, now in pairs]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        raise ValueError("a BoundedCache takes one text: beams are texts of a BatchCache")
-
-    # ---- what the rest of transformers and the report ask ----------------------------------------------------------
-
-    def __bool__(self) -> bool:
-        """False, since Phi-3's ``prepare_inputs_for_generation`` goes on without a cache that is true where a text outgrows the
-        first factors of LongRoPE; here they are chosen once, and stay."""
-        return False
-
-    def __repr__(self) -> str:
-        """Budget, policy, tokens seen, rows per head and the size of the buffers."""
-        rows = sorted({layer.rows for layer in self.bounded})
-        return (
-            f"BoundedCache(budget={self.settings.budget}, policy={self.policy.name!r}, seen={self.get_seq_length()} tokens, "
-            f"rows={'-'.join(str(n) for n in (rows[:1] + rows[1:][-1:])) or 'none yet'}, {self.nbytes / 2**20:.1f} MiB)"
-        )
-
-    @property
-    def bounded(self) -> list[BoundedLayer]:
-        """The layers, by their type."""
-        return self.layers  # type: ignore[return-value]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Hand keys and values through; ``attend`` stores them, of a tensor-parallel backbone those of all ranks."""
-        if active_handler() is not self:
-            raise RuntimeError(
-                "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
-            )
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, by every layer alike; the backbone's layers are numbered otherwise than the rows."""
-        return self.bounded[0].get_seq_length() if self.layers else 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.bounded[0].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
-
-    def kept_positions(self, layer: int) -> Kept:
-        """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
-        of lists; ``kept_positions(layer)[b][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
-
-        Raises:
-            RuntimeError: no model is bound yet.
-        """
-        heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
-        kept = rows.kept() if rows.is_initialized else torch.empty(1, heads, 0, dtype=torch.int32)
-        return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
-
-    @property
-    def kept_rows(self) -> list[int]:
-        """Rows a head holds now (on average where heads differ), per layer."""
-        return [layer.rows for layer in self.bounded]
-
-    @property
-    def clipped(self) -> int:
-        """Numbers of keys and values beyond the range of 8 bits (``kv_bits=8``). The host waits for the device."""
-        return sum(
-            int(rows.codec.clipped.sum()) for rows in self.bounded if isinstance(rows.codec, Float8) and rows.seen
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers on the device."""
-        states = 0 if self.states is None else self.states.nbytes
-        return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes + states
-
-    @property
-    def host_nbytes(self) -> int:
-        """Bytes of the stores in the host's memory, where evicted slots may come back."""
-        return sum(layer.store.host_bytes for layer in self.bounded if layer.store is not None)

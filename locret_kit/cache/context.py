@@ -173,6 +173,7 @@ class Context:
             policy.merge.bind(spec, model.device)
         if policy.sparse is not None:
             policy.sparse.bind(spec)
+        # Budgets before frequencies: how far positions reach depends on how many rows there will be.
         budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
         span = span_of(policy, placed, spec, budgets, s, s.prompt_length)
         if known and s.prompt_length is None and description.rotates_by_length(model, span):
@@ -257,6 +258,7 @@ def refuse_policy(policy: Policy, description: DecoderAttention) -> None:
     """Raise ValueError where a policy computes attention of its own that knows no sinks, caps or shared rows, or compares heads
     that the backbone's layers do not have alike."""
     spec, parts = description.spec, {"recall": policy.recall, "sparse": policy.sparse}
+    # One at most: a policy with both is refused when it is made.
     own = next((name for name, part in parts.items() if part is not None), None)
     if own and not all(call.plain for call in description.calls):
         raise ValueError(

@@ -56,6 +56,7 @@ class RowRotation:
 
     def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
         """Where the newest token of each head is ``[B, H]``, and the rows where that is above their rank ``[N]``."""
+        # The query stands where its own row does, which is the newest of its head.
         rank_BH = flat.lengths_BH - 1 if flat.last_BH is None else flat.last_BH
         if not self.span:
             return rank_BH, None

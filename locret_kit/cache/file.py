@@ -52,6 +52,7 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Call
     record["digest"] = digest(record, body)
     text = json.dumps(record, ensure_ascii=False)
     size = len(json.dumps(text, ensure_ascii=False).encode()) + 200 * len(body)  # 200: name, dtype, shape and place
+    # Our own reader would refuse it.
     if size > LARGEST:
         raise ValueError(f"cannot write {path}: its header would take {size} bytes, of at most {LARGEST}")
     data = save(

@@ -17,7 +17,8 @@ from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .geometry.schedule import Schedule
 from .saved_record import DTYPES, Saved
-from .storage.rows import STATE, BoundedLayer
+from .storage.rows import BoundedLayer
+from .storage.transfer import STATE, export_rows, exported_shapes, restore_rows
 
 REREAD = "reread_positions"
 """Name of the tensor of positions that are read again; absent where none are."""
@@ -43,6 +44,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
     spec, dtype = ctx.spec, DTYPES[saved.dtype]
     if len(saved.layers) != len(cache.bounded):
         raise ValueError(f"layers: {len(saved.layers)} in the file, {len(cache.bounded)} here")
+    # As after an interrupt: such a cache is refused when it is saved, so a file that says it is not ours.
     if len({counts.get("seen") for counts in saved.layers}) != 1:
         raise ValueError("layers have seen different numbers of tokens")
     with blaming("counters", ValueError):
@@ -80,7 +82,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
         k_BH0D, v_BH0D = spec.layers[number].empty(ctx.model.dtype, ctx.model.device)
-        rows.restore(counts, wide, k_BH0D, v_BH0D)
+        restore_rows(rows, counts, wide, k_BH0D, v_BH0D)
         if rows.store is not None:
             rows.store.restore(wide, k_BH0D, v_BH0D)
     vars(cache.counters).update(vars(counters))
@@ -110,7 +112,7 @@ def _states(ctx: Context, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, 
 def _room(layers: Sequence[BoundedLayer], stated: Sequence[Mapping[str, float]]) -> int:
     """Bytes of the rows' buffers, about: those of layers that are full."""
     full = [
-        rows.exported({**counts, "rows": rows.capacity}, [], 0).values() if counts["seen"] else ()
+        exported_shapes(rows, {**counts, "rows": rows.capacity}, [], 0).values() if counts["seen"] else ()
         for rows, counts in zip(layers, stated, strict=True)
     ]
     return sum(prod(shape) * dtype.itemsize for layer in full for dtype, shape in layer)
@@ -133,7 +135,7 @@ def _reread(schedule: Schedule, stored: Tensor | None) -> list[int]:
 def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everything: bool) -> None:
     """Raise ValueError for counts that no such layer has."""
     # The layer is empty yet, so its own counts are the names that there must be.
-    known = rows.export()[0]
+    known = export_rows(rows)[0]
     for name in known:
         value = counts.get(name)
         whole = name != "scaling"
@@ -168,7 +170,7 @@ def _check_layout(
                 f"lengths={shown(stored.tolist())} must be at least 0 and make {counts['rows']} rows per head"
             )
         lengths = stored.tolist()
-    layout = rows.exported(counts, lengths, layer.n_heads) if counts["seen"] else {}
+    layout = exported_shapes(rows, counts, lengths, layer.n_heads) if counts["seen"] else {}
     if rows.store is not None and layout:
         like = torch.empty(1, rows.layout.H, 0, rows.codec.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, int(counts["seen"]))

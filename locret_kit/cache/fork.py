@@ -20,6 +20,7 @@ def check_lengths(old: Schedule, new: Schedule, seen: int) -> None:
         raise CannotFork(
             f"prompt_length={new.prompt_length}: {seen} tokens are read already, more than the {new.body} before its tail"
         )
+    # Decoded tokens are no part of another prompt.
     if old.decoding(seen):
         raise CannotFork("this cache has decoded already: fork it before")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..settings import RunSettings
 from .bounded import BoundedCache
+from .context import Stage
 from .view import shared_scores
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Lanes(Cache, Handler):
             # [B, heads, T, D] -> the text's own [1, heads, t, D]
             q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
             score = None if scores_BHT is None else scores_BHT[row : row + 1, :, new]
-            out[row : row + 1, :, new] = lane.attend_scored(layer, q, k, v, softmax, score)
+            out[row : row + 1, :, new] = lane.attend(layer, q, k, v, softmax, score)
         return out
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
@@ -169,10 +170,15 @@ class BatchCache(Lanes):
         settings: RunSettings | int | float | None = None,
         policy: str | Policy | None = None,
         heads: RetainingHeads | str | Path | None = None,
-        **given: Any,
+        *,
+        stages: Sequence[Stage] = (),
+        **given: object,
     ) -> None:
         super().__init__()
-        self._arguments = settings, policy, loaded(heads), given
+        heads = loaded(heads)  # once for all rows
+        self._cache_for = lambda count: BoundedCache(
+            settings, policy, heads, prompt_length=count, stages=stages, **given
+        )
         self.columns = 0
 
     def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
@@ -189,8 +195,7 @@ class BatchCache(Lanes):
             # The prompt: every row is a text of its own from here on.
             kwargs = {**kwargs, name: _to_the_right(given, fresh)}
             counts = fresh.sum(1).tolist()
-            settings, policy, heads, more = self._arguments
-            self.lanes = [BoundedCache(settings, policy, heads, prompt_length=count, **more) for count in counts]
+            self.lanes = [self._cache_for(count) for count in counts]
             for lane in self.lanes:
                 if lane.policy.needs_logits or lane.policy.reread is not None:
                     raise ValueError(
@@ -202,6 +207,7 @@ class BatchCache(Lanes):
             raise ValueError(f"batch={B} must be {len(self.lanes)}, for which this cache has its buffers")
         else:
             counts = fresh.sum(1).tolist()
+        # Padding stands on the left now, so the new tokens of a row end at its right edge.
         self.spans = [(row, T - count, T) for row, count in enumerate(counts)]
         self.columns += T
         return {**kwargs, "position_ids": self._positions((B, T), given.device), "attention_mask": None}

@@ -14,7 +14,7 @@ from locret_kernels.backend import function
 
 from ..backbones.handler import Softmax
 from ..policies.base import PrefillMask
-from .attention import attend_heads
+from .attend import attend_heads
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
 from .storage.ragged import RaggedRows

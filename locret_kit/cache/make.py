@@ -6,6 +6,7 @@ from ..backbones.spec import AttentionLayer
 from ..policies.policy import Policy
 from ..sizes import parse_bytes
 from .context import Context
+from .storage.bits import FLOAT8, check_head_size
 from .storage.blocks import BlockStore
 from .storage.codec import Codec, Plain
 from .storage.compiled import CompiledBits
@@ -13,63 +14,59 @@ from .storage.float8 import Float8
 from .storage.groups import SPARE
 from .storage.host import HostMemory, RowForm
 from .storage.layouts import EqualRows
-from .storage.quantised import FLOAT8, GroupedBits, Scratch, check_head_size
+from .storage.quantised import GroupedBits
 from .storage.ragged import RaggedRows
 from .storage.rows import BoundedLayer
+from .storage.scratch import Scratch
 
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
     """Rows of every layer; those in few bits are read through ``scratch``."""
-    chunk, policy, bits, compiled = (
-        ctx.schedule.chunk,
-        ctx.policy,
-        ctx.settings.kv_bits,
-        ctx.backend.packs(ctx.model.dtype),
-    )
+    policy, s, compiled = ctx.policy, ctx.schedule, ctx.backend.packs(ctx.model.dtype)
+    # One memory for all stores: a bound on it is a bound on the cache.
     memory, layers = host_memory(ctx), []
     for layer, budget in zip(ctx.spec.layers, ctx.budgets, strict=True):
-        if layer.window is not None:
-            rows = windowed_rows(layer, chunk)
-        elif policy.keeps_everything:
-            rows = full_rows(policy, bits, scratch, ctx.schedule.prompt_length or 0, compiled=compiled)
-        else:
-            statistics, recent = len(ctx.statistics) * (1 + ctx.group), policy.recent(chunk)
-            rows = full_rows(policy, bits, scratch, budget + chunk, statistics, recent, compiled=compiled)
-            if policy.recall is not None:
-                room = -(-(ctx.schedule.prompt_length or 0) // policy.recall.size)
-                views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
-                size, representatives = policy.recall.size, policy.recall.representatives
-                rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
+        capacity = s.prompt_length or 0 if policy.keeps_everything else budget + s.chunk
+        rows = layer_rows(policy, layer, capacity, s.chunk, ctx.settings.kv_bits, scratch, compiled=compiled)
+        if policy.recall is not None and layer.window is None:
+            # Blocks for the whole prompt, where its length is known: the store then never grows.
+            room = -(-(s.prompt_length or 0) // policy.recall.size)
+            views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
+            size, representatives = policy.recall.size, policy.recall.representatives
+            rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
         rows.backend, rows.grows = ctx.backend.name, policy.keeps_everything
         layers.append(rows)
     return layers
 
 
-def windowed_rows(layer: AttentionLayer, chunk: int) -> BoundedLayer:
-    """Rows of a layer with a window: those that it can still see beside one block, and no more."""
-    window = layer.window or 0
-    capacity = window if layer.chunked else window - 1 + chunk
-    return BoundedLayer(EqualRows(capacity), Plain(), window, chunked=layer.chunked)
-
-
-def full_rows(
+def layer_rows(
     policy: Policy,
+    layer: AttentionLayer,
+    capacity: int,
+    chunk: int,
     bits: int | None,
     scratch: Scratch,
-    capacity: int,
-    statistics: int = 0,
-    recent: int = 0,
     *,
     compiled: bool = False,
 ) -> BoundedLayer:
-    """Rows of a layer without a window, with keys and values in ``bits`` bits. ``compiled``: read and quantised by compiled
-    calls."""
+    """Rows of one layer: ``capacity`` of them a head, with keys and values in ``bits`` bits; of one with a window those that it
+    can still see beside a chunk, as they came. ``compiled``: read and quantised by compiled calls."""
+    if layer.window is not None:
+        # A chunk forgets everything at its end; before a sliding block stands the window of its first token.
+        capacity = layer.window if layer.chunked else layer.window - 1 + chunk
+        return BoundedLayer(EqualRows(capacity), Plain(), layer.window, chunked=layer.chunked)
     codec: Codec = Plain()
     if bits == FLOAT8:
         codec = Float8()
     elif bits is not None:
+        # Under full attention no group ever gets sparse, so the table needs no spare ones.
         kind = CompiledBits if compiled else GroupedBits
         codec = kind(bits, scratch, spare=0.0 if policy.keeps_everything else SPARE)
+    statistics = recent = 0
+    if not policy.keeps_everything:
+        # Those of the group first, then of each of its query heads where the policy asks for them.
+        group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
+        statistics, recent = len(policy.statistics - {"count"}) * (1 + group), policy.recent(chunk)
     layout = RaggedRows if policy.ragged else EqualRows
     merges = policy.merge is not None and policy.merge.remembers
     return BoundedLayer(layout(capacity), codec, None, statistics, recent, merges=merges)

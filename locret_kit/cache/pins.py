@@ -6,8 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from ..settings import FIRST, RunSettings, read_protect
 from .context import Context, Pins
 from .storage.rows import BoundedLayer
+
+
+def first_pins(settings: RunSettings) -> Pins:
+    """What the settings pin of any text."""
+    return ((0, FIRST),) if "first" in read_protect(settings.protect) else ()
 
 
 def pins_of(ranges: Iterable[tuple[int, int]]) -> Pins:

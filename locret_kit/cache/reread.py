@@ -54,6 +54,7 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
     chosen = [*sorted({*voted, *pinned}), *range(body, total)]
     for rows in layers:
         rows.reset()
+        # What is fed next ends where the prompt ends, so the boundaries of the schedule stay.
         rows.seen = total - len(chosen)
     return chosen
 
@@ -71,6 +72,7 @@ def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:
     if not reread:
         return pins
     first, pinned = total - len(reread), [range(*pin) for pin in pins]
+    # A pinned token that is read again has another position among the rows.
     again = [(first + i, first + i + 1) for i, at in enumerate(reread) if any(at in pin for pin in pinned)]
     return pins_of([*again, *((max(start, total), end) for start, end in pins)])
 

@@ -31,6 +31,7 @@ from .context import Context
 from .file import Record, read, write
 from .filling import HIDDEN, REREAD, fill
 from .saved_record import CREATED, DTYPES, MOST_PINS, Saved
+from .storage.transfer import export_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +100,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
     tensors: dict[str, Tensor] = {}
     layers = []
     for number, rows in enumerate(cache.bounded):
-        counts, held = rows.export()
+        counts, held = export_rows(rows)
         held |= {} if rows.store is None else rows.store.export()
         layers.append(counts)
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
@@ -111,6 +112,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
         tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32)
     if len(cache.pins) > MOST_PINS:
         raise ValueError(f"pins: {len(cache.pins)} ranges must be at most {MOST_PINS} in a file")
+    # By content: names are written for people, fingerprints decide.
     known = (origin or Origin.of(ctx.model, cache.heads)).of_cache(cache)
     record: Record = {
         "kit": versions("locret_kit")["locret_kit"],
@@ -230,6 +232,7 @@ def restore(
 def _policy(saved: Saved, given: str | Policy | None) -> Policy:
     if isinstance(given, Policy):
         return given
+    # Such a part says a path in the grammar, which means nothing on another machine.
     pools = {name for name, kind in parts_named("merge").items() if hasattr(kind, "weights")}
     if given is None and (saved.pool is not None or pools.intersection(re.findall(r"[\w-]+", saved.policy))):
         raise ValueError(

@@ -60,6 +60,7 @@ class Saved:
     """What was read, see ``documents``."""
 
     def __post_init__(self) -> None:
+        # Anybody may have written the file: every field is checked before one is used.
         check(self)
         with blaming("created", ValueError):
             time.strptime(self.created, CREATED)

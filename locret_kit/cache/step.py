@@ -122,7 +122,7 @@ def evict(
     slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
     t0 = time.perf_counter()
     scores_BHS = policy.score.score_slots(slots)
-    rows.set_entry_scores(slots.entry_scores)
+    rows.layout.put_back(rows.scores, slots.entry_scores)  # a score may have aged them
     t1 = time.perf_counter()
     stay_BHS = policy.choose(slots, scores_BHS)
     t2 = time.perf_counter()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..backbones.rope import Rope, rotate
 from ..policies.base import Entry, Slots
+from ..policies.methods.sirllm import token_entropy
 from .context import Context
 from .pins import pinned_slots
 from .storage.rows import BoundedLayer
@@ -33,6 +34,7 @@ def slots_of(
     if "count" in ctx.policy.statistics:
         for one in (stats, *alone):
             one["count"] = (seen - positions).float()
+    # Functions and not tensors: most policies read neither keys nor values, and to rotate all of them costs a pass.
     slots = Slots(
         layer=layer,
         layers=len(ctx.budgets),
@@ -141,12 +143,33 @@ def shared_scores(
     """Entry scores ``[B, H, T]`` of new tokens of several texts, made at once; None where each text's are its own."""
     ctx = contexts[0]
     score, heads = ctx.policy.score, ctx.heads
+    # Equal parts and the same heads: then one call of the heads serves every text.
     alike = all(own.policy.score == score and own.heads is heads for own in contexts)
     if not (score.per_token and alike and ctx.spec.windows[layer] is None):
         return None
     head = heads[layer] if heads is not None else None
     entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, ctx.settings.seed, linear=ctx.backend.linear)
     return score.score_new_tokens(entry)
+
+
+def score_by_logits(
+    ctx: Context, layers: Sequence[BoundedLayer], hidden_BTE: Tensor, ids_BT: Tensor | None, before: Tensor | None
+) -> Tensor:
+    """Set the entry scores of the newest tokens by their probabilities, the same in every layer and head. Returns the final
+    hidden state by which the next token is judged; ``before`` is the one for the first of these.
+
+    Raises:
+        ValueError: the tokens are not known.
+    """
+    if ids_BT is None:
+        raise ValueError(
+            f"policy={ctx.policy.name!r} scores tokens by their probability: give input_ids, not inputs_embeds"
+        )
+    score_BT, last_hidden = token_entropy(ctx.model, hidden_BTE, ids_BT, before)
+    for rows in layers:
+        if rows.window is None:
+            rows.scores[rows.layout.last(score_BT.shape[1])] = score_BT[:, None]
+    return last_hidden
 
 
 def entry_scores(

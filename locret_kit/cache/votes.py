@@ -45,5 +45,6 @@ class Votes:
                 (before, worth_B1N), key=lambda x: x.shape[-1]
             )  # blocks that only some layers have stored
             worth_B1N = torch.cat((torch.maximum(few, many[..., : few.shape[-1]]), many[..., few.shape[-1] :]), -1)
+        # Later layers see what earlier ones gave, in one forward alone: it is cleared at its beginning.
         self._most[start, tokens] = worth_B1N
         return worth_B1N

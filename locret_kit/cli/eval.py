@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config.benchmark_runs import BENCHMARK
 from ..config.command_help import help_of
@@ -60,8 +60,9 @@ def write_run_config(config: EvalConfig, parts: EvalParts) -> None:
     out, path = Path(config.out), Path(config.out) / CONFIG
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={config.out} is no folder")
-    now: dict[str, Any] = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": parts.facts()}
-    before: dict[str, Any] = {}
+    heads = parts.facts()
+    now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
+    before: dict[str, object] = {}
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
         before = read_config(out)
         defaults = {item.name: item.default for item in fields(config)}
@@ -71,15 +72,16 @@ def write_run_config(config: EvalConfig, parts: EvalParts) -> None:
                 raise ValueError(
                     f"out={config.out} holds rows with {key}={then}, not {key}={now[key]}: choose another out"
                 )
-    known = before.get("heads", {})
-    for name, facts in now["heads"].items():
+    known = before.get("heads") or {}
+    assert isinstance(known, dict)
+    for name, facts in heads.items():
         for what, value in facts.items():
             if known.get(name, facts)[what] != value:
                 raise ValueError(
                     f"out={config.out} holds rows of heads {name} with {what}={known[name][what]}, not {what}={value}: "
                     "choose another out"
                 )
-    now["heads"] = {**known, **now["heads"]}
+    now["heads"] = {**known, **heads}
     write_beside(path, lambda file: file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8"))
 
 

@@ -112,7 +112,7 @@ def choose(
     """
     from ..backbones import demo
     from ..backbones.load import choose_adapter, other_backbone
-    from ..cache.storage.quantised import check_storage
+    from ..cache.storage.bits import check_storage
     from ..heads import RetainingHeads
     from ..policies.grammar import parse_policy
 

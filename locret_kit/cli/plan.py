@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config.plan_options import PLAN, PlanOptions
 from ..config.schema import Values
@@ -51,8 +51,8 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
     for key, raw in shipped.items():
         if key == stem or raw["_name_or_path"] == name:
             raw = {k: v for k, v in raw.items() if k != "_name_or_path"}
-            return AutoConfig.for_model(raw.pop("model_type"), **raw), recipe
-    known = [*known_recipes(), *(raw["_name_or_path"] for raw in shipped.values())]
+            return AutoConfig.for_model(str(raw.pop("model_type")), **raw), recipe
+    known = [*known_recipes(), *(str(raw["_name_or_path"]) for raw in shipped.values())]
     path = resolve_model(name)
     if "/" not in name and not Path(path).exists():
         raise ValueError(f"model={name!r} is no recipe and no folder.{nearest(name, known)}")
@@ -62,7 +62,7 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
         raise ValueError(f"{error}{nearest(name, known)}") from error
 
 
-def shipped_configs() -> dict[str, dict[str, Any]]:
+def shipped_configs() -> dict[str, dict[str, object]]:
     """The configurations in ``recipes/configs``, by recipe; ``_name_or_path`` is the Hub id."""
     from ..config.recipes import recipes_folder
 

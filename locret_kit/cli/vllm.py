@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from argparse import Namespace
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config.command_line import read
 from ..config.vllm_options import VLLM, VllmOptions, shared_out
@@ -14,6 +15,8 @@ from .command import command
 from .loading import check_run, choose
 
 if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
     from ..vllm.request_pages import Pages
     from ..vllm.server_settings import ServerSettings
 
@@ -85,7 +88,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
-def settle(options: Any, server: ServerSettings, sessions: int | None, theirs: list[str]) -> Pages:
+def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> Pages:
     """Set in vLLM's options what must go together, and refuse what cannot; the pages of a request."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -130,7 +133,7 @@ def settle(options: Any, server: ServerSettings, sessions: int | None, theirs: l
     return pages
 
 
-def documents_config(given: Any) -> Any:
+def documents_config(given: object) -> KVTransferConfig:
     """vLLM's configuration of a connector that reads documents."""
     from vllm.config import KVTransferConfig
 
@@ -143,7 +146,7 @@ def documents_config(given: Any) -> Any:
     )  # fmt: skip
 
 
-async def serve(options: Any, pages: Pages) -> None:
+async def serve(options: Namespace, pages: Pages) -> None:
     """Serve until stopped."""
     from vllm.entrypoints.launchers.api_server.entry import run_server
 
@@ -154,7 +157,7 @@ async def serve(options: Any, pages: Pages) -> None:
         waiting.cancel()
 
 
-async def announce(options: Any, pages: Pages) -> None:
+async def announce(options: Namespace, pages: Pages) -> None:
     """Say that requests are taken, and how many fit, once they are."""
     from ..vllm.ready_line import requests_that_fit
     from ..vllm.request_pages import Pages

@@ -22,9 +22,10 @@ from ..backbones.gguf.packed_modules import AT_ONCE, UNPACKED
 from ..backbones.spec import BackboneSpec
 from ..backbones.weight_bits import check_weight_bits, suffix
 from ..cache.geometry.schedule import PIECE, Schedule
-from ..cache.make import full_rows, windowed_rows
+from ..cache.make import layer_rows
+from ..cache.storage.bits import FLOAT8, check_storage
 from ..cache.storage.packing import BITS
-from ..cache.storage.quantised import FLOAT8, Scratch, check_storage
+from ..cache.storage.scratch import Scratch
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
@@ -151,27 +152,16 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     Raises:
         ValueError: a head size that the bits do not fit.
     """
-    policy, bits, chunk, dtype = (
-        setting.policy,
-        setting.run.kv_bits,
-        setting.schedule.chunk,
-        getattr(torch, setting.dtype),
-    )
+    policy, bits, chunk = setting.policy, setting.run.kv_bits, setting.schedule.chunk
+    dtype = getattr(torch, setting.dtype)
     capacities = iter(setting.capacities(sum(window is None for window in spec.windows)))
     # Layers of equal sizes and capacities hold equal buffers: each kind is laid out once, on no device.
     kinds = Counter((replace(layer, index=0), next(capacities) if layer.window is None else 0) for layer in spec.layers)
     stored = scratch = 0
     for (layer, capacity), count in kinds.items():
-        if layer.window is not None:
-            rows = windowed_rows(layer, chunk)
-        else:
-            statistics = recent = 0
-            if not policy.keeps_everything:
-                by_head = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
-                statistics, recent = len(policy.statistics - {"count"}) * (1 + by_head), policy.recent(chunk)
-            rows = full_rows(policy, bits, Scratch(), capacity, statistics, recent)
-            if bits in BITS:
-                scratch = max(scratch, layer.row_size * ITEM_BYTES[setting.dtype] * capacity)
+        rows = layer_rows(policy, layer, capacity, chunk, bits, Scratch())
+        if bits in BITS and layer.window is None:
+            scratch = max(scratch, layer.row_size * ITEM_BYTES[setting.dtype] * capacity)
         rows.measure(*layer.empty(dtype, "meta"))
         stored += count * rows.planned_bytes(layer.n_heads)
     stored += sum(size.nbytes(dtype) for size in spec.state_sizes)

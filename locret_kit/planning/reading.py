@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
 
 SHARE = 8
 """Tokens for each slot beyond which few facts of a text are found again (docs/tutorials/read.md)."""
@@ -28,7 +30,7 @@ def too_few(budget: int, tokens: int) -> str | None:
     )
 
 
-def reading_time(model: Any, ids: Sequence[int], chunk: int) -> str | None:
+def reading_time(model: PreTrainedModel, ids: Sequence[int], chunk: int) -> str | None:
     """Words for the time that the reading of a long text will take, from the rate of its first tokens in a plain forward.
 
     Args:

@@ -10,23 +10,19 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
 from locret_kernels.decoder_step.halves import Halves
 from locret_kernels.product import FORMATS
-from locret_kernels.ragged_decode import PackedRows
 
 from ..backbones.dense import Dense, NotDense, Product, check_dense, dense
-from ..backbones.rope import Rope
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
@@ -36,7 +32,8 @@ from ..cache.storage.quantised import GroupedBits
 from ..heads import RetainingHead, RetainingHeads
 from ..policies.base import Entry, Score
 from ..policies.methods.locret import Cis
-from .cpu_groups import FullTail, point_at, quantise
+from .cpu_groups import FullTail, quantise
+from .cpu_lane import Lane, PositionTables
 
 logger = logging.getLogger(__name__)
 
@@ -44,38 +41,6 @@ logger = logging.getLogger(__name__)
 CODECS = (Plain, GroupedBits)
 """Forms of keys and values that the call reads where they lie."""
 Signature = tuple[tuple[int, int], ...]
-
-
-class Tables(NamedTuple):
-    """cos and sin ``[positions, R]`` in the type of sums."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-@dataclass
-class Lane:
-    """A text's rows as the call reads them, until its next boundary.
-
-    Attributes:
-        left: tokens until a boundary, where rows are evicted or a group is quantised. due: tokens of the text when rows may
-            be evicted. seen, evicted: of the cache, by which another hand is noticed.
-    """
-
-    rows: np.ndarray
-    packed: np.ndarray
-    starts_LH: np.ndarray
-    lengths_LH: np.ndarray
-    left: int
-    due: int
-    seen: int
-    evicted: int
-    own: list[tuple[Rope, Tensor]]
-    """Rotations by which new keys are stored, and the memory ``[2, R]`` where those of the next token stand."""
-    held: list[object]
-    """What addresses point to."""
-    wider: dict[int, tuple[Tensor, Tensor]]
-    """Of layers in few bits whose tail is full: a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
 
 @dataclass
@@ -125,7 +90,7 @@ class CpuDecoder:
         self._plain = self._layers(None)
         self._with_heads: WeakKeyDictionary[RetainingHeads, Held] = WeakKeyDictionary()
         self._lanes: WeakKeyDictionary[BoundedCache, Lane] = WeakKeyDictionary()
-        self._tables: dict[tuple[bytes, float], Tables] = {}
+        self._tables = PositionTables(self.dtype, self.sums)
 
     # ---- what it takes ---------------------------------------------------------------------------------------------
 
@@ -189,79 +154,16 @@ class CpuDecoder:
             ctx.tables.clear()
             for layer, rows in enumerate(cache.bounded):
                 make_room(ctx, layer, rows, 1)
-            lane = self._lanes[cache] = self._made(cache)
+            lane = self._lanes[cache] = Lane.of(cache, self.shape[1], self._tables)
         lane.rows["position"] = seen
         if ctx.positions.span:
             lane.rows["before"] = max(0, seen + 1 - ctx.positions.span)
         if lane.left == 1:
-            self._widen(cache, lane)
+            lane.widen(cache)
         for rope, held in lane.own:
             cos, sin = rope.tables(torch.tensor([seen]), self.dtype)
             held[0], held[1] = cos[0], sin[0]
         return lane
-
-    def _made(self, cache: BoundedCache) -> Lane:
-        """The addresses of a cache's rows, and how long they hold."""
-        ctx, seen, L, H = cache.context, cache.get_seq_length(), len(cache.bounded), self.shape[1]
-        room = min(rows.capacity - rows.rows for rows in cache.bounded)
-        due = ctx.schedule.after_prompt(seen, room)
-        left = min(room, ctx.schedule.until_boundary(seen)) if due is None else due
-        starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
-        lane = Lane(
-            np.zeros(L, decoder_step.ROWS), np.zeros(L, decoder_step.PACKED), starts_LH, lengths_LH, left, seen + left, seen,
-            cache.counters.evicted_rows, [], [], {},
-        )  # fmt: skip
-        own: dict[int, tuple[Rope, Tensor]] = {}
-        for layer, rows in enumerate(cache.bounded):
-            flat, at = rows.flat(), lane.rows[layer]
-            lane.starts_LH[layer], lane.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
-            at["starts"], at["lengths"] = lane.starts_LH[layer].ctypes.data, lane.lengths_LH[layer].ctypes.data
-            at["positions"], at["scores"] = flat.positions_N.data_ptr(), rows.scores.data_ptr()
-            at["window"], at["before"] = rows.window or 0, -1 if not ctx.positions.span else 0
-            if rows.statistics:
-                at["stats"], at["stats_stride"], at["by_head"] = (
-                    flat.stats_XN.data_ptr(),
-                    flat.stats_XN.shape[1],
-                    bool(ctx.group),
-                )
-                at["statistics"] = sum(cpp.STATISTICS[name] for name in ctx.statistics)
-            if (rope := ctx.read_rope(layer, rows)) is not None:
-                tables = self._table(
-                    rope, max(rows.capacity * (H if rows.layout.ragged else 1), ctx.positions.span or 0)
-                )
-                at["cos"], at["sin"], at["rotated"] = tables.cos.data_ptr(), tables.sin.data_ptr(), tables.cos.shape[1]
-                lane.held.append(tables)
-            elif (rope := ctx.write_rope(layer, rows)) is not None:
-                R = 2 * len(rope.inv_freq)
-                _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=self.sums)))
-                at["own_cos"], at["own_sin"], at["rotated"] = held[0].data_ptr(), held[1].data_ptr(), R
-            if isinstance(flat.rows, PackedRows):
-                assert isinstance(rows.codec, GroupedBits)
-                point_at(lane.packed[layer], flat.rows, rows.codec)
-                at["packed"] = lane.packed[layer : layer + 1].ctypes.data
-                lane.left = min(lane.left, rows.codec.max_tail - rows.codec.tail + 1)
-            else:
-                at["keys"], at["values"] = (x.data_ptr() for x in flat.rows)
-            lane.held.append(flat)
-        lane.own = list(own.values())
-        return lane
-
-    def _widen(self, cache: BoundedCache, lane: Lane) -> None:
-        """Room for the token with which a group of rows fills and is quantised."""
-        for layer, rows in enumerate(cache.bounded):
-            codec = rows.codec
-            if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
-                keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
-                lane.wider[layer], at = (keys, values), lane.packed[layer]
-                at["tail_keys"], at["tail_values"], at["tail_room"] = keys.data_ptr(), values.data_ptr(), codec.tail + 1
-
-    def _table(self, rope: Rope, length: int) -> Tables:
-        """Of the positions below ``length`` at least."""
-        key = rope.inv_freq.float().numpy().tobytes(), rope.scaling
-        if key not in self._tables or len(self._tables[key].cos) < length:
-            made = rope.tables(torch.arange(length), self.dtype)
-            self._tables[key] = Tables(*(x.to(self.sums).contiguous() for x in made))
-        return self._tables[key]
 
     def _count(self, cache: BoundedCache, lane: Lane) -> None:
         """A row more in every layer, and the evictions that are due."""

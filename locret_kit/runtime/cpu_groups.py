@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locret_kernels.decoder_step.cpu import PACKED
+from locret_kernels import cpp
 from locret_kernels.quantise import cpu as quantiser
 from locret_kernels.ragged_decode import PackedRows
 
@@ -18,26 +18,17 @@ from ..cache.storage.quantised import GroupedBits
 
 
 def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
-    """Write the addresses of rows in few bits into an element of ``PACKED``."""
+    """Write the addresses of rows in few bits into an element of ``decoder_step.cpu.PACKED``."""
     quantiser.load()  # compiled before a group is full
     tables, groups, _ = packed.key_step_TMD.shape
-    found = (
-        packed.key_codes_NX, packed.value_codes_NX, packed.group_N, packed.key_step_TMD, packed.key_zero_TMD,
-        packed.value_step_NC, packed.value_zero_NC, packed.tail_keys_PRD, packed.tail_values_PRD,
+    cpp.point(
+        at, key_codes=packed.key_codes_NX, value_codes=packed.value_codes_NX, group=packed.group_N,
+        key_step=packed.key_step_TMD, key_zero=packed.key_zero_TMD, value_step=packed.value_step_NC,
+        value_zero=packed.value_zero_NC, tail_keys=packed.tail_keys_PRD, tail_values=packed.tail_values_PRD,
     )  # fmt: skip
-    for name, x in zip(PACKED.names or (), found, strict=False):
-        at[name] = x.data_ptr()
-    at["bits"], at["group_bytes"], at["groups"], at["sharing"] = (
-        packed.bits,
-        packed.group_N.itemsize,
-        groups,
-        codec.layout.H // tables,
-    )
-    at["value_groups"], at["tail_room"], at["tail"] = (
-        packed.value_step_NC.shape[1],
-        packed.tail_keys_PRD.shape[1],
-        codec.tail,
-    )
+    at["bits"], at["group_bytes"], at["groups"] = packed.bits, packed.group_N.itemsize, groups
+    at["sharing"], at["value_groups"] = codec.layout.H // tables, packed.value_step_NC.shape[1]
+    at["tail_room"], at["tail"] = packed.tail_keys_PRD.shape[1], codec.tail
 
 
 class FullTail(NamedTuple):

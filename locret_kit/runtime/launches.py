@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         if not self.where:
             return
         name = kernel.__name__.strip("_")
-        given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        given = dict(zip(kernel.arg_names[: len(args)], args, strict=True)) | constants
         tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
         sizes = {key: x for key, x in given.items() if isinstance(x, int)}
         # What stands in for a tensor that a kernel does not read is one of the others.

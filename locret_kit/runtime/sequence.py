@@ -132,7 +132,7 @@ class Sequence:
         assert self.cache is not None
         end = self.cache.get_seq_length()
         following = self.request.ids[end - len(logits_TV) + 1 : end + 1]
-        for logits_V, token in zip(logits_TV, following, strict=False):
+        for logits_V, token in zip(logits_TV[: len(following)], following, strict=True):  # nothing follows the last
             self.prompt_logprobs.append(self._logprob(logits_V, token))
 
     def _logprob(self, logits_V: Tensor, token: int) -> Logprob:

@@ -25,6 +25,7 @@ from ..cache.bounded import BoundedCache
 from ..cache.file import LaterVersion, read, read_record, write
 from ..cache.saved import APART, Origin, export, restore
 from ..cache.saved_record import CREATED, Saved
+from ..cache.storage.transfer import export_rows
 from ..documents.document import Document
 from ..files import locked, shared, write_beside
 from ..naming import first_line
@@ -243,7 +244,9 @@ class Store:
             record, tensors = export(cache, self._origin)
             write(path, {**record, "document": about}, tensors)
 
-        size = sum(MARGIN // 8 + sum(tensor.nbytes for tensor in rows.export()[1].values()) for rows in cache.bounded)
+        size = sum(
+            MARGIN // 8 + sum(tensor.nbytes for tensor in export_rows(rows)[1].values()) for rows in cache.bounded
+        )
         size += cache.host_nbytes
         self._write(key.name, key.owner, size, to, key)
 

@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .losses import Refusal, counted
+
+if TYPE_CHECKING:
+    from pypdfium2 import PdfDocument, PdfPage, PdfTextPage
 
 HYPHEN = "\ufffe"
 """PDFium's mark for one at the end of a line, whose next line it has joined."""
@@ -85,7 +88,7 @@ def _hyphen(text: str, mark: re.Match[str]) -> str:
     return "-" if after.isupper() and not before.isupper() else ""
 
 
-def _page(document: Any, number: int) -> str:
+def _page(document: PdfDocument, number: int) -> str:
     """The text of a page, then what is filled in there, and its notes."""
     import pypdfium2.raw as pdfium
 
@@ -108,7 +111,7 @@ def _page(document: Any, number: int) -> str:
     return f"{text.rstrip()}\n\n{notes}" if notes else text
 
 
-def _annotations(document: Any, page: Any) -> Iterator[str]:
+def _annotations(document: PdfDocument, page: PdfPage) -> Iterator[str]:
     """Lines of a page's fields that are filled in and of its notes."""
     import pypdfium2.raw as pdfium
 
@@ -143,7 +146,7 @@ def _words(ask: Callable[..., int]) -> str:
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _ordered(shown: Any, turn: int) -> str:
+def _ordered(shown: PdfTextPage, turn: int) -> str:
     """The text of a page of columns that it draws row by row; '' where it draws none so."""
     boxes = [shown.get_rect(number) for number in range(shown.count_rects())]
     if turn:

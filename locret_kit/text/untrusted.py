@@ -10,7 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 CUT = "\ufdd0"
 """The mark: one of Unicode's noncharacters, which are for use inside of programs and in no text."""
@@ -63,14 +68,14 @@ class Controls:
         return CUT.join(line) if len(self.places(self._normalize(line))) > len(self.places(line)) else line
 
 
-def controls(tokenizer: Any) -> Controls:
+def controls(tokenizer: PreTrainedTokenizerBase) -> Controls:
     """The control tokens of a tokenizer: added tokens that are special, that its chat template names, or that are spelt
     ``<|...|>``; not those of blanks or HTML tags, which some vocabularies have too."""
     return _controls(tokenizer, len(tokenizer), str(tokenizer.chat_template or ""))
 
 
 @lru_cache(maxsize=4)
-def _controls(tokenizer: Any, size: int, template: str) -> Controls:
+def _controls(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> Controls:
     texts = {
         token.content
         for token in tokenizer.added_tokens_decoder.values()
@@ -81,12 +86,12 @@ def _controls(tokenizer: Any, size: int, template: str) -> Controls:
     return Controls(texts, None if normalizer is None else normalizer.normalize_str)
 
 
-def defused(tokenizer: Any, text: str) -> str:
+def defused(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text, with a mark in every control token that it spells. To do it twice changes nothing."""
     return controls(tokenizer).cut(text)
 
 
-def defused_pieces(tokenizer: Any, pieces: Iterable[str], before: str = "") -> Iterator[str]:
+def defused_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], before: str = "") -> Iterator[str]:
     """Pieces of one text as ``defused`` has them, also where a control token lies across pieces, or begins in the text
     ``before`` them."""
     known = controls(tokenizer)
@@ -95,15 +100,16 @@ def defused_pieces(tokenizer: Any, pieces: Iterable[str], before: str = "") -> I
         before = (before + piece)[-known.longest :] if known.longest else ""
 
 
-def defused_values(tokenizer: Any, value: Any) -> Any:
+def defused_values(tokenizer: PreTrainedTokenizerBase, value: T) -> T:
     """A message, or another value of JSON, with every text in it ``defused``."""
+    made: object = value
     if isinstance(value, str):
-        return defused(tokenizer, value)
-    if isinstance(value, dict):
-        return {defused_values(tokenizer, name): defused_values(tokenizer, inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [defused_values(tokenizer, inner) for inner in value]
-    return value
+        made = defused(tokenizer, value)
+    elif isinstance(value, dict):
+        made = {defused_values(tokenizer, name): defused_values(tokenizer, inner) for name, inner in value.items()}
+    elif isinstance(value, (list, tuple)):
+        made = [defused_values(tokenizer, inner) for inner in value]
+    return cast(T, made)
 
 
 def plain(text: str) -> str:

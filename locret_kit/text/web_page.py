@@ -6,11 +6,10 @@ import codecs
 import re
 from collections.abc import Iterator
 from io import BytesIO
-from typing import Any
 
 from .losses import Refusal, counted, missing
 
-OPTIONS: dict[str, Any] = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
+OPTIONS: dict[str, bool] = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
 """Options of markitdown's converters: characters stay as they are."""
 _SAME = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
@@ -85,7 +84,7 @@ def markdown(html: str) -> tuple[str, list[str]]:
     from markitdown.converters import HtmlConverter
 
     html = _prepared(html)
-    text = HtmlConverter().convert_string(html, **OPTIONS).markdown
+    text = HtmlConverter().convert_string(html, url=None, **OPTIONS).markdown
     return text, list(_losses(html, text))
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from io import BytesIO
-from typing import Any
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 from zipfile import ZIP_STORED, ZipFile
 
 from .archive import stored
@@ -30,7 +30,6 @@ APART = (
 """Beginnings of parts' names beside the main document's folder, and what their text is called."""
 FILES = r"(?:^|/)(?:embeddings/|afchunk)[^/]+$"
 """Names of parts that are files of other formats."""
-Element = Any
 ElementTree.register_namespace("w", W[1:-1])  # markitdown asks for tags by this name
 
 
@@ -106,7 +105,7 @@ def _prepare(root: Element) -> None:
     parents = {child: parent for parent in root.iter() for child in parent}
     for equation in list(root.iter(f"{MATH}oMath")):
         above = parents[equation]
-        run = ElementTree.Element(f"{W}r")
+        run = Element(f"{W}r")
         ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = _latex(equation)
         block = _name(above) == "oMathPara"
         above[list(above).index(equation)] = run
@@ -118,8 +117,10 @@ def _prepare(root: Element) -> None:
 
 def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Element]:
     """The elements that hold one, from the inside out."""
-    while (element := parents.get(element)) is not None:
-        yield element
+    above = parents.get(element)
+    while above is not None:
+        yield above
+        above = parents.get(above)
 
 
 def _latex(equation: Element) -> str:
@@ -145,9 +146,8 @@ def _passages(root: Element) -> Iterable[tuple[str, list[str]]]:
         inner = {
             id(one) for deep in paragraph.iter() if deep is not paragraph and _name(deep) == "p" for one in deep.iter()
         }
-        runs = [
-            run.text for run in paragraph.iter()
-            if _name(run) in ("t", "v") and (run.text or "").strip() and id(run) not in hidden and id(run) not in inner
-        ]  # fmt: skip
+        words = (one for one in paragraph.iter() if _name(one) in ("t", "v"))
+        shown = (one for one in words if id(one) not in hidden and id(one) not in inner)
+        runs = [text for one in shown if (text := one.text or "").strip()]
         if runs:
             yield "".join(runs), runs

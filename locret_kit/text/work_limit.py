@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 STEPS = 2_000_000
 """Lines of a template, compiled to Python, that a rendering may run: real ones run some ten for each message."""
@@ -40,14 +43,14 @@ def limited_steps(steps: int = STEPS) -> Iterator[None]:
     """Raise ValueError in this thread when a template that is rendered within has run more than ``steps`` of its lines."""
     left = steps
 
-    def line(frame: FrameType, event: str, arg: object) -> Any:
+    def line(frame: FrameType, event: str, arg: object) -> TraceFunction:
         nonlocal left
         left -= event == "line"
         if left < 0:
             raise ValueError(f"the chat template takes more than {steps} steps")
         return line
 
-    def call(frame: FrameType, event: str, arg: object) -> Any:
+    def call(frame: FrameType, event: str, arg: object) -> TraceFunction | None:
         return line if frame.f_code.co_filename in ("<template>", "<unknown>") else None
 
     before = sys.gettrace()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..backbones.handler import Handler, Softmax
 from ..backbones.rope import Rope, rotated_text
 from ..backbones.spec import AttentionLayer
-from ..cache.attention import attend_rows, attend_text
+from ..cache.attend import attend_rows, attend_text
 from ..heads import RetainingHeads
 
 HALVINGS = 40

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backbones.handler import Handler, Softmax
 from ..backbones.rope import Rope, rotated_text
 from ..backbones.spec import AttentionLayer
-from ..cache.attention import attend_text
+from ..cache.attend import attend_text
 from ..cis import cis_loss, cis_target, top_recall
 from ..heads import RetainingHeads
 

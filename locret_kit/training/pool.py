@@ -26,7 +26,7 @@ from ..backbones.probe import describe
 from ..backbones.releases import forward
 from ..backbones.rope import rotate
 from ..backbones.spec import BackboneSpec
-from ..cache.attention import attend_rows
+from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
 from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads

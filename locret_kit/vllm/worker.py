@@ -24,14 +24,14 @@ from ..cache.context import CacheCounters, Context, Pins
 from ..cache.geometry.rotation import RotationTables
 from ..cache.geometry.schedule import Schedule
 from ..cache.make import make_layers
-from ..cache.pins import check_room
+from ..cache.pins import check_room, first_pins
 from ..cache.step import read_tokens
-from ..cache.storage.quantised import Scratch
 from ..cache.storage.row_pool import PageShape, RowPool
 from ..cache.storage.rows import BoundedLayer
+from ..cache.storage.scratch import Scratch
+from ..cache.storage.transfer import export_rows, restore_rows
 from ..cache.together import Step, decode_together, kind
 from ..cache.view import shared_scores
-from ..settings import FIRST, read_protect
 from .ranks import Ranks, config_of_rank, heads_of_rank
 from .request_pages import page_shape
 from .server_settings import ServerSettings
@@ -127,7 +127,7 @@ class Worker:
         schedule = Schedule.of(settings, told.prompt_length)
         heads = self.heads if policy.needs_heads else None
         ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)  # type: ignore[arg-type]
-        pins: Pins = ((0, FIRST),) if "first" in read_protect(settings.protect) else ()
+        pins: Pins = first_pins(settings)
         check_room(ctx, pins)
         return replace(ctx, pins=pins, tables=self.tables, ropes=self._shared(ctx.ropes))
 
@@ -152,11 +152,10 @@ class Worker:
         text = self.begin(told, page)
         for number, kv_cache in kv_caches.items():
             empty = self.pool(number, kv_cache).keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
-            rows, (counts, tensors) = self.layer(text, number, page), document.bounded[number].export()
+            rows, (counts, tensors) = self.layer(text, number, page), export_rows(document.bounded[number])
             queries = rows.queries if rows.recent else None
-            rows.restore(
-                counts, {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}, empty, empty
-            )
+            own = {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}
+            restore_rows(rows, counts, own, empty, empty)
             if queries is not None:  # they stay in the page
                 queries.copy_(rows.queries)
                 rows.queries = queries

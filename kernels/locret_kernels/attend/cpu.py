@@ -6,7 +6,6 @@ values of bfloat16 are read as they are; weights and sums are of float32.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -36,16 +35,13 @@ MAX_ROWS = 1 << 14
 
 
 @cache
-def load() -> ctypes.CDLL:
+def load() -> cpp.Library:
     """The compiled call.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"))
-    loaded.locret_attend.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    loaded.locret_attend.restype = None
-    return loaded
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), locret_attend=(cpp.ADDRESS, cpp.INT))
 
 
 def takes(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
@@ -79,16 +75,16 @@ def attend_and_count(
     sets, kinds = (1 + by_head * (Q // H)) * bool(want), sorted(want)
     stats = torch.empty(sets, len(kinds), B, H, S)
     at = np.zeros((), ATTENTION)
+    cpp.point(at, q=q_BQTD, k=k_BHSD, v=v_BHSD, out=out_BTQD, stats=stats)
     for name, x in (("q", q_BQTD), ("k", k_BHSD), ("v", v_BHSD)):
-        at[name] = x.data_ptr()
         at[f"{name}_text"], at[f"{name}_head"], at[f"{name}_row"] = x.stride()[:3]
-    at["out"], at["stats"] = out_BTQD.data_ptr(), stats.data_ptr()
     at["texts"], at["queries"], at["heads"], at["tokens"], at["rows"], at["channels"] = B, Q, H, T, S, D
     at["type"], at["scaling"], at["margin"] = cpp.TYPES[q_BQTD.dtype], scaling, MARGIN
     at["statistics"], at["by_head"] = sum(cpp.STATISTICS[name] for name in kinds), by_head
-    tables = () if rotation is None else [x.float().contiguous() for x in rotation]
-    for name, x in zip(("cos", "sin", "q_cos", "q_sin"), tables, strict=False):
-        at[name], at["rotated"] = x.data_ptr(), x.shape[-1]
+    if rotation is not None:
+        cos, sin, q_cos, q_sin = tables = [x.float().contiguous() for x in rotation]
+        cpp.point(at, cos=cos, sin=sin, q_cos=q_cos, q_sin=q_sin)
+        at["rotated"] = tables[-1].shape[-1]
     load().locret_attend(at.ctypes.data, torch.get_num_threads())
     counted = [ColumnStats(**dict(zip(kinds, one, strict=True))) for one in stats]
     return out_BTQD.to(q_BQTD.dtype).transpose(1, 2), counted

@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from .place import folder, is_ours
@@ -42,12 +44,20 @@ STATISTICS = {"above": 1, "square": 2, "sum": 4}
 """Bits of the statistics that rows carry."""
 
 
+Library = ctypes.CDLL
+ADDRESS, NUMBER, INT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+"""Types of arguments."""
+
+
 class Unavailable(RuntimeError):
     """Error of a source that cannot be compiled or loaded here; says why in one line."""
 
 
-def load(source: Path, *options: str) -> ctypes.CDLL:
+def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     """A source as a library; the first call on a machine compiles it.
+
+    Args:
+        options: of the compiler, beside the usual ones. calls: types of the arguments of its functions, which return nothing.
 
     Raises:
         Unavailable: another system, no compiler, or one that fails.
@@ -64,9 +74,19 @@ def load(source: Path, *options: str) -> ctypes.CDLL:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
         if not is_ours(library):
             _compile(compiler, source, options, library)
-        return ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise Unavailable(str(error)) from error
+    for call, arguments in calls.items():
+        function = getattr(loaded, call)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def point(at: np.ndarray, **tensors: torch.Tensor) -> None:
+    """Write the addresses of tensors into the fields of their names; who calls keeps the tensors alive."""
+    for name, x in tensors.items():
+        at[name] = x.data_ptr()
 
 
 def _machine() -> str:

@@ -6,7 +6,6 @@ come between. Here a few threads stay in one function from the words to the logi
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -51,7 +50,7 @@ ROWS = np.dtype(
 
 
 @cache
-def load(dtype: torch.dtype, channels: int, packed: bool = False) -> ctypes.CDLL:
+def load(dtype: torch.dtype, channels: int, packed: bool = False) -> cpp.Library:
     """The compiled step for weights of a type and heads of so many channels.
 
     Args:
@@ -71,9 +70,5 @@ def load(dtype: torch.dtype, channels: int, packed: bool = False) -> ctypes.CDLL
         f"-DCHANNELS={channels if channels in CHANNELS else 0}",
         f"-DPACKED={int(packed)}",
     )
-    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"), *options)
-    loaded.locret_step.argtypes = [
-        ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
-    ]  # fmt: skip
-    loaded.locret_step.restype = None
-    return loaded
+    p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -14,18 +13,15 @@ from .reference import check_gate, check_norm
 
 
 @cache
-def load() -> ctypes.CDLL:
+def load() -> cpp.Library:
     """The compiled calls.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"))
-    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    loaded.locret_rms_norm.argtypes = [p, p, p, ctypes.c_double, n, n, p, p, i, i]
-    loaded.locret_swiglu.argtypes = [p, p, n, n, n, n, p, i, i]
-    loaded.locret_rms_norm.restype = loaded.locret_swiglu.restype = None
-    return loaded
+    p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
+    norm, gate = (p, p, p, cpp.REAL, n, n, p, p, i, i), (p, p, n, n, n, n, p, i, i)
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), locret_rms_norm=norm, locret_swiglu=gate)
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

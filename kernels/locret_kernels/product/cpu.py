@@ -6,7 +6,6 @@ per 256 numbers.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -22,17 +21,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def load(*options: str) -> ctypes.CDLL:
+def load(*options: str) -> cpp.Library:
     """The compiled call, by options of the compiler beside the usual ones.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"), *options)
-    p, n, i = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    loaded.locret_product.argtypes = [p, p, p, n, n, n, n, p, i, i]
-    loaded.locret_product.restype = None
-    return loaded
+    p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_product=(p, p, p, n, n, n, n, p, i, i))
 
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -20,14 +19,11 @@ GROUP = np.dtype(
 
 
 @cache
-def load() -> ctypes.CDLL:
+def load() -> cpp.Library:
     """The compiled calls.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"), "-ffp-contract=off")  # it rounds as tensors do
-    loaded.locret_quantise.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    loaded.locret_open.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    loaded.locret_quantise.restype = loaded.locret_open.restype = None
-    return loaded
+    calls = {"locret_quantise": (cpp.ADDRESS, cpp.NUMBER, cpp.INT), "locret_open": (cpp.ADDRESS, cpp.INT, cpp.INT)}
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), "-ffp-contract=off", **calls)  # it rounds as tensors do

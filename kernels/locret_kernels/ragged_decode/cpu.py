@@ -3,7 +3,6 @@ reference's."""
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -28,17 +27,14 @@ CHANNELS = (64, 96, 128, 256)
 
 
 @cache
-def load(dtype: torch.dtype, channels: int) -> ctypes.CDLL:
+def load(dtype: torch.dtype, channels: int) -> cpp.Library:
     """The compiled call for rows of a type and heads of so many channels.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
     options = f"-DTYPE={cpp.TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
-    loaded = cpp.load(Path(__file__).with_name("cpu.cpp"), *options)
-    loaded.locret_ragged_decode.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    loaded.locret_ragged_decode.restype = None
-    return loaded
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_ragged_decode=(cpp.ADDRESS, cpp.INT))
 
 
 def ragged_decode(
@@ -72,8 +68,7 @@ def ragged_decode(
             held["places"] = turn.place_N.int().contiguous()
     if got is not None:
         held["received"] = got
-    for name, x in held.items():
-        at[name] = x.data_ptr()
+    cpp.point(at, **held)
     at["texts"], at["queries"], at["heads"], at["channels"], at["longest"] = B, Q, H, D, longest
     at["scaling"] = scaling
     load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())

@@ -75,6 +75,7 @@ class Schedule:
         """Tokens that a prefill feeds the model next. A later turn is fed by chunks: evictions cut them as they must."""
         if self.prompt_length is not None and seen >= self.prompt_length:
             return PIECE if self.one_shot else self.chunk
+        # A forward ends at a boundary: then nothing is cut inside of it.
         step = self.until_boundary(seen)
         return min(step, PIECE) if self.one_shot else step
 
@@ -99,6 +100,7 @@ class Schedule:
         if self.prompt_length is None or seen < self.prompt_length:
             return None
         every = self.decode_every
+        # To the next count of `decode_every` since the prompt's end, whichever turn that falls in.
         due = self.chunk if every is None else every - (seen - self.prompt_length) % every
         return max(1, min(room, due))
 

@@ -45,6 +45,7 @@ class RecallStage(Stage):
 
     def attend(self, ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
         out, T = [], q_BQTD.shape[2]
+        # Tokens that are few, such as a question's, look up one by one; those of a chunk together.
         pieces = [slice(t, t + 1) for t in range(T)] if self.recall.apart >= T else [slice(0, T)]
         for piece in pieces:
             out.append(_attend_piece(ctx, self.recall, layer, rows, q_BQTD[:, :, piece], T - piece.stop))
@@ -82,14 +83,15 @@ def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, 
     counters.hits += chosen_BHK.numel() - loads
     counters.loaded_bytes += loads * rows.store.block_bytes if loads else 0
     counters.recall_s += time.perf_counter() - began
+    # While the text is read every row is seen; what follows may see the newest and what has come back alone.
     local = resolve_count(recall.local, ctx.budgets[layer]) if in_tail(ctx, rows, T + later) else 0
     out, G = [], q_BQTD.shape[1] // rows.layout.H
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)
         shown = chosen_BHK[:, part.heads] if local else None
         back = recalled.of(part.heads)
-        block = _Block(q_BQTD[:, queries], first, part.keys.shape[2] - later, back, shown, local)
-        out.append(_attend_part(ctx, recall, layer, rows, part, block))
+        lookup = _Lookup(q_BQTD[:, queries], first, part.keys.shape[2] - later, back, shown, local)
+        out.append(_attend_part(ctx, recall, layer, rows, part, lookup))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
@@ -102,6 +104,7 @@ def _choose(
         at_1 = torch.full((1,), recall.far or LOOKUP, device=q_BQTD.device)
         q_BQTD = rotate(q_BQTD, *rope.of_queries.tables(at_1, q_BQTD.dtype))
     kept, positions, valid = rows.slots("keys"), rows.slots("positions").long(), rows.layout.valid()
+    # Neither the rows of these tokens nor those after them stand for a block.
     older = slice(0, kept.shape[2] - T - later)
     block_BHS = positions.div(recall.size, rounding_mode="floor")
     block_BHS = block_BHS.masked_fill(~valid | (positions < FIRST) | (block_BHS >= N), -1)
@@ -117,12 +120,13 @@ def _choose(
         worth_BHN = ctx.votes.raised(rows.seen - later - T, T, worth_BHN)[..., :N]
     holds_BHN = stored.held[:, :, :N].any(-1)
     holds_BHN = holds_BHN if worth_BHN.shape[1] > 1 else holds_BHN.any(1, keepdim=True)
+    # Stable: of equals the older block, so that runs repeat exactly.
     best_BHN = worth_BHN.masked_fill(~holds_BHN, float("-inf")).argsort(dim=-1, descending=True, stable=True)
     return best_BHN[..., : recall.take].sort(dim=-1).values.expand(-1, rows.layout.H, -1)
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Lookup:
     """Tokens of a part that look up together."""
 
     q: Tensor
@@ -149,22 +153,23 @@ class _Block:
 
 
 def _attend_part(
-    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, part: EqualLengthHeads, block: _Block
+    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, part: EqualLengthHeads, lookup: _Lookup
 ) -> Tensor:
     """Attention ``[b, Q, t, D]`` of heads of equal length, over what has come back and the rows; these gain its statistics."""
-    back, q_bQtD, n = block.recalled, block.q, block.rows
+    back, q_bQtD, n = lookup.recalled, lookup.q, lookup.rows
     kept_bhS = part.positions[:, :, :n].long()
     keys = torch.cat((back.keys, part.keys[:, :, :n]), 2)
     values = torch.cat((back.values, part.values[:, :, :n]), 2)
     positions_bhM = torch.cat((back.positions, kept_bhS), 2)
-    shown_bhM = torch.cat((back.valid, block.sees(kept_bhS, recall.size)), 2)
+    shown_bhM = torch.cat((back.valid, lookup.sees(kept_bhS, recall.size)), 2)
     h, M, t = keys.shape[1], keys.shape[2], q_bQtD.shape[2]
-    q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), block.first + torch.arange(t, device=q_bQtD.device)
+    q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), lookup.first + torch.arange(t, device=q_bQtD.device)
     rope = ctx.read_rope(layer, rows)
     if rope is not None and not recall.far:
         last = torch.iinfo(torch.int64).max
+        # Hidden slots rank last, so they take no position from those that are seen.
         rank_bhM = positions_bhM.masked_fill(~shown_bhM, last).argsort(dim=-1).argsort(dim=-1)
-        place_bhM = ctx.positions.place(rank_bhM, positions_bhM, block.first + t)
+        place_bhM = ctx.positions.place(rank_bhM, positions_bhM, lookup.first + t)
         cos, sin = ctx.tables.at(rope, place_bhM, ctx.positions.span, keys)
         keys = rotate(keys, cos, sin)
         newest = ctx.tables.at(rope.of_queries, place_bhM, ctx.positions.span, keys)

@@ -88,6 +88,7 @@ class BlockStore:
             ValueError: the memory has no room for a single block. OSError: its file cannot be made, or does not fit.
         """
         keys_BHSD, values_BHSD, positions_BHS = slots
+        # The host waits here for how many slots go, once a layer and eviction.
         b_M, h_M, s_M = gone_BHS.nonzero(as_tuple=True)
         if not len(s_M):
             return
@@ -103,6 +104,7 @@ class BlockStore:
             b_M, h_M, s_M, at_M = (x[on_device] for x in (b_M, h_M, s_M, at_M))
         head_M, in_M = b_M * keys_BHSD.shape[1] + h_M, at_M % self.size
         block_M, keys_MD = head_M * self.room + at_M // self.size, keys_BHSD[b_M, h_M, s_M]
+        # A tensor, no number: a scalar through an index would be copied to the device.
         self.held.view(-1)[block_M * self.size + in_M] = self.held.new_ones(())
         made = zip(self.rows.forms, (keys_MD, values_BHSD[b_M, h_M, s_M]), strict=True)
         self.rows.write(head_M.cpu(), of_M, in_M.cpu(), [form.encode(x_MD).cpu() for form, x_MD in made])
@@ -123,13 +125,16 @@ class BlockStore:
         index, worth = self.index.flatten(0, 2)[:, mine], self.worth.flatten(0, 2)[:, mine]
         touched_U, group_M = block_M.unique(return_inverse=True)
         U = len(touched_U)
+        # X: the R representatives that each touched block has, then the M new slots. They compete within their block.
         group_X = torch.cat((torch.arange(U, device=group_M.device).repeat_interleave(R), group_M))
         lowest = torch.finfo(worth_M.dtype).min
         worth_X = torch.cat((worth[touched_U].flatten(), worth_M.clamp(min=lowest)))
         keys_XD = torch.cat((index[touched_U].flatten(0, 1), keys_MD))
+        # Stable, and older ones stand first: of equals they stay.
         order_X = worth_X.argsort(descending=True, stable=True)
         order_X = order_X[group_X[order_X].argsort(stable=True)]  # group after group, the best of each first
         group_X = group_X[order_X]
+        # The place of each within its block; the first R stay.
         count_U = group_X.bincount(minlength=U)
         place_X = torch.arange(len(order_X), device=order_X.device) - (count_U.cumsum(0) - count_U)[group_X]
         first_X = place_X < R
@@ -155,6 +160,7 @@ class BlockStore:
                 "worth": torch.full((B, H, room, R), float("-inf"), device=device),
             }
             self.rows.grow(room)
+        # Room at least doubles, so the index of a text is copied a constant number of times.
         for name, buffer in new.items():
             if made:
                 buffer[:, :, : self.room] = getattr(self, name)
@@ -170,6 +176,7 @@ class BlockStore:
         if not K:
             none = chosen_BHK.new_empty(B, H, 0)
             return Recalled(k_BHSD[:, :, :0], v_BHSD[:, :, :0], none, none.bool()), 0
+        # Tokens of one answer mostly ask for the same blocks: nothing is copied for them.
         if self.last is not None and torch.equal(self.last[0], chosen_BHK):
             return self.last[1], 0
         device = chosen_BHK.device
@@ -248,6 +255,7 @@ class BlockStore:
         self._make_room(k_BH0D, v_BH0D, self.blocks)
         for name in ("held", "index", "worth"):
             getattr(self, name)[:, :, : self.blocks] = tensors[STORE + name].to(k_BH0D.device)
+        # Here there may be less room: blocks that find none are dropped, as an eviction would drop them.
         there = held.any(-1).flatten(0, 1).any(0).nonzero().flatten()
         self.rows.open(there)
         head_M, block_M, row_M = held.flatten(0, 1).nonzero(as_tuple=True)

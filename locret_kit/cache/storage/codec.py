@@ -120,4 +120,5 @@ class Plain(Codec):
         return rows
 
     def flat(self) -> tuple[Tensor, Tensor]:
+        # [B, H, capacity, D], or [N, D] of ragged heads: end to end either way.
         return self.keys.flatten(0, -2), self.values.flatten(0, -2)

@@ -29,12 +29,12 @@ def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: T
         keys_HRD: those of the tail, and so are the values; contiguous.
     """
     rows = codec.layout
-    tensors = (
-        codec.key_codes, codec.value_codes, codec.group, codec.key_step, codec.key_zero, codec.value_step, codec.value_zero,
-        keys_HRD, values_HRD, hadamard(codec.value_size, rows.device),
+    cpp.point(
+        at, key_codes=codec.key_codes, value_codes=codec.value_codes, group=codec.group, key_step=codec.key_step,
+        key_zero=codec.key_zero, value_step=codec.value_step, value_zero=codec.value_zero, tail_keys=keys_HRD,
+        tail_values=values_HRD, hadamard=hadamard(codec.value_size, rows.device),
     )  # fmt: skip
-    for name, x in zip(quantiser.GROUP.names or (), tensors, strict=False):
-        at[name] = x.data_ptr()
+    # The calls check nothing: what they may read and write follows from these numbers.
     at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, codec.key_size
     at["bits"], at["groups"], at["value_group"] = codec.bits, codec.key_step.shape[2], codec.value_group
     at["tail"], at["tail_room"] = codec.tail, keys_HRD.shape[1]
@@ -46,6 +46,7 @@ class CompiledBits(GroupedBits):
     they may share other groups."""
 
     def read_all(self, *, values: bool = True) -> None:
+        # Open rows can lack their values alone (`overflow`), which the plain form then reads.
         if self.open or not fits(self):
             super().read_all(values=values)
             return
@@ -65,6 +66,7 @@ class CompiledBits(GroupedBits):
         """The layer with the scratch beside it, as the calls read it."""
         at = np.zeros(1, quantiser.GROUP)
         describe(at[0], self, self.tail_keys[0], self.tail_values[0])
-        at["keys"], at["values"] = self.scratch.keys.data_ptr(), self.scratch.values.data_ptr()
+        cpp.point(at, keys=self.scratch.keys, values=self.scratch.values)
+        # All layers share the scratch, so it may have room for more rows than this one.
         at["room"] = self.scratch.keys.shape[2]
         return at

@@ -62,6 +62,7 @@ class Float8(Codec):
         for number, (codes, scale_BH, x) in enumerate(
             ((self.keys, self.key_scale, k_BHTD), (self.values, self.value_scale, v_BHTD))
         ):
+            # The first tokens fix a head's scale for good: rows are never written a second time.
             if not self.layout.rows:
                 scale_BH[:] = scale_of(x)
             y = x.float() / scale_BH[..., None, None]

@@ -46,6 +46,7 @@ class RowForm:
         """Stored numbers of a row."""
         if self.bits is None:
             return self.size
+        # Codes, then a float16 step and zero point of 2 bytes each for every group of channels.
         return self.size * self.bits // 8 + 2 * 2 * (self.size // value_group(self.size))
 
     @property
@@ -59,6 +60,7 @@ class RowForm:
             return x_MD
         x_MND = (x_MD.float() @ hadamard(self.size, x_MD.device)).unflatten(-1, (-1, value_group(self.size)))
         step, zero = levels(x_MND.amin(-1, keepdim=True), x_MND.amax(-1, keepdim=True), self.bits)
+        # One stretch of bytes for a row, which `decode` cuts again: codes, steps, zero points.
         codes = encode(x_MND, step, zero, self.bits).flatten(1)
         limits = [limit.flatten(1).contiguous().view(torch.uint8) for limit in (step, zero)]
         return torch.cat((pack(codes, self.bits), *limits), -1)
@@ -68,6 +70,7 @@ class RowForm:
         if self.bits is None:
             return stored
         codes = self.size * self.bits // 8
+        # clone: a pair of bytes is read as a float16 only where a float16 may begin.
         step, zero = (part.clone().view(torch.float16) for part in stored[..., codes:].chunk(2, -1))
         x = unpack(stored[..., :codes], self.bits).unflatten(-1, (-1, value_group(self.size)))
         rotated = decode(x, step[..., None], zero[..., None]).flatten(-2)
@@ -128,6 +131,7 @@ class HostMemory:
         if self.limit < block_bytes * self.layers:
             least = f"{block_bytes * self.layers}, a block of each of {self.layers} layers"
             raise ValueError(f"store_memory={self.limit} bytes must be at least {least}")
+        # Even shares: which layer will store most is not known before the text is read.
         return self.limit // self.layers // block_bytes
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -31,74 +31,15 @@ from torch.nn import functional as F
 from locret_kernels.hadamard import hadamard
 from locret_kernels.ragged_decode import PackedRows
 
-from ...policies.policy import Policy
+from .bits import check_head_size
 from .codec import Codec, Column
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
 from .layouts import ALL, Index, Layout, Shapes
-from .packing import BITS, decode, encode, levels, pack, unpack, value_group
+from .packing import decode, encode, levels, pack, unpack, value_group
+from .scratch import Scratch
 
-FLOAT8 = 8
-"""Bits that are no codes of groups but floating point: see ``float8``."""
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
-
-
-def check_bits(kv_bits: int | None) -> None:
-    """Raise ValueError unless ``kv_bits`` is 8, 4, 2 or None."""
-    if kv_bits is not None and kv_bits not in (FLOAT8, *BITS):
-        raise ValueError(
-            f"kv_bits={kv_bits} must be 8, 4 or 2; without it, keys and values are kept in the model's dtype"
-        )
-
-
-def check_storage(kv_bits: int | None, policy: Policy) -> None:
-    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: a slot that was quantised is not
-    written again."""
-    check_bits(kv_bits)
-    if kv_bits is not None and policy.merge is not None:
-        raise ValueError(
-            f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
-        )
-    if kv_bits == FLOAT8 and policy.ragged:
-        raise ValueError(
-            f"kv_bits=8 is for heads of one length; those of policy={policy.name!r} differ: take 4 or 2 bits"
-        )
-
-
-def check_head_size(bits: int, size: int, name: str = "kv_bits") -> None:
-    """Raise ValueError where the codes of a head's numbers do not fill whole bytes; ``name`` is the setting."""
-    if size * bits % 8:
-        raise ValueError(f"{name}={bits} needs a head size that is a multiple of {8 // bits}, not {size}")
-
-
-class Scratch:
-    """Keys and values ``[B, H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
-
-    def __init__(self) -> None:
-        self.owner: GroupedBits | None = None
-        self.complete = True
-        """Whether it holds all values, and not the tail's alone."""
-        self.keys = self.values = torch.empty(0)
-
-    def lend(self, codec: GroupedBits) -> None:
-        """Give the buffers to a layer, made anew where they do not fit it."""
-        rows = codec.layout
-        for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
-            old, shape = getattr(self, name), (rows.B, rows.H, rows.capacity, size)
-            fits = (
-                old.dim() == 4
-                and old.shape[2] >= rows.capacity
-                and (*old.shape[:2], old.shape[3]) == (*shape[:2], size)
-            )
-            if not (fits and old.dtype == codec.dtype and old.device == rows.device):
-                with torch.inference_mode(False):
-                    setattr(self, name, torch.empty(shape, dtype=codec.dtype, device=rows.device))
-        self.owner = codec
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return int(self.keys.nbytes + self.values.nbytes)
 
 
 class GroupedBits(Codec):
@@ -264,6 +205,7 @@ class GroupedBits(Codec):
         self.tail += 1
 
     def finish_block(self) -> None:
+        # Nothing was read into the scratch, so no row has left the tail.
         if not self.open:
             return
         self.tail = min(self.tail, self.layout.longest)  # an eviction may have left fewer

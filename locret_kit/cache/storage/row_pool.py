@@ -47,7 +47,9 @@ class PageShape:
     @property
     def row_bytes(self) -> int:
         """Bytes of a head's row, with its share of the newest queries."""
+        # Key and value, int32 position and float32 score, float32 statistics.
         own = 2 * self.head_dim * self.dtype.itemsize + 4 + 4 + 4 * self.statistics
+        # Queries are the text's and not a row's: shared out, a page is still a number of rows of one size.
         queries = self.query_heads * self.recent * self.head_dim * self.dtype.itemsize
         whole = own + -(-queries // (self.heads * self.rows))
         return -(-whole // ALIGNMENT) * ALIGNMENT
@@ -104,11 +106,13 @@ class RowPool:
     def lend(self, page: int, rows: BoundedLayer) -> None:
         """Let an empty layer keep its rows in a page: it may have less room than the page, and less of everything else."""
         H, D, capacity = self.shape.heads, self.shape.head_dim, rows.capacity
+        # Heads stand this layer's capacity apart, not the page's: one with less room takes the page's beginning.
         at = slice(self.first(page), self.first(page) + H * capacity)
         whole = {name: getattr(self, name)[at] for name in ("keys", "values", "positions", "scores")}
         lent = {name: x.view(1, H, capacity, *x.shape[1:]) for name, x in whole.items()}
         lent["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, 1, H, capacity)
         rows.lent = lent
+        # Nothing is allocated: the layer finds its buffers in what is lent.
         empty = self.keys.new_empty(1, H, 0, D)
         rows.lazy_initialization(empty, empty)
         if rows.recent:
@@ -119,5 +123,6 @@ class RowPool:
         """Write rows by their numbers ``at``: keys and values ``[*at, D]``, without counting them."""
         self.keys[at], self.values[at] = k, v
         self.scores[at], self.positions[at] = scores, positions
+        # A tensor, no number: a scalar through an index on the device would be copied there every time.
         if len(self.stats):
             self.stats[:, at] = self.stats.new_zeros(())

@@ -3,7 +3,7 @@ head lie, a codec how keys and values are stored; both are handed in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -20,8 +20,6 @@ from .layouts import ALL, Index, Layout, Shapes
 
 COUNTS = ("rows", "seen", "since_eviction", "evictions")
 """Counts of a layer that a step changes."""
-STATE = "state."
-"""Prefix of the names under which a score's state is exported."""
 
 
 def stacked(at: Index) -> Index:
@@ -91,9 +89,7 @@ class BoundedLayer(CacheLayerMixin):
         self.chunked, self.lent = chunked, buffers
         self.softmax = Softmax(1.0)
         self.state: dict[str, Tensor] = {}
-        self.seen = 0
-        self.since_eviction = 0
-        self.evictions = 0
+        self.seen = self.since_eviction = self.evictions = 0
 
     @property
     def scaling(self) -> float:
@@ -129,12 +125,13 @@ class BoundedLayer(CacheLayerMixin):
         made = self.shapes()
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
             for name, (dtype, shape) in made.items():
-                setattr(self._holder(name), name, self._buffer(name, dtype, shape))
+                setattr(self.holder(name), name, self._buffer(name, dtype, shape))
             self.layout.begin()
             self.codec.begin()
         self.is_initialized = True
 
     def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        # What is lent comes from an engine: its sizes are checked, since nothing later would.
         if self.lent is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         if (lent := self.lent.get(name)) is None:
@@ -168,15 +165,16 @@ class BoundedLayer(CacheLayerMixin):
 
     def columns(self) -> dict[str, Column]:
         """Buffers with a row per slot, which move with the rows."""
-        return self.codec.columns() | self._own_columns()
+        return self.codec.columns() | self.own_columns()
 
-    def _own_columns(self) -> dict[str, Column]:
+    def own_columns(self) -> dict[str, Column]:
+        """Those that no codec has."""
         absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
         return {"positions": (torch.int32, ()), "scores": (torch.float32, ()), **absorbed}
 
-    def _holder(self, name: str) -> BoundedLayer | Codec:
+    def holder(self, name: str) -> BoundedLayer | Codec:
         """The object that has a buffer."""
-        return self if name == "stats" or name in self._own_columns() else self.codec
+        return self if name == "stats" or name in self.own_columns() else self.codec
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -238,10 +236,6 @@ class BoundedLayer(CacheLayerMixin):
             self.queries[:, :, :-T] = self.queries[:, :, T:].clone()
         self.queries[:, :, -T:] = q_BQTD[:, :, -self.recent :]
 
-    def score_newest(self, score_BT: Tensor) -> None:
-        """Set the entry scores of the newest rows, the same for every head."""
-        self.scores[self.layout.last(score_BT.shape[1])] = score_BT[:, None]
-
     # ---- what attention and policies read ------------------------------------------------------------------------
 
     def parts(self) -> Iterator[EqualLengthHeads]:
@@ -266,7 +260,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def head(self, name: str, h: int) -> Tensor:
         """One head's rows ``[rows, ...]`` of a buffer, in place."""
-        return getattr(self._holder(name), name)[self.layout.head(h)]
+        return getattr(self.holder(name), name)[self.layout.head(h)]
 
     def slots(self, name: str) -> Tensor:
         """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right; 0 at padding."""
@@ -281,16 +275,13 @@ class BoundedLayer(CacheLayerMixin):
         """Positions held now: ``[B, H, rows]``, or ``kept()[b][h]`` where heads differ."""
         return self.layout.kept(self.positions)
 
-    def set_entry_scores(self, score_BHS: Tensor) -> None:
-        """Take the entry scores of ``slots("scores")`` back."""
-        self.layout.put_back(self.scores, score_BHS)
-
     # ---- eviction ------------------------------------------------------------------------------------------------
 
     def keep(self, stay_BHS: Tensor, mean: int) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
         self.codec.read_all()
-        own = [getattr(self, name) for name in self._own_columns()]
+        # All that belongs to a slot moves together, or positions and rows would part.
+        own = [getattr(self, name) for name in self.own_columns()]
         self.layout.keep(stay_BHS, mean, [*self.codec.moving(), *own, *self.stats], self.backend)
         self.since_eviction = 0
         self.codec.finish_block()
@@ -300,7 +291,7 @@ class BoundedLayer(CacheLayerMixin):
         if self.rows > keep:
             newest, self.rows = self.layout.newest(keep), keep
             for name in self.columns():
-                buffer = getattr(self._holder(name), name)
+                buffer = getattr(self.holder(name), name)
                 # clone, since source and target overlap where more than half stays
                 buffer[self.layout.every()] = buffer[newest].clone()
 
@@ -314,10 +305,10 @@ class BoundedLayer(CacheLayerMixin):
         held = self.layout.every()
         with torch.inference_mode(False):
             for name, (dtype, row) in self.columns().items():
-                old = getattr(self._holder(name), name)
+                old = getattr(self.holder(name), name)
                 new = torch.empty(*self.layout.shape(self.capacity), *row, dtype=dtype, device=self.device)
                 new[held] = old[held]
-                setattr(self._holder(name), name, new)
+                setattr(self.holder(name), name, new)
             self.stats = self.stats.new_empty(self.statistics, *self.layout.shape(self.capacity))
             self.codec.grow()
 
@@ -348,78 +339,6 @@ class BoundedLayer(CacheLayerMixin):
         raise ValueError(
             "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
         )
-
-    # ---- taken out and put back ------------------------------------------------------------------------------------
-
-    def export(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Everything that the layer needs to go on: counts, and tensors in logical order, wherever the rows lie. Nothing of
-        the free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
-        counts = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
-        counts |= {name: getattr(self.codec, name) for name in self.codec.COUNTS}
-        if not self.is_initialized:
-            return counts, {}
-        # Every tensor of the score's state and every buffer, or the layer would go on otherwise.
-        rows = self.layout.every()
-        tensors = {name: getattr(self._holder(name), name)[rows] for name in self.columns()}
-        if self.statistics:
-            tensors["stats"] = torch.stack([stat[rows] for stat in self.stats])
-        if hasattr(self, "queries"):
-            tensors["queries"] = self.queries
-        tensors |= {STATE + name: value for name, value in self.state.items()}
-        return counts, tensors | self.layout.export() | self.codec.export(tensors)
-
-    def exported(self, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int) -> Shapes:
-        """Dtype and shape of every tensor that ``export`` gives with such counts, but for the score's state. Needs
-        ``measure``.
-
-        Args:
-            lengths: rows of every head, where heads differ.
-        """
-        shape = self.layout.shape(int(counts["rows"]))
-        found = {name: (dtype, (*shape, *row)) for name, (dtype, row) in self.columns().items()}
-        if self.statistics:
-            found["stats"] = torch.float32, (self.statistics, *shape)
-        if self.recent and counts["seen"]:
-            found["queries"] = self.dtype, (self.layout.B, query_heads, self.recent, self.codec.key_size)
-        return found | self.layout.exported() | self.codec.exported(counts, lengths)
-
-    def restore(
-        self, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_BH0D: Tensor, v_BH0D: Tensor
-    ) -> None:
-        """Become what ``export`` took out of a layer of the same kind; nothing is shared. The room may be another one.
-
-        Args:
-            k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
-        """
-        for name, value in counts.items():
-            setattr(self.codec if name in self.codec.COUNTS else self, name, value)
-        if not tensors:
-            return
-        # Under full attention a text may be longer than the room that was planned.
-        self.layout.capacity = max(self.capacity, self.rows)
-        self.lazy_initialization(k_BH0D, v_BH0D)
-        self.layout.fill(tensors)
-        rows = self.layout.every()
-        for name in self.columns():
-            getattr(self._holder(name), name)[rows] = tensors[name].to(self.device)
-        for number in range(self.statistics):
-            self.stats[number][rows] = tensors["stats"][number].to(self.device)
-        with torch.inference_mode(False):
-            own = {name: x.to(self.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
-            self.state = {name.removeprefix(STATE): x for name, x in own.items()}
-            if "queries" in tensors:
-                self.queries = tensors["queries"].to(self.device, copy=True)
-        self.codec.fill(tensors)
-
-    def copy_from(self, other: BoundedLayer) -> None:
-        """Become a copy of another layer of the same kind; nothing that one of both writes is shared. The room may be another
-        one."""
-        if other.is_initialized:
-            empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
-            sizes = other.codec.key_size, other.codec.value_size
-            self.restore(*other.export(), *(empty.new_empty(*empty.shape, size) for size in sizes))
-        if self.store is not None and other.store is not None:
-            self.store.share(other.store)
 
     @property
     def nbytes(self) -> int:

@@ -86,6 +86,7 @@ class Segments:
         lately. Where not even these blocks have room, the oldest new ones stay without."""
         self.touch(blocks_U)
         new_U, gone = blocks_U[self.place[blocks_U] == NOWHERE], blocks_U[:0]
+        # Blocks that were used least lately go, but none of those that are opened now.
         if (most := self.most) is not None:
             held = self.place != NOWHERE
             over = int(held.sum()) + len(new_U) - most
@@ -94,6 +95,7 @@ class Segments:
                 gone = others[self.used[others].argsort(stable=True)][:over]
                 self.place[gone] = NOWHERE
                 new_U = new_U[over - len(gone) :]
+        # Copy on write: what a copy reads still moves to a place of our own before it is written.
         shared_U = blocks_U[self._is_shared(self.place[blocks_U])]
         if moving := len(new_U) + len(shared_U):
             free = self._free(moving)
@@ -107,6 +109,7 @@ class Segments:
     def forget(self) -> None:
         """Let all blocks go; the buffers stay for others."""
         self.place.fill_(NOWHERE)
+        # What copies read stays with them; our own buffers serve the next text.
         self.segments = [one for one in self.segments if not one.shared]
 
     def _is_shared(self, places: Tensor) -> Tensor:
@@ -123,6 +126,7 @@ class Segments:
         numbers = torch.cat([self.place[:0], *own])
         free = numbers[~torch.isin(numbers, self.place)]
         if len(free) < wanted:
+            # At least as many places as there are: a text is then copied a constant number of times.
             more = max(wanted - len(free), len(numbers) if self.segments else self.room)
             if (most := self.most) is not None:
                 more = min(more, most - len(numbers))
@@ -162,6 +166,7 @@ class Segments:
     def read(self, head_M: Tensor, blocks_M: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[M, size, width]`` of blocks. Those of a block that lies nowhere are anything."""
         parts = list(self._parts(blocks_M))
+        # Nearly always: one gather, and nothing is written twice.
         if len(parts) == 1 and len(parts[0][1]) == len(blocks_M):
             keys, values = (buffer.flatten(0, 1)[head_M, parts[0][2]] for buffer in parts[0][0].rows)
             return keys, values
@@ -183,6 +188,7 @@ class Segments:
 
     def copy(self, memory: HostMemory, blocks: int, room: int) -> Segments:
         """A copy of so many blocks, with ``room`` for more, that reads the same segments until one of both writes."""
+        # From here on neither of both writes to what is there: each makes places for what it writes next.
         self.segments = [replace(one, shared=True) for one in self.segments]
         new = Segments(memory, self.heads, self.size, self.forms, room)
         new.segments, new.clock = list(self.segments), self.clock

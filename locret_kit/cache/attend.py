@@ -40,6 +40,7 @@ def activate_newer(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     if not name or attention.current_flash_attention_impl() is not None:
         return
     probe = torch.zeros(1, 1, 1, head_size, dtype=dtype, device=device)
+    # With one row: an installed package may still not run on this card, or for such heads.
     try:
         attention.activate_flash_attention_impl(name)
         _flash(probe, probe, probe, 1.0)
@@ -192,6 +193,7 @@ def attend_rows(
         return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)[0]
     if window is not None and backend != "reference" and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
         return _attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window)
+    # All else is for PyTorch, which chooses its kernel by the form of the mask.
     mask = lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
@@ -227,6 +229,7 @@ def attend_text(
         return attend_general(q_BQTD, k_BHTD, v_BHTD, softmax, window=window)[0]
     if window is not None or k_BHTD.shape[2] != T:
         return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, window)
+    # Square and causal without a mask, which every kernel of PyTorch takes.
     gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
     return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
 

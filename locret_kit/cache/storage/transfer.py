@@ -1,0 +1,91 @@
+"""Rows of a layer as tensors in logical order: taken out, for a file or a copy, and put back into a layer of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .layouts import Shapes
+from .rows import COUNTS, BoundedLayer
+
+STATE = "state."
+"""Prefix of the names under which a score's state is exported."""
+
+
+def export_rows(rows: BoundedLayer) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Everything that a layer needs to go on: counts, and tensors in logical order, wherever the rows lie. Nothing of the
+    free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
+    counts = {name: getattr(rows, name) for name in (*COUNTS, "scaling")}
+    counts |= {name: getattr(rows.codec, name) for name in rows.codec.COUNTS}
+    if not rows.is_initialized:
+        return counts, {}
+    # Every tensor of the score's state and every buffer, or the layer would go on otherwise.
+    every = rows.layout.every()
+    tensors = {name: getattr(rows.holder(name), name)[every] for name in rows.columns()}
+    if rows.statistics:
+        tensors["stats"] = torch.stack([stat[every] for stat in rows.stats])
+    if hasattr(rows, "queries"):
+        tensors["queries"] = rows.queries
+    tensors |= {STATE + name: value for name, value in rows.state.items()}
+    return counts, tensors | rows.layout.export() | rows.codec.export(tensors)
+
+
+def exported_shapes(
+    rows: BoundedLayer, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int
+) -> Shapes:
+    """Dtype and shape of every tensor that ``export_rows`` gives with such counts, but for the score's state. Needs ``measure``.
+
+    Args:
+        lengths: rows of every head, where heads differ.
+    """
+    shape = rows.layout.shape(int(counts["rows"]))
+    shapes = {name: (dtype, (*shape, *row)) for name, (dtype, row) in rows.columns().items()}
+    if rows.statistics:
+        shapes["stats"] = torch.float32, (rows.statistics, *shape)
+    if rows.recent and counts["seen"]:
+        shapes["queries"] = rows.dtype, (rows.layout.B, query_heads, rows.recent, rows.codec.key_size)
+    return shapes | rows.layout.exported() | rows.codec.exported(counts, lengths)
+
+
+def restore_rows(
+    rows: BoundedLayer, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_BH0D: Tensor, v_BH0D: Tensor
+) -> None:
+    """Make a layer what ``export_rows`` took out of one of the same kind; nothing is shared. The room may be another one.
+
+    Args:
+        k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
+    """
+    # Counts first: by them the layout and the tail of the codec are laid out.
+    for name, value in counts.items():
+        setattr(rows.codec if name in rows.codec.COUNTS else rows, name, value)
+    if not tensors:
+        return
+    # Under full attention a text may be longer than the room that was planned.
+    rows.layout.capacity = max(rows.capacity, rows.rows)
+    rows.lazy_initialization(k_BH0D, v_BH0D)
+    rows.layout.fill(tensors)
+    every = rows.layout.every()
+    for name in rows.columns():
+        getattr(rows.holder(name), name)[every] = tensors[name].to(rows.device)
+    for number in range(rows.statistics):
+        rows.stats[number][every] = tensors["stats"][number].to(rows.device)
+    # Copies of its own, good outside of inference mode too: a score changes its state in place.
+    with torch.inference_mode(False):
+        own = {name: x.to(rows.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
+        rows.state = {name.removeprefix(STATE): x for name, x in own.items()}
+        if "queries" in tensors:
+            rows.queries = tensors["queries"].to(rows.device, copy=True)
+    rows.codec.fill(tensors)
+
+
+def copy_rows(rows: BoundedLayer, other: BoundedLayer) -> None:
+    """Make a layer a copy of another one of the same kind; nothing that one of both writes is shared. The room may be another
+    one."""
+    if other.is_initialized:
+        empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
+        sizes = other.codec.key_size, other.codec.value_size
+        restore_rows(rows, *export_rows(other), *(empty.new_empty(*empty.shape, size) for size in sizes))
+    if rows.store is not None and other.store is not None:
+        rows.store.share(other.store)

@@ -1,0 +1,116 @@
+"""A text's rows as a compiled call reads them: addresses, lengths and tables of rotation, until its next boundary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from locret_kernels import cpp
+from locret_kernels.decoder_step import cpu as decoder_step
+from locret_kernels.ragged_decode import PackedRows
+
+from ..backbones.rope import Rope
+from ..cache.bounded import BoundedCache
+from ..cache.storage.quantised import GroupedBits
+from .cpu_groups import point_at
+
+
+class PositionTables:
+    """cos and sin ``[positions, R]`` of each rotation, as far as they were needed: made in ``dtype``, held in ``sums``."""
+
+    def __init__(self, dtype: torch.dtype, sums: torch.dtype) -> None:
+        self.dtype, self.sums = dtype, sums
+        self._made: dict[tuple[bytes, float], tuple[Tensor, Tensor]] = {}
+
+    def below(self, rope: Rope, length: int) -> tuple[Tensor, Tensor]:
+        """Of the positions below ``length`` at least."""
+        # By their numbers: texts have objects of their own for the same rotation.
+        key = rope.inv_freq.float().numpy().tobytes(), rope.scaling
+        if key not in self._made or len(self._made[key][0]) < length:
+            cos, sin = rope.tables(torch.arange(length), self.dtype)
+            self._made[key] = cos.to(self.sums).contiguous(), sin.to(self.sums).contiguous()
+        return self._made[key]
+
+
+@dataclass
+class Lane:
+    """A text's rows as the call reads them, until its next boundary.
+
+    Attributes:
+        left: tokens until a boundary, where rows are evicted or a group is quantised. due: tokens of the text when rows may
+            be evicted. seen, evicted: of the cache, by which another hand is noticed.
+    """
+
+    rows: np.ndarray
+    packed: np.ndarray
+    starts_LH: np.ndarray
+    lengths_LH: np.ndarray
+    left: int
+    due: int
+    seen: int
+    evicted: int
+    own: list[tuple[Rope, Tensor]]
+    """Rotations by which new keys are stored, and the memory ``[2, R]`` where those of the next token stand."""
+    held: list[object]
+    """What addresses point to."""
+    wider: dict[int, tuple[Tensor, Tensor]]
+    """Of layers in few bits whose tail is full: a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
+
+    @classmethod
+    def of(cls, cache: BoundedCache, H: int, tables: PositionTables) -> Lane:
+        """The addresses of a cache's rows, with ``H`` heads in every layer, and how long they hold."""
+        ctx, seen, L = cache.context, cache.get_seq_length(), len(cache.bounded)
+        room = min(rows.capacity - rows.rows for rows in cache.bounded)
+        due = ctx.schedule.after_prompt(seen, room)
+        left = min(room, ctx.schedule.until_boundary(seen)) if due is None else due
+        starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
+        lane = cls(
+            np.zeros(L, decoder_step.ROWS), np.zeros(L, decoder_step.PACKED), starts_LH, lengths_LH, left, seen + left, seen,
+            cache.counters.evicted_rows, [], [], {},
+        )  # fmt: skip
+        own: dict[int, tuple[Rope, Tensor]] = {}
+        for layer, rows in enumerate(cache.bounded):
+            flat, at = rows.flat(), lane.rows[layer]
+            lane.starts_LH[layer], lane.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
+            at["starts"], at["lengths"] = lane.starts_LH[layer].ctypes.data, lane.lengths_LH[layer].ctypes.data
+            cpp.point(at, positions=flat.positions_N, scores=rows.scores)
+            at["window"], at["before"] = rows.window or 0, -1 if not ctx.positions.span else 0
+            if rows.statistics:
+                cpp.point(at, stats=flat.stats_XN)
+                at["stats_stride"], at["by_head"] = flat.stats_XN.shape[1], bool(ctx.group)
+                at["statistics"] = sum(cpp.STATISTICS[name] for name in ctx.statistics)
+            if (rope := ctx.read_rope(layer, rows)) is not None:
+                longest = rows.capacity * (H if rows.layout.ragged else 1)
+                cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
+                cpp.point(at, cos=cos, sin=sin)
+                at["rotated"] = cos.shape[1]
+                lane.held.append((cos, sin))
+            elif (rope := ctx.write_rope(layer, rows)) is not None:
+                R = 2 * len(rope.inv_freq)
+                _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums)))
+                cpp.point(at, own_cos=held[0], own_sin=held[1])
+                at["rotated"] = R
+            if isinstance(flat.rows, PackedRows):
+                assert isinstance(rows.codec, GroupedBits)
+                point_at(lane.packed[layer], flat.rows, rows.codec)
+                at["packed"] = lane.packed[layer : layer + 1].ctypes.data
+                lane.left = min(lane.left, rows.codec.max_tail - rows.codec.tail + 1)
+            else:
+                cpp.point(at, keys=flat.rows[0], values=flat.rows[1])
+            lane.held.append(flat)
+        lane.own = list(own.values())
+        return lane
+
+    def widen(self, cache: BoundedCache) -> None:
+        """Room for the token with which a group of rows fills and is quantised."""
+        for layer, rows in enumerate(cache.bounded):
+            codec = rows.codec
+            if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
+                keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
+                self.wider[layer], at = (keys, values), self.packed[layer]
+                cpp.point(at, tail_keys=keys, tail_values=values)
+                at["tail_room"] = codec.tail + 1
