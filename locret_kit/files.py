@@ -6,6 +6,7 @@ Every write goes beside its target and is renamed, so a full disk or a kill leav
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
 import io
 import json
@@ -51,7 +52,7 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     for left in target.parent.glob(".*.partial"):
         # The whole name: another machine that shares the folder may be called as this one and more, node and node-2.
         mine = re.fullmatch(rf"\..*\.{here}-(\d+)\.partial", left.name)
-        with suppress(FileNotFoundError):  # its writer has just renamed it
+        with suppress(OSError):  # its writer has just renamed it, or it is another user's
             if not _running(int(mine[1])) if mine else time.time() - left.stat().st_mtime > ABANDONED:
                 left.unlink()
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.{here}-{os.getpid()}.partial")
@@ -288,36 +289,49 @@ def _digest(data: bytes) -> str:
 
 
 @contextmanager
-def locked(path: Path, busy: str, wait: float = 0.0) -> Iterator[None]:
-    """Hold a lock file for this process alone.
+def locked(path: Path, busy: str, wait: float = 0.0, *, shares: bool = False) -> Iterator[None]:
+    """Hold a lock file, which is there for as long as somebody holds it. On POSIX alone.
 
     Args:
         busy: the error's words. wait: seconds to wait for another process; -1 waits without end.
+        shares: with others who hold it so, and with nobody else; otherwise for this process alone.
 
     Raises:
-        OSError: another process holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    try:
-        with FileLock(path, timeout=wait):
-            yield
-    except Timeout as error:
-        raise OSError(busy) from error
-
-
-@contextmanager
-def shared(path: Path, busy: str) -> Iterator[None]:
-    """Hold a lock file together with others who hold it so, and with nobody who has it ``locked``. On POSIX alone.
-
-    Raises:
-        OSError: another process has it for itself.
+        OSError: another process holds it, or it cannot be made.
     """
     import fcntl
 
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OSError(busy) from error
+    kind, end = fcntl.LOCK_SH if shares else fcntl.LOCK_EX, time.monotonic() + wait
+    while (file := _lock_now(path, kind)) is None:
+        if wait >= 0 and time.monotonic() >= end:
+            raise OSError(busy)
+        time.sleep(0.05)
+    try:
         yield
+    finally:
+        # Removed by the last one, who has it alone. Whoever waits for a file that is removed begins anew.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), path.lstat()):
+                path.unlink()
+        os.close(file)
+
+
+def _lock_now(path: Path, kind: int) -> int | None:
+    """The descriptor of a lock file, locked; None where another process has it."""
+    import fcntl
+
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file), path.lstat()):
+            return file
+    except (BlockingIOError, FileNotFoundError):  # held, or just removed
+        pass
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks: nobody is noticed
+            return file
+        os.close(file)
+        raise
+    os.close(file)
+    return None

@@ -1,4 +1,4 @@
-"""Python processes import nothing from the folder in which they are started."""
+"""Python processes import nothing from the folder in which they are started; processes that lock one file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from locret_kit.files import locked
 from locret_kit.processes import python
 
 PLANTED = "import pathlib\npathlib.Path({ran!r}).touch()\nraise SystemExit('planted')\n"
@@ -42,3 +45,42 @@ def test_the_current_folder_is_no_place_for_modules(tmp_path, safe):
     # The test itself: the usual way runs what was planted.
     subprocess.run([sys.executable, "-m", "program"], cwd=here, env={**env, "PYTHONSAFEPATH": ""}, capture_output=True)
     assert ran.exists()
+
+
+def test_a_lock_is_one_processes_at_a_time_and_leaves_no_file(tmp_path):
+    lock, counter, inside = tmp_path / ".lock", tmp_path / "counter", []
+    counter.write_text("0")
+
+    def count() -> None:
+        for _ in range(20):
+            with locked(lock, "busy", wait=-1):
+                inside.append(1)
+                counter.write_text(str(int(counter.read_text()) + len(inside)))
+                inside.pop()
+
+    threads = [threading.Thread(target=count) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter.read_text() == "100" and not lock.exists()
+
+    with ExitStack() as one, ExitStack() as two:
+        for stack in (one, two):
+            stack.enter_context(locked(lock, "busy", shares=True))
+        for stack in (one, two):
+            with pytest.raises(OSError, match="^busy$"), locked(lock, "busy"):
+                pass
+            stack.close()
+    assert not lock.exists()
+    program = "from pathlib import Path; from locret_kit.files import locked\n"
+    program += f"with locked(Path({str(lock)!r}), ''):\n print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1) as child:
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(OSError, match="^busy$"), locked(lock, "busy"):
+            pass
+        child.kill()
+    assert lock.exists()  # of a process that was killed
+    with locked(lock, "busy"):
+        pass
+    assert not lock.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -106,13 +107,18 @@ def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed
     one.write_bytes(data)
     (one.parent / f"session_{'0' * 32}.locret").write_bytes(b"nothing")
     (one.parent / ".session.x.host-1.partial").write_bytes(b"nothing")
+    odd = [one.parent / f"session_{mark * 32}.locret" for mark in "123"]
+    odd[0].mkdir()
+    odd[1].symlink_to(two)
+    os.mkfifo(odd[2])
+    (one.parent / ".folder.partial").mkdir()
     smaller = RunSettings(**{**vars(SETTINGS), "budget": 64})
     with caplog.at_level(logging.WARNING), engine_with(tmp_path, settings=smaller) as engine:
         assert engine.store.sessions(ANNA) == [] and engine.store.bytes == len(data) + two.stat().st_size
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and lines[0].startswith("1 files of sessions are not usable and removed")
     assert lines[1].startswith("2 files") and "budget=96 must be at most 64" in lines[1]
-    assert {*tmp_path.rglob("*.locret")} == {one, two} and not list(tmp_path.rglob("*.partial"))
+    assert {*tmp_path.rglob("*.locret")} == {one, two, *odd} and not list(tmp_path.rglob("*1.partial"))
     caplog.clear()
     with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
         again = [ask(engine, ANNA, next_turn(said, number)) for number in range(2)]
@@ -123,6 +129,26 @@ def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed
         assert not one.exists()
     (line,) = [record.getMessage() for record in caplog.records]
     assert "is damaged: its content does not have the digest" in line
+
+
+def test_a_folder_that_was_there_stays_as_it_is(tmp_path, caplog):
+    """Its mode, and what links in it name."""
+    folder, other = tmp_path / "shared", tmp_path / "other"
+    folder.mkdir()
+    folder.chmod(0o777)
+    other.write_text("mine")
+    other.chmod(0o644)
+    for shares in (False, True):
+        Store(folder, 1 << 30, shares=shares).close()
+        assert [*map(str, folder.iterdir())] == [str(folder / "salt")]  # no lock stays
+    assert folder.stat().st_mode & 0o777 == 0o777 and "others may write there" in caplog.text
+    for name in (".lock", "salt"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(other)
+        with pytest.raises(OSError, match=re.escape(str(folder))):
+            Store(folder, 1 << 30, shares=True)
+        (folder / name).unlink()
+    assert other.read_text() == "mine" and other.stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("no memory")])

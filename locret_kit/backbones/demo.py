@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from ..files import locked
 from ..naming import first_line
 from ..processes import python
 
@@ -70,11 +71,9 @@ def fetch(to: Path | None = None) -> None:
     Raises:
         ValueError: no disk space, no network, or something else lies there.
     """
-    from filelock import FileLock
-
     to = to or backbone_folder()
     to.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(to.parent / f".{to.name}.lock"):
+    with locked(to.parent / f".{to.name}.lock", f"{to} is being made", wait=-1):
         if is_there(to):
             say(f"already there: {to}")
             return

@@ -1,6 +1,6 @@
 """Sessions and documents on disk, so that they leave memory for others and outlive the process.
 
-A folder for its owner alone (mode 0700). In it a folder per owner of sessions, named by a salted hash of the API key, with a
+In the folder a folder per owner of sessions, named by a salted hash of the API key and for this user alone (mode 0700), with a
 file per session and document in the format of saved caches, written beside and renamed. A session's file holds no token
 ids: a hash says whether a prompt begins with what it has read. Files beyond a size are removed, the least used first.
 """
@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from calendar import timegm
 from collections import OrderedDict
@@ -27,7 +28,7 @@ from ..cache.saved import APART, Origin, export, restore
 from ..cache.saved_record import CREATED, Saved
 from ..cache.storage.transfer import export_rows
 from ..documents.document import Document
-from ..files import locked, shared, write_beside
+from ..files import locked, write_beside
 from ..naming import first_line
 from .prefix_key import PrefixKey
 from .session_spec import SessionSpec
@@ -64,20 +65,20 @@ class Store:
         max_bytes: of all files; of servers that share it, each counts the files that it knows.
 
     Raises:
-        OSError: it cannot be written, or another server has it.
+        OSError: it cannot be written, another server has it, or its salt is no file.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int, *, shares: bool = False) -> None:
         self.folder, self.max_bytes, self.shares = Path(folder), max_bytes, shares
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.folder.chmod(0o700)
+            if self.folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # it is as whoever made it wants it
+                LOG.warning("session_dir=%r: others may write there; chmod go-w takes that away", str(folder))
         except OSError as error:
             raise OSError(f"session_dir={str(folder)!r} cannot be used: {error.strerror}") from error
         self._open = ExitStack()
-        lock, busy = self.folder / ".lock", f"session_dir={str(folder)!r}: another server has it"
-        self._open.enter_context(shared(lock, busy) if shares else locked(lock, busy))
-        lock.chmod(0o600)
+        busy = f"session_dir={str(folder)!r}: another server has it"
+        self._open.enter_context(locked(self.folder / ".lock", busy, shares=shares))
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
         self._mine: dict[str, dict[str, PrefixKey]] = {}
@@ -90,12 +91,13 @@ class Store:
         """Why the last file could not be written; None where it was."""
         self.written = self.failures = 0
         salt = self.folder / SALT
-        with locked(
-            self.folder / ".salt.lock", f"{salt} is being made", wait=60
-        ):  # once, by one of those that share it
-            if not salt.exists():
+        # Once, by one of those that share it.
+        with locked(self.folder / ".salt.lock", f"{salt} is being made", wait=60):
+            if not os.path.lexists(salt):
                 write_beside(salt, lambda path: path.write_bytes(secrets.token_bytes(32)))
                 salt.chmod(0o600)
+        if not stat.S_ISREG(salt.lstat().st_mode):
+            raise OSError(f"session_dir={str(folder)!r} cannot be used: {salt} is no regular file")
         self.salt = salt.read_bytes()
 
     def close(self) -> None:
@@ -109,9 +111,16 @@ class Store:
         ``check(record, about)`` refuses, stay and count, since another server may want them. Both are said in one line each.
         """
         self._origin, self._check = origin, check
-        files = [file for path in self.folder.glob(f"*/*{SUFFIX}") if (file := self._look(path)) is not None]
+        files = []
+        for path in self.folder.glob(f"*/*{SUFFIX}"):
+            try:
+                file = self._look(path)
+            except OSError as error:
+                self._others.append(f"{path}: {error.strerror}")
+            else:
+                files += [file] if file is not None else []
         for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
-            with suppress(FileNotFoundError):  # another server has just written it
+            with suppress(OSError):  # such as: another server has just written it
                 if not self.shares or time.time() - left.stat().st_mtime > ABANDONED:
                     left.unlink()
         for lines, words in ((self._damaged, "removed"), (self._others, "left as they are")):
@@ -122,13 +131,19 @@ class Store:
                 self._add(file.path.stem, file)
 
     def _look(self, path: Path) -> File | None:
-        """The record of a file; None for one that is not of this folder, that is gone, or that is damaged and removed."""
+        """The record of a file; None for one that is not of this folder, that is gone, or that is damaged and removed.
+
+        Raises:
+            OSError: it cannot be read now, or not be removed.
+        """
         name, owner = path.stem, path.parent.name
         if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
             return None
         key, usable = None, True
         try:
-            stat = path.stat()
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode):
+                return None
             record = read_record(path)
             record.pop("digest", None)
             saved = Saved.of(record, path)
@@ -138,7 +153,7 @@ class Store:
             return None
         except LaterVersion as error:
             self._others.append(first_line(error))
-            return File(path, stat.st_size, None, False, stat.st_mtime_ns)
+            return File(path, found.st_size, None, False, found.st_mtime_ns)
         except ValueError as error:
             self._damaged.append(first_line(error))
             path.unlink(missing_ok=True)
@@ -148,7 +163,7 @@ class Store:
         except ValueError as error:
             self._others.append(f"{path}: {first_line(error)}")
             key, usable = None, False
-        return File(path, stat.st_size, key, usable, stat.st_mtime_ns)
+        return File(path, found.st_size, key, usable, found.st_mtime_ns)
 
     def refresh(self, owner: str) -> None:
         """Find what other servers have written and removed of an owner's, where they share the folder."""
@@ -163,7 +178,7 @@ class Store:
             while len(self._lost) > LOST:
                 self._lost.popitem(last=False)
         for name, path in there.items():
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # removed meanwhile, or looked at again the next time
                 if name not in known or known[name].written != path.stat().st_mtime_ns:
                     file = self._look(path)
                     if file is not None:
@@ -252,9 +267,8 @@ class Store:
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""
-        self._write(
-            name, owner, document.cache.nbytes + document.cache.host_nbytes + 4 * document.tokens, document.save, None
-        )
+        size = document.cache.nbytes + document.cache.host_nbytes + 4 * document.tokens
+        self._write(name, owner, size, document.save, None)
 
     def _write(self, name: str, owner: str, size: int, to: Callable[[Path], None], key: PrefixKey | None) -> None:
         path = self.folder / owner / f"{name}{SUFFIX}"
@@ -265,7 +279,7 @@ class Store:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             to(path)
             path.chmod(0o600)
-            stat = path.stat()
+            made = path.stat()
         except (OSError, ValueError) as error:
             self.failures += 1
             if self.failing is None:
@@ -277,7 +291,7 @@ class Store:
         self.failing = None
         self.written += 1
         with self._lock:
-            self._add(name, File(path, stat.st_size, key, written=stat.st_mtime_ns))
+            self._add(name, File(path, made.st_size, key, written=made.st_mtime_ns))
         self._make_room(0, "")  # where the file was larger than it seemed
 
     def _make_room(self, size: int, name: str) -> None:
@@ -309,15 +323,8 @@ class Store:
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
             cache = restore(
-                saved,
-                own,
-                spec.model,
-                spec.heads,
-                policy,
-                where=str(path),
-                store=spec.settings.store,
-                origin=self._origin,
-            )
+                saved, own, spec.model, spec.heads, policy, where=str(path), store=spec.settings.store, origin=self._origin
+            )  # fmt: skip
             if cache.get_seq_length() != key.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {key.tokens}")
         except (FileNotFoundError, ValueError) as error:

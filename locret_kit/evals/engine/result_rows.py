@@ -15,13 +15,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
-
-from ...files import read_json
+from ...files import locked, read_json
 from ...settings import RunSettings
 from ...validation import annotations_of, checked, made
 from ..metrics import Answer
@@ -267,13 +266,14 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._lock = path, FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout as error:
-            raise OSError(f"{path} is being written by another process") from error
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a kill leaves at most half a line
+        self.path = path
+        with ExitStack() as stack:
+            busy = f"{path} is being written by another process"
+            stack.enter_context(locked(path.with_name(f".{path.name}.lock"), busy))
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            stack.callback(os.close, self._file)
+            os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a kill leaves at most half a line
+            self._open = stack.pop_all()
 
     def append(self, row: Row) -> None:
         """The whole line is on the disk when this returns; on an error (a full disk) none of it is in the file.
@@ -298,8 +298,7 @@ class Shard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-        self._lock.release()
+        self._open.close()
 
 
 def read_config(out: Path) -> dict[str, object]:

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import FileLock
-
-from ...files import write_beside
+from ...files import locked, write_beside
 from ..cells import LIKELIHOOD, Cell, policy_order, size, summarize
 from ..engine.result_rows import Row, read_rows
 from ..tables import Figure, Interval, Table, cells_table
@@ -175,7 +173,7 @@ def leaders(cells: Sequence[Cell | None]) -> list[int]:
 def write_summary(out: Path) -> str:
     """Write ``summary.md`` and ``summary.csv`` from all rows of the folder, one process at a time, so that the last one to
     finish writes of everything; the tables of ``summary.md``."""
-    with FileLock(out / ".summary.lock"):
+    with locked(out / ".summary.lock", f"{out}: its summary is being written", wait=-1):
         rows = read_rows(out)
         cells = summarize(rows)
         every = overview(rows)
