@@ -74,10 +74,14 @@ TEXTS = {
 FOLDERS = {"later": "texts/later"}
 """Texts that a command finds elsewhere than by their name."""
 NAMED = (
-    "full", "locret", "lookahead-locret", "rereading-locret", RECALL, "compactor", "compactor reread=passages", "snapkv",
-    "h2o", "streaming",
+    "full", "bm25", "locret", "lookahead-locret", "rereading-locret", RECALL, "compactor", "compactor reread=passages", "snapkv",
+    "ada-snapkv", "h2o", "tova", "nacl", "kvzip", "streaming",
 )  # fmt: skip
 """Policies of those tables, in this order; others are in the RESULTS.md."""
+ONE_SHOT = "one-shot.jsonl"
+"""Rows beside the others: policies in their papers' own form, one eviction after the whole prompt, at the places in the text."""
+IN_CHUNKS, ONCE = "", ", evicts once, after the question"
+"""Forms of a policy, as labels end."""
 RECALLED_ROWS = recall_tables.device_rows(RECALL, 1) - 1
 """Rows of it that come back; the others are the budget."""
 MIN_EXAMPLES = 8
@@ -97,33 +101,41 @@ Place = tuple[str, str, int, tuple[int, ...]]
 """Task, text, tokens, and rows on the device."""
 
 
-def answers(rows: Sequence[Row], places: Sequence[Place]) -> str:
+def answers(rows: Sequence[Row], places: Sequence[Place], once: Sequence[Row] = ()) -> str:
     """A table for each place that has rows: a line for each number of slots and policy, with n, interval and date, and its
-    command."""
-    return "\n".join(filter(None, (_one_place(rows, place) for place in places)))
+    command. ``once``: rows of `ONE_SHOT`."""
+    return "\n".join(filter(None, (_one_place(rows, place, once) for place in places)))
 
 
-def _one_place(rows: Sequence[Row], place: Place) -> str:
+def _rows_of(rows: Sequence[Row], place: Place) -> list[Row]:
     task, text, length, budgets = place
     here = [row for row in rows if (row.task, row.haystack, row.length) == (task, text, length) and row.policy in NAMED]
-    here = [row for row in here if not row.slots or _on_device(row) in budgets]
-    if not here:
+    return [row for row in here if not row.slots or _on_device(row) in budgets]
+
+
+def _one_place(rows: Sequence[Row], place: Place, once: Sequence[Row]) -> str:
+    task, text, length, _ = place
+    forms = {IN_CHUNKS: _rows_of(rows, place), ONCE: _rows_of(once, place)}
+    if not forms[IN_CHUNKS]:
         return ""
+    cells = [(cell, form) for form, here in forms.items() for cell in summarize(here) if cell.mean is not None]
     words = [TITLES[task], *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
     lines = [["slots", "policy", "n", "figure", "measured"], ["---"] * 5]
-    for cell in sorted(
-        summarize(here), key=lambda c: (c.budget + _brought_back(c.policy), NAMED.index(c.policy), c.heads)
+    for cell, form in sorted(
+        cells,
+        key=lambda pair: (pair[0].budget + _brought_back(pair[0].policy), NAMED.index(pair[0].policy), pair[0].heads),
     ):
-        if cell.mean is None:
-            continue
-        own = [row for row in here if (row.policy, row.heads, row.budget) == (cell.policy, cell.heads, cell.budget)]
+        own = [
+            row for row in forms[form] if (row.policy, row.heads, row.budget) == (cell.policy, cell.heads, cell.budget)
+        ]
         days = sorted({row.date[:10] for row in own if row.date})
         slots = f"{cell.budget + _brought_back(cell.policy):,}" if cell.budget else "all"
-        label = f"`{cell.policy}`" + (", the paper's recipe" if cell.heads == PAPER else "")
+        label = f"`{cell.policy}`" + (", the paper's recipe" if cell.heads == PAPER else "") + form
         when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "-"
         lines.append([slots, label, str(cell.n), _figure(cell), f"{when}, {cell.dtype.replace('+', ' and ')}"])
     table = "".join(f"{line(cells)}\n" for cells in lines)
-    return f"### {', '.join(words)}\n\n{table}\n```bash\n{_command(here, place)}\n```\n"
+    commands = "\n".join(_command(here, place, form) for form, here in forms.items() if here)
+    return f"### {', '.join(words)}\n\n{table}\n```bash\n{commands}\n```\n"
 
 
 def _brought_back(policy: str) -> int:
@@ -143,7 +155,7 @@ def _figure(cell: Cell) -> str:
     return f"{cell.mean:.3f}" + ("" if cell.stderr is None else f" ± {cell.stderr:.3f}")
 
 
-def _command(rows: Sequence[Row], place: Place) -> str:
+def _command(rows: Sequence[Row], place: Place, form: str) -> str:
     """The command that measures the largest number of examples of each policy."""
     task, text, length, budgets = place
     policies = [name for name in NAMED if any(row.policy == name for row in rows)]
@@ -151,10 +163,12 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     samples = max(row.sample for row in rows) + 1
     where = "data=[PATH/leval/eval]" if "leval." in task else f"haystacks=[{FOLDERS.get(text, text)}]"
     heads = next((row.heads for row in rows if row.heads not in ("-", PAPER)), HEADS)
+    alike = " one_shot=true positions=original" if form == ONCE else ""
+    out = f"runs/{task.replace(':', '-')}-{length}" + ("-once" if form == ONCE else "")
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
     return (
         f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
-        f'    "policies=[{named}]" samples={samples} ckpt=checkpoints/{heads}{model} out=runs/{task.replace(":", "-")}-{length}'
+        f'    "policies=[{named}]" samples={samples}{alike} ckpt=checkpoints/{heads}{model} out={out}'
     )
 
 
@@ -253,10 +267,11 @@ def main(argv: list[str] | None = None) -> int:
             ground, cells = tables[name] = provenance(rows, own), summarize(rows)
             texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{to_markdown(cells)}"
         ground, cells = tables[HEADS]
-        demo = by_heads[HEADS]
+        demo, once = by_heads[HEADS], ROOT / "checkpoints" / HEADS / ONE_SHOT
+        own_form = read_rows(once) if args.rows is None else []
         gpus = read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows)
         sections = [
-            ("docs/results/facts.md", "facts", answers(demo, FACTS)),
+            ("docs/results/facts.md", "facts", answers(demo, FACTS, own_form)),
             ("docs/results/questions.md", "questions", answers(demo, QUESTIONS)),
             ("scripts/research/logs/needles.md", "needles", f"{ground}\n{needles(cells)}"),
             ("scripts/research/logs/recall.md", "recall", recall_tables.recall_table(everything, HEADS)),
