@@ -63,8 +63,9 @@ def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
         for token in short:  # a subsequence
             at = ids.index(token, at) + 1
         assert budget == 2000 or len(short) > budget - passages.PASSAGE or len(short) > budget // 2
-    with pytest.raises(ValueError, match="budget=3 must be at least"):
-        passages.shortened(tokenizer, example, 3)
+    if example.text is not None:
+        with pytest.raises(ValueError, match="budget=3 must be at least"):
+            passages.shortened(tokenizer, example, 3)
 
 
 def test_a_paraphrase_asks_in_other_words():

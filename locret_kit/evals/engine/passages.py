@@ -62,7 +62,7 @@ def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int)
     spans = cut(sorted({bisect_right(ends, start) for start in starts(prompt)}), first, asked)
     texts = [prompt[offsets[a][0] : offsets[b - 1][1]] for a, b in spans]
     kept = []
-    for best in ranking(texts, prompt[offsets[asked][0] :]) if texts else []:
+    for best in ranking(texts, prompt[offsets[asked - 1][1] :]) if texts else []:
         start, stop = spans[best]
         if stop - start <= room:
             kept.append((start, stop))
