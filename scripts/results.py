@@ -1,4 +1,4 @@
-"""Write the tables of results from the committed rows (``checkpoints/*/results.jsonl``, and ``kernels/benchmarks/results/*.csv``
+"""Write the tables of results from the committed rows (``checkpoints/*/results*.jsonl``, and ``kernels/benchmarks/results/*.csv``
 of GPUs), or check that they agree.
 
     python scripts/results.py           # rewrite the tables
@@ -249,10 +249,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a file is stale")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs, scripts and checkpoints")
-    parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results.jsonl)")
+    parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results*.jsonl)")
     parser.add_argument("--gpu-rows", type=Path, nargs="*", help="(default: kernels/benchmarks/results/*.csv)")
     args = parser.parse_args(argv)
-    found = {file.parent.name: [file] for file in sorted((ROOT / "checkpoints").glob("*/results.jsonl"))}
+    found: dict[str, list[Path]] = {}
+    for file in sorted((ROOT / "checkpoints").glob("*/results*.jsonl")):
+        found.setdefault(file.parent.name, []).append(file)
     files = found if args.rows is None else {HEADS: args.rows}
     results = sorted(path for path in BENCHMARKS.glob("results/*.csv") if not path.stem.endswith("-operations"))
     try:
