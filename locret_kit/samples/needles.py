@@ -50,7 +50,7 @@ TASKS = {
 }
 TASKS["paraphrase"] = replace(
     TASKS["R.PassKey"],
-    needle="The ticket costs {key} dollars. Remember it. {key} dollars is what the ticket costs.\n",
+    needle="The ticket costs {key} dollars. Remember it. {key} dollars for the ticket.\n",
     question="What is the price of admission?",
     prefix="The price of admission is",
 )
