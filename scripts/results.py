@@ -42,7 +42,7 @@ FACTS = (
     ("R.PassKey", "later", 4096, (256, 512)), ("R.PassKey", "jargon", 4096, (256, 512)),
     ("R.PassKey", "jargon", 16384, (1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
     ("R.Number", "jargon", 2048, (256, 512)), ("R.Number", "repeated", 32768, (512,)),
-    ("ruler.niah_multikey", "jargon", 2048, (256, 512)),
+    ("ruler.niah_multikey", "jargon", 2048, (256, 512)), ("paraphrase", "jargon", 1024, (256,)),
 )  # fmt: skip
 """Tables of docs/results/facts.md: task, text, tokens, rows on the device."""
 QUESTIONS = (
@@ -59,6 +59,7 @@ GEMMA = (
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
     "ruler.niah_multikey": "One key among many alike",
+    "paraphrase": "A price of five digits, asked for in other words than the text has",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's own tokens that are chosen too",
     "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
     "agreement:leval.coursera": "L-Eval's questions about lectures: the same share",
@@ -80,8 +81,6 @@ NAMED = (
 """Policies of those tables, in this order; others are in the RESULTS.md."""
 ONE_SHOT = "one-shot.jsonl"
 """Rows beside the others: policies in their papers' own form, one eviction after the whole prompt, at the places in the text."""
-IN_CHUNKS, ONCE = "", ", evicts once, after the question"
-"""Forms of a policy, as labels end."""
 RECALLED_ROWS = recall_tables.device_rows(RECALL, 1) - 1
 """Rows of it that come back; the others are the budget."""
 MIN_EXAMPLES = 8
@@ -101,40 +100,34 @@ Place = tuple[str, str, int, tuple[int, ...]]
 """Task, text, tokens, and rows on the device."""
 
 
-def answers(rows: Sequence[Row], places: Sequence[Place], once: Sequence[Row] = ()) -> str:
+def answers(rows: Sequence[Row], places: Sequence[Place]) -> str:
     """A table for each place that has rows: a line for each number of slots and policy, with n, interval and date, and its
-    command. ``once``: rows of `ONE_SHOT`."""
-    return "\n".join(filter(None, (_one_place(rows, place, once) for place in places)))
+    command."""
+    return "\n".join(filter(None, (_one_place(rows, place) for place in places)))
 
 
-def _rows_of(rows: Sequence[Row], place: Place) -> list[Row]:
+def _one_place(rows: Sequence[Row], place: Place) -> str:
     task, text, length, budgets = place
     here = [row for row in rows if (row.task, row.haystack, row.length) == (task, text, length) and row.policy in NAMED]
-    return [row for row in here if not row.slots or _on_device(row) in budgets]
-
-
-def _one_place(rows: Sequence[Row], place: Place, once: Sequence[Row]) -> str:
-    task, text, length, _ = place
-    forms = {IN_CHUNKS: _rows_of(rows, place), ONCE: _rows_of(once, place)}
-    if not forms[IN_CHUNKS]:
+    here = [row for row in here if not row.slots or _on_device(row) in budgets]
+    if not here:
         return ""
-    cells = [(cell, form) for form, here in forms.items() for cell in summarize(here) if cell.mean is not None]
+    forms = [[row for row in here if row.one_shot == once] for once in (False, True)]
+    cells = [(cell, form) for form in forms for cell in summarize(form) if cell.mean is not None]
     words = [TITLES[task], *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
     lines = [["slots", "policy", "n", "figure", "measured"], ["---"] * 5]
     for cell, form in sorted(
-        cells,
-        key=lambda pair: (pair[0].budget + _brought_back(pair[0].policy), NAMED.index(pair[0].policy), pair[0].heads),
+        cells, key=lambda c: (c[0].budget + _brought_back(c[0].policy), NAMED.index(c[0].policy), c[0].heads)
     ):
-        own = [
-            row for row in forms[form] if (row.policy, row.heads, row.budget) == (cell.policy, cell.heads, cell.budget)
-        ]
+        own = [row for row in form if (row.policy, row.heads, row.budget) == (cell.policy, cell.heads, cell.budget)]
         days = sorted({row.date[:10] for row in own if row.date})
         slots = f"{cell.budget + _brought_back(cell.policy):,}" if cell.budget else "all"
-        label = f"`{cell.policy}`" + (", the paper's recipe" if cell.heads == PAPER else "") + form
+        label = f"`{cell.policy}`" + (", the paper's recipe" if cell.heads == PAPER else "")
+        label += ", evicts once, after the question" if own[0].one_shot else ""
         when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "-"
         lines.append([slots, label, str(cell.n), _figure(cell), f"{when}, {cell.dtype.replace('+', ' and ')}"])
     table = "".join(f"{line(cells)}\n" for cells in lines)
-    commands = "\n".join(_command(here, place, form) for form, here in forms.items() if here)
+    commands = "\n".join(_command(form, place) for form in forms if form)
     return f"### {', '.join(words)}\n\n{table}\n```bash\n{commands}\n```\n"
 
 
@@ -155,7 +148,7 @@ def _figure(cell: Cell) -> str:
     return f"{cell.mean:.3f}" + ("" if cell.stderr is None else f" ± {cell.stderr:.3f}")
 
 
-def _command(rows: Sequence[Row], place: Place, form: str) -> str:
+def _command(rows: Sequence[Row], place: Place) -> str:
     """The command that measures the largest number of examples of each policy."""
     task, text, length, budgets = place
     policies = [name for name in NAMED if any(row.policy == name for row in rows)]
@@ -163,12 +156,13 @@ def _command(rows: Sequence[Row], place: Place, form: str) -> str:
     samples = max(row.sample for row in rows) + 1
     where = "data=[PATH/leval/eval]" if "leval." in task else f"haystacks=[{FOLDERS.get(text, text)}]"
     heads = next((row.heads for row in rows if row.heads not in ("-", PAPER)), HEADS)
-    alike = " one_shot=true positions=original" if form == ONCE else ""
-    out = f"runs/{task.replace(':', '-')}-{length}" + ("-once" if form == ONCE else "")
+    out, form = f"runs/{task.replace(':', '-')}-{length}", ""
+    if rows[0].one_shot:
+        out, form = f"{out}-once", f" one_shot=true positions={rows[0].positions}"
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
     return (
         f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
-        f'    "policies=[{named}]" samples={samples}{alike} ckpt=checkpoints/{heads}{model} out={out}'
+        f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
     )
 
 
@@ -269,11 +263,11 @@ def main(argv: list[str] | None = None) -> int:
             ground, cells = tables[name] = provenance(rows, own), summarize(rows)
             texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{to_markdown(cells)}"
         ground, cells = tables[HEADS]
-        demo, once = by_heads[HEADS], ROOT / "checkpoints" / HEADS / ONE_SHOT
-        own_form = read_rows(once) if args.rows is None else []
+        demo = by_heads[HEADS]
+        once = read_rows(ROOT / "checkpoints" / HEADS / ONE_SHOT) if args.rows is None else []
         gpus = read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows)
         sections = [
-            ("docs/results/facts.md", "facts", answers(demo, FACTS, own_form)),
+            ("docs/results/facts.md", "facts", answers([*demo, *once], FACTS)),
             ("docs/results/questions.md", "questions", answers(demo, QUESTIONS)),
             ("scripts/research/logs/needles.md", "needles", f"{ground}\n{needles(cells)}"),
             ("scripts/research/logs/recall.md", "recall", recall_tables.recall_table(everything, HEADS)),
