@@ -1,4 +1,4 @@
-"""Write the tables of results from the committed rows (``checkpoints/*/results.jsonl``, and ``kernels/benchmarks/results/*.csv``
+"""Write the tables of results from the committed rows (``checkpoints/*/results*.jsonl``, and ``kernels/benchmarks/results/*.csv``
 of GPUs), or check that they agree.
 
     python scripts/results.py           # rewrite the tables
@@ -42,7 +42,7 @@ FACTS = (
     ("R.PassKey", "later", 4096, (256, 512)), ("R.PassKey", "jargon", 4096, (256, 512)),
     ("R.PassKey", "jargon", 16384, (1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
     ("R.Number", "jargon", 2048, (256, 512)), ("R.Number", "repeated", 32768, (512,)),
-    ("ruler.niah_multikey", "jargon", 2048, (256, 512)),
+    ("ruler.niah_multikey", "jargon", 2048, (256, 512)), ("paraphrase", "jargon", 1024, (256,)),
 )  # fmt: skip
 """Tables of docs/results/facts.md: task, text, tokens, rows on the device."""
 QUESTIONS = (
@@ -59,6 +59,7 @@ GEMMA = (
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
     "ruler.niah_multikey": "One key among many alike",
+    "paraphrase": "A price of five digits, asked for in other words than the text has",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's own tokens that are chosen too",
     "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
     "agreement:leval.coursera": "L-Eval's questions about lectures: the same share",
@@ -74,10 +75,12 @@ TEXTS = {
 FOLDERS = {"later": "texts/later"}
 """Texts that a command finds elsewhere than by their name."""
 NAMED = (
-    "full", "locret", "lookahead-locret", "rereading-locret", RECALL, "compactor", "compactor reread=passages", "snapkv",
-    "h2o", "streaming",
+    "full", "bm25", "locret", "lookahead-locret", "rereading-locret", RECALL, "compactor", "compactor reread=passages", "snapkv",
+    "ada-snapkv", "h2o", "tova", "nacl", "kvzip", "streaming",
 )  # fmt: skip
 """Policies of those tables, in this order; others are in the RESULTS.md."""
+ONE_SHOT = "one-shot.jsonl"
+"""Rows beside the others: policies in their papers' own form, one eviction after the whole prompt, at the places in the text."""
 RECALLED_ROWS = recall_tables.device_rows(RECALL, 1) - 1
 """Rows of it that come back; the others are the budget."""
 MIN_EXAMPLES = 8
@@ -109,21 +112,23 @@ def _one_place(rows: Sequence[Row], place: Place) -> str:
     here = [row for row in here if not row.slots or _on_device(row) in budgets]
     if not here:
         return ""
+    forms = [[row for row in here if row.one_shot == once] for once in (False, True)]
+    cells = [(cell, form) for form in forms for cell in summarize(form) if cell.mean is not None]
     words = [TITLES[task], *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
     lines = [["slots", "policy", "n", "figure", "measured"], ["---"] * 5]
-    for cell in sorted(
-        summarize(here), key=lambda c: (c.budget + _brought_back(c.policy), NAMED.index(c.policy), c.heads)
+    for cell, form in sorted(
+        cells, key=lambda c: (c[0].budget + _brought_back(c[0].policy), NAMED.index(c[0].policy), c[0].heads)
     ):
-        if cell.mean is None:
-            continue
-        own = [row for row in here if (row.policy, row.heads, row.budget) == (cell.policy, cell.heads, cell.budget)]
+        own = [row for row in form if (row.policy, row.heads, row.budget) == (cell.policy, cell.heads, cell.budget)]
         days = sorted({row.date[:10] for row in own if row.date})
         slots = f"{cell.budget + _brought_back(cell.policy):,}" if cell.budget else "all"
         label = f"`{cell.policy}`" + (", the paper's recipe" if cell.heads == PAPER else "")
+        label += ", evicts once, after the question" if own[0].one_shot else ""
         when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "-"
         lines.append([slots, label, str(cell.n), _figure(cell), f"{when}, {cell.dtype.replace('+', ' and ')}"])
     table = "".join(f"{line(cells)}\n" for cells in lines)
-    return f"### {', '.join(words)}\n\n{table}\n```bash\n{_command(here, place)}\n```\n"
+    commands = "\n".join(_command(form, place) for form in forms if form)
+    return f"### {', '.join(words)}\n\n{table}\n```bash\n{commands}\n```\n"
 
 
 def _brought_back(policy: str) -> int:
@@ -151,10 +156,13 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     samples = max(row.sample for row in rows) + 1
     where = "data=[PATH/leval/eval]" if "leval." in task else f"haystacks=[{FOLDERS.get(text, text)}]"
     heads = next((row.heads for row in rows if row.heads not in ("-", PAPER)), HEADS)
+    out, form = f"runs/{task.replace(':', '-')}-{length}", ""
+    if rows[0].one_shot:
+        out, form = f"{out}-once", f" one_shot=true positions={rows[0].positions}"
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
     return (
         f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
-        f'    "policies=[{named}]" samples={samples} ckpt=checkpoints/{heads}{model} out=runs/{task.replace(":", "-")}-{length}'
+        f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
     )
 
 
@@ -235,10 +243,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if a file is stale")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs, scripts and checkpoints")
-    parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results.jsonl)")
+    parser.add_argument("--rows", type=Path, nargs="*", help="files of rows (default: checkpoints/*/results*.jsonl)")
     parser.add_argument("--gpu-rows", type=Path, nargs="*", help="(default: kernels/benchmarks/results/*.csv)")
     args = parser.parse_args(argv)
-    found = {file.parent.name: [file] for file in sorted((ROOT / "checkpoints").glob("*/results.jsonl"))}
+    found: dict[str, list[Path]] = {}
+    for file in sorted((ROOT / "checkpoints").glob("*/results*.jsonl")):
+        found.setdefault(file.parent.name, []).append(file)
     files = found if args.rows is None else {HEADS: args.rows}
     results = sorted(path for path in BENCHMARKS.glob("results/*.csv") if not path.stem.endswith("-operations"))
     try:
@@ -254,9 +264,10 @@ def main(argv: list[str] | None = None) -> int:
             texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{to_markdown(cells)}"
         ground, cells = tables[HEADS]
         demo = by_heads[HEADS]
+        once = read_rows(ROOT / "checkpoints" / HEADS / ONE_SHOT) if args.rows is None else []
         gpus = read_gpu_rows(results if args.gpu_rows is None else args.gpu_rows)
         sections = [
-            ("docs/results/facts.md", "facts", answers(demo, FACTS)),
+            ("docs/results/facts.md", "facts", answers([*demo, *once], FACTS)),
             ("docs/results/questions.md", "questions", answers(demo, QUESTIONS)),
             ("scripts/research/logs/needles.md", "needles", f"{ground}\n{needles(cells)}"),
             ("scripts/research/logs/recall.md", "recall", recall_tables.recall_table(everything, HEADS)),

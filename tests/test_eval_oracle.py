@@ -1,4 +1,4 @@
-"""kvzip as a policy of an evaluation."""
+"""kvzip and bm25, which look at the whole prompt first, as policies of an evaluation."""
 
 from __future__ import annotations
 
@@ -54,14 +54,17 @@ def test_kvzip_keeps_its_budget_and_what_follows_the_context(backbone, tmp_path,
 def test_with_room_for_all_it_is_full_attention(backbone, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "CONTINUATION", 12)
     out = tmp_path / "run"
-    more = {"tasks": "[passkey,perplexity,fidelity.continue]", "positions": "original", "policies": "[full,kvzip]"}
+    more = {"tasks": "[passkey,perplexity,fidelity.continue]", "positions": "original", "policies": "[full,kvzip,bm25]"}
     assert main(words(backbone, out, budgets="[512]", **more)) == 0
     by_example: dict[tuple, list] = {}
     for row in read_rows(out):
         by_example.setdefault((row.task, row.sample), []).append(row)
     assert len(by_example) == 6
-    for one, other in by_example.values():
-        assert one.output == other.output and one.score == pytest.approx(other.score, abs=1e-4)
+    for others in by_example.values():
+        bm25, full, kvzip = sorted(others, key=lambda row: row.policy)
+        assert (bm25.slots, bm25.tokens, bm25.prompt_hash) == (512, full.tokens, full.prompt_hash)
+        for other in (bm25, kvzip):
+            assert full.output == other.output and full.score == pytest.approx(other.score, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,10 @@ def test_with_room_for_all_it_is_full_attention(backbone, tmp_path, monkeypatch)
         ({"one_shot": "true"}, "leave one_shot out"),
         ({"tasks": "[perplexity_prefill]"}, "take tasks=[perplexity] instead of perplexity_prefill"),
         ({"policies": "[kvzipp]"}, "is unknown"),
+        (
+            {"tasks": "[perplexity_prefill]", "policies": "[bm25]"},
+            "take tasks=[perplexity] instead of perplexity_prefill",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_said_before_anything_is_run(backbone, tmp_path, capsys, more, said):

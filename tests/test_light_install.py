@@ -21,6 +21,7 @@ EXTRAS = (
     "matplotlib",
     "lm_eval",
     "bitsandbytes",
+    "bm25s",
 )
 HIDE = f"""
 import sys

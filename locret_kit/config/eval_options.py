@@ -31,7 +31,8 @@ NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] polici
 
 What prompts have in common at their beginning is read once. An unknown key, task or policy is an error that names the nearest.
 Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies, and here also kvzip and
-kvzip(joint=true) (oracles that read the whole prompt first) and random-heads (locret with untrained heads).
+kvzip(joint=true) (oracles that read the whole prompt first), bm25 (retrieval: full attention over the best passages, in as many
+tokens as a policy has slots) and random-heads (locret with untrained heads).
 `locret-eval lm_eval` is lm-evaluation-harness's own command line (extra `harness`) with one model more, locret; its
 --model_args take policy=, budget= and this command's keys, such as ckpt= and chunk=."""
 
@@ -51,7 +52,7 @@ class EvalConfig(RunSettings, Machine):
     """Folder of the rows, the summary and the report."""
     policies: Names = field(default_factory=lambda: ["full"])
     """Names or expressions, as locret-infer takes them; 'random-heads' is locret with untrained heads, 'kvzip' and
-    'kvzip(joint=true)' are the unbounded oracle."""
+    'kvzip(joint=true)' are the unbounded oracle, 'bm25' reads the best passages alone."""
     budgets: Annotated[list[Budget], MinLen(1)] = field(default_factory=lambda: [1024])
     """Slots kept per key/value head and layer, or with a point shares of the prompt, such as 0.1; `full` ignores them."""
     lengths: Annotated[list[Slots], MinLen(1)] = field(default_factory=lambda: [4096])

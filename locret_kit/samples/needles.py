@@ -48,6 +48,13 @@ TASKS = {
     "R.PassKey": _task("pass key", "Find it and memorize them.", 0),
     "R.Number": _task("sequence of digits", "Find it.", 5),
 }
+TASKS["paraphrase"] = replace(
+    TASKS["R.PassKey"],
+    needle="The ticket costs {key} dollars. Remember it. {key} dollars for the ticket.\n",
+    question="What is the price of admission?",
+    prefix="The price of admission is",
+)
+"""The pass key, but no content word of the question stands in the needle."""
 
 
 WORDINGS = (
@@ -92,6 +99,8 @@ class Needle:
     """Place of the needle: characters of haystack before it, as a fraction in [0, 1]."""
     document: str
     """Instruction, blank line, and haystack with needle."""
+    instruction: str
+    """Words in front of the haystack."""
     question: str
     prefix: str
     """The answer's first words; a chat prompt is made of `document` and `question` alone."""
@@ -178,7 +187,8 @@ def _build(words: NeedleTask, form: str, key: str, body: str, depth: float) -> N
     document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}".strip("\n")
     prompt = document + form.format(question=words.question, prefix=words.prefix)
     depth = at / len(body) if body else depth
-    return Needle(prompt, key, 0, depth, document, words.question, words.prefix if gives_first_words(form) else "")
+    prefix = words.prefix if gives_first_words(form) else ""
+    return Needle(prompt, key, 0, depth, document, words.instruction, words.question, prefix)
 
 
 def _fit(

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from locret_kit.evals.cells import size
 from locret_kit.evals.engine.result_rows import Row, label_of
-from locret_kit.evals.engine.run_spec import RANDOM_HEADS, is_oracle
+from locret_kit.evals.engine.run_spec import RANDOM_HEADS, reads_alone
 from locret_kit.evals.tables import Table
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy
@@ -38,8 +38,8 @@ def is_sparse(policy: str) -> bool:
 
 
 def _parsed(policy: str) -> Policy | None:
-    """None for what stands beside policies in a table: an oracle, or heads that were not trained."""
-    return None if is_oracle(policy) or policy == RANDOM_HEADS else parse_policy(policy)
+    """None for what stands beside policies in a table: an oracle, retrieval, or heads that were not trained."""
+    return None if reads_alone(policy) or policy == RANDOM_HEADS else parse_policy(policy)
 
 
 def recall_table(rows: Sequence[Row], heads: str) -> str:

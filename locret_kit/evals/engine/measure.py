@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,9 @@ from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
 from ...text.template import protected_spans
 from ..metrics.benchmarks import get_metric
-from . import fidelity, oracle
+from . import fidelity, oracle, passages
 from .result_rows import Key, Row
-from .run_spec import RANDOM_HEADS, EvalPrompt, Run, Setup, Variant, is_oracle
+from .run_spec import BM25, RANDOM_HEADS, EvalPrompt, Run, Setup, Variant, is_oracle, reads_alone
 from .shared_beginning import Fork, SharedBeginning
 
 Fields = dict[str, object]
@@ -36,7 +37,7 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
     Raises:
         ValueError: a setting that the budget cannot meet; names both.
     """
-    if is_oracle(variant.policy):
+    if reads_alone(variant.policy):
         raise ValueError(f"policy={variant.policy} reads a prompt before it chooses: it answers tasks of a run alone")
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
     try:
@@ -50,6 +51,12 @@ def measure_row(
     run: Run, variant: Variant, prompt: EvalPrompt, shared: int, document: SharedBeginning, reference: Row | None
 ) -> Fields:
     """Fields of one example's row. ``shared``: see `shared_lengths`; ``reference``: the row of full attention."""
+    if variant.policy == BM25:
+        budget = run.setup.settings_for(variant, len(prompt.ids)).budget
+        ids = array("i", passages.shortened(run.setup.tokenizer, prompt.example, budget))
+        short, full = replace(prompt, ids=ids), replace(variant, policy="full")
+        alone = SharedBeginning(run.setup.model, lambda tokens: cache_for(run.setup, full, tokens), len(ids))
+        return measure_row(run, full, short, 0, alone, reference) | {"tokens": len(ids), "slots": budget}
     if is_oracle(variant.policy):
         fork = oracle.fork(run.setup, variant, prompt.ids, chat=not prompt.example.special)
     else:

@@ -117,6 +117,15 @@ class Run:
                         yield EvalPrompt(task, length, sample)
 
 
+BM25 = "bm25"
+"""The policy that reads the best passages of a prompt with full attention, see `passages`."""
+
+
+def reads_alone(policy: str) -> bool:
+    """Whether a policy is one of evaluations alone, an oracle or `BM25`: it looks at the whole prompt before it reads."""
+    return policy == BM25 or is_oracle(policy)
+
+
 def is_oracle(policy: str) -> bool:
     """Whether a policy is one of `ORACLES`.
 
@@ -136,7 +145,7 @@ def check_policies(policies: list[str], kv_bits: int | None) -> None:
 
     check_bits(kv_bits)
     for policy in policies:
-        if policy != RANDOM_HEADS and not is_oracle(policy):
+        if policy != RANDOM_HEADS and not reads_alone(policy):
             check_storage(kv_bits, parse_policy(policy))
 
 
@@ -152,7 +161,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
     for policy in policies:
         if policy == RANDOM_HEADS:
             names = [UNTRAINED]
-        elif is_oracle(policy):
+        elif reads_alone(policy):
             names = ["-"]
         else:
             parsed = parse_policy(policy)

@@ -25,10 +25,10 @@ from ...samples.haystack import TooShort
 from ...validation import made
 from ..metrics.benchmarks import get_metric
 from ..tasks.task import NEEDS_REFERENCE, ExampleRequest, Task
-from . import oracle
+from . import oracle, passages
 from .measure import Fields, NotStored, cache_for, measure_row
 from .result_rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
-from .run_spec import EvalPrompt, Run, Setup, Variant, is_oracle
+from .run_spec import BM25, EvalPrompt, Run, Setup, Variant, is_oracle, reads_alone
 from .shared_beginning import SharedBeginning, shared_lengths
 
 Rows = dict[Key, Row]
@@ -108,8 +108,11 @@ def _line(row: Row) -> str:
 def check(run: Run) -> None:
     """Build every variant's cache and look up every metric, so that a wrong setting is an error now."""
     for variant in run.variants:
+        kinds = [task.kind for task in run.tasks]
         if is_oracle(variant.policy):
-            oracle.check(run.setup, variant, [task.kind for task in run.tasks])
+            oracle.check(run.setup, variant, kinds)
+        elif variant.policy == BM25:
+            passages.check(kinds)
         else:
             cache_for(run.setup, variant, min(run.lengths))
     for task in run.tasks:
@@ -221,7 +224,7 @@ def _document(setup: Setup, variant: Variant, prompts: list[EvalPrompt]) -> tupl
     the policy or the kind of task reads a beginning otherwise."""
     longest = max(len(prompt.ids) for prompt in prompts)
     document = SharedBeginning(setup.model, lambda tokens: cache_for(setup, variant, tokens), longest)
-    alone = is_oracle(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
+    alone = reads_alone(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
     if len(prompts) < 2 or alone or prompts[0].task.kind == "nll_prefill":
         return document, [0] * len(prompts)
     schedule = Schedule.of(setup.settings_for(variant, longest), longest)

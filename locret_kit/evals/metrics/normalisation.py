@@ -30,7 +30,7 @@ def library(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(f"this metric needs {name.split('.')[0]}: in the clone, pip install '.[eval]'") from error
+        raise ImportError(f"this needs {name.split('.')[0]}: in the clone, pip install '.[eval]'") from error
 
 
 def normalize(text: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ...naming import first_line
 from ...samples.records import SUFFIXES, read_records
-from ...text.spans import encode
+from ...text.spans import Span, encode
 from ..metrics import Answer, Extra
 from .task import Example, ExampleRequest, Task, count_ids, wrap
 
@@ -213,7 +213,16 @@ def _example(entry: TaskEntry, record: Record, shots: str, request: ExampleReque
 
     text, cut = _shorten(entry, text, shots, fields, prompt_of, request)
     prompt, special = prompt_of(text)
-    return Example(prompt, answer, special, cut=cut, extra=extra)
+    return Example(prompt, answer, special, cut=cut, extra=extra, text=_text_span(entry, fields, prompt))
+
+
+def _text_span(entry: TaskEntry, fields: Record, prompt: str) -> Span | None:
+    """Characters of the document in the prompt; None without one, or where a part of what stands around it was cut."""
+    if not entry.document:
+        return None
+    before, _, after = (part.format(**fields) for part in entry.prompt.partition(f"{{{entry.document}}}"))
+    span = prompt.find(before) + len(before), prompt.rfind(after)
+    return span if before in prompt and 0 <= span[0] <= span[1] else None
 
 
 def _fields(entry: TaskEntry, record: Record) -> Record:

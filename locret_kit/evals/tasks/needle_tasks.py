@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...samples.haystack import TooShort
 from ...samples.needles import make_needle
-from .task import Example, ExampleRequest, Task, asked_depth, count_ids, ending_of, too_short, wrap
+from .task import Example, ExampleRequest, Task, asked_depth, count_ids, ending_of, span_of, too_short, wrap
 
 
 def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
@@ -34,10 +34,11 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
             raise too_short(request.length, error.least + overhead) from error
         depth = round(needle.depth, 4)
         form = {"ending": ending_of(request, chat), "wording": request.wording, "offset": request.offset}
-        if not chat:
-            return Example(needle.prompt, needle.answer, depth=depth, extra=form)
-        prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
-        return Example(prompt, needle.answer, special, depth=depth, extra=form)
+        prompt, special = needle.prompt, True
+        if chat:
+            prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)
+        span = span_of(prompt, needle.document.removeprefix(needle.instruction))
+        return Example(prompt, needle.answer, special, depth=depth, extra=form, text=span)
 
     return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
 

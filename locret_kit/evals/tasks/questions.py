@@ -10,7 +10,7 @@ import random
 from ...samples.haystack import count, cut, starts
 from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
 from ...samples.needles import NeedleTask as Wording
-from .task import Example, ExampleRequest, Task, count_ids, ending_of, wrap
+from .task import Example, ExampleRequest, Task, count_ids, ending_of, span_of, wrap
 
 QUESTIONS = 4
 """Questions about each document: examples 0 to 3 are of the first one, and so on."""
@@ -53,7 +53,9 @@ def questions_task(haystack: str, text: str | None) -> Task:
             room -= over
         prompt, special = prompt_of(document, asked)
         form = {"ending": ending_of(request, chat)}
-        return Example(prompt, keys[asked], special, depth=_depth(asked), extra=form, document=number)
+        return Example(
+            prompt, keys[asked], special, depth=_depth(asked), extra=form, text=span_of(prompt, document), document=number
+        )  # fmt: skip
 
     return Task("questions", make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=True)
 

@@ -13,7 +13,7 @@ from statistics import median
 
 from ..metrics import Answer
 from .fitting import fit
-from .task import Example, ExampleRequest, Task, spread_depth, wrap
+from .task import Example, ExampleRequest, Task, span_of, spread_depth, wrap
 
 LIST_MAX = 99
 FINDS = (
@@ -36,6 +36,8 @@ class Draft:
     depth: float | None = None
     prefix: str = ""
     """Beginning of the answer."""
+    context: str = ""
+    """The part of the text that is asked about; '' where it does not say."""
 
 
 def synthetic(
@@ -52,7 +54,8 @@ def synthetic(
         least=least,
     )
     prompt, special = wrap(request, draft.text, draft.prefix, chat=chat)
-    return Example(prompt, draft.answer, special, depth=draft.depth)
+    text = span_of(prompt, draft.context) if draft.context else None
+    return Example(prompt, draft.answer, special, depth=draft.depth, text=text)
 
 
 def random_uuid(rng: random.Random) -> str:

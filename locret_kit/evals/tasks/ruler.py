@@ -82,7 +82,7 @@ def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
             asked = rng.sample(keys, niah.n_queries)
             question, prefix = _wording(niah, asked, context)
             answer = [value for key in asked for value in values[key]]
-            return Draft(question, answer, round(depths[0], 4) if alone else None, prefix)
+            return Draft(question, answer, round(depths[0], 4) if alone else None, prefix, context)
 
         return synthetic(request, f"{niah.name}:{haystack}", build)
 

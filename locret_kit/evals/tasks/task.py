@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...runtime.tokens import stream_ids
 from ...samples.haystack import TooShort
 from ...samples.needles import ENDINGS, gives_first_words
+from ...text.spans import Span
 from ...text.template import has_template, render_prompt
 from ...text.untrusted import defused
 from ..metrics import Answer, Extra
@@ -62,6 +63,9 @@ class Example:
     continuation: str = ""
     """The text whose likelihood is measured (kind 'nll')."""
     extra: Extra = field(default_factory=dict)
+    text: Span | None = None
+    """Half-open characters of the prompt in which the text lies, between instruction and question; None where the task does not
+    say."""
     document: int | None = None
     """Number of the document that it asks about; None where its text is its own, or a haystack that others share."""
 
@@ -97,6 +101,12 @@ def wrap(request: ExampleRequest, text: str, prefix: str = "", *, chat: bool) ->
         return f"{text} {prefix}" if prefix else text, True
     before, after = render_prompt(request.tokenizer, "", "", chat=True)
     return before + defused(request.tokenizer, text) + after.removeprefix("\n\n") + prefix, False
+
+
+def span_of(prompt: str, text: str) -> Span:
+    """The half-open characters of the prompt where the text first stands."""
+    start = prompt.index(text)
+    return start, start + len(text)
 
 
 def ending_of(request: ExampleRequest, chat: bool) -> str:

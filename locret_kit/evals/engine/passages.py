@@ -1,0 +1,97 @@
+"""BM25, the baseline that remembers nothing: the passages of a prompt whose words its question has, read with full attention.
+
+The text, between a prompt's instruction and its question, is cut into passages of whole lines and sentences. Those that score
+best for the question are kept, in the text's order, as many whole ones as fit into ``budget`` tokens together with instruction,
+question and chat template: a policy's slots count those too. What is left is a short prompt, read as any other.
+Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; Lucene's form of it, with
+k1 = 1.5, b = 0.75 and English stop words, by the package bm25s.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...samples.haystack import starts
+from ...text.spans import Span, encode
+from ...text.template import render_prompt
+from ..metrics.normalisation import library
+from ..tasks.task import Example
+from .run_spec import BM25
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PASSAGE = 64
+"""Tokens that a passage has at most."""
+
+
+def check(kinds: Sequence[str]) -> None:
+    """Raise an error where BM25 cannot do what a run asks: ImportError without its package, ValueError for a task of ``kinds``
+    that measures how the whole prompt is read."""
+    library("bm25s")
+    if "nll_prefill" in kinds:
+        raise ValueError(
+            f"policy={BM25} reads some passages of a prompt, so it has no likelihood of its second half: take "
+            "tasks=[perplexity] instead of perplexity_prefill"
+        )
+
+
+def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int) -> list[int]:
+    """Token ids, at most ``budget``, of the prompt with its best passages alone. Where the task does not say where its text lies,
+    that is all but the chat template's beginning and the last ``min(64, budget // 4)`` tokens, which are then the question.
+
+    Raises:
+        ValueError: a budget below the tokens around the text, or a tokenizer without offsets.
+    """
+    prompt = example.prompt
+    ids, offsets = encode(tokenizer, prompt, special=example.special)
+    ends = [end for _, end in offsets]
+    if example.text is None:
+        template = "" if example.special else render_prompt(tokenizer, "", "", chat=True)[0]
+        first, asked = bisect_right(ends, len(template)), len(ids) - min(64, budget // 4)
+    else:
+        start, stop = example.text
+        first, asked = (bisect_right(ends, at) for at in (start, len(prompt[:stop].rstrip())))
+    room = budget - first - (len(ids) - asked)
+    if room < 0:
+        raise ValueError(f"budget={budget} must be at least {budget - room}, the tokens around the text")
+    spans = cut(sorted({bisect_right(ends, start) for start in starts(prompt)}), first, asked)
+    texts = [prompt[offsets[a][0] : offsets[b - 1][1]] for a, b in spans]
+    kept = []
+    for best in ranking(texts, prompt[offsets[asked - 1][1] :]) if texts else []:
+        start, stop = spans[best]
+        if stop - start <= room:
+            kept.append((start, stop))
+            room -= stop - start
+    spans = [(0, first), *sorted(kept), (asked, len(ids))]
+    return [token for start, stop in spans for token in ids[start:stop]]
+
+
+def cut(borders: Sequence[int], first: int, stop: int) -> list[Span]:
+    """Half-open spans of at most `PASSAGE` tokens that together are ``first`` to ``stop``. Each ends at the last of the ascending
+    ``borders`` that it can reach, where there is one."""
+    spans: list[Span] = []
+    while first < stop:
+        end = min(first + PASSAGE, stop)
+        if end < stop and (near := bisect_right(borders, end)) and borders[near - 1] > first:
+            end = borders[near - 1]
+        spans.append((first, end))
+        first = end
+    return spans
+
+
+def ranking(texts: Sequence[str], question: str) -> list[int]:
+    """Numbers of the texts, the best first; of equal ones the earlier."""
+    bm25s = library("bm25s")
+    *corpus, asked = bm25s.tokenize([*texts, question], stopwords="english", return_ids=False, show_progress=False)
+    known = {word for words in corpus for word in words}
+    asked = [word for word in asked if word in known]
+    if not asked:
+        return list(range(len(texts)))
+    index = bm25s.BM25(method="lucene", k1=1.5, b=0.75, dtype="float64")
+    index.index(corpus, show_progress=False)
+    return np.argsort(-index.get_scores(asked), kind="stable").tolist()

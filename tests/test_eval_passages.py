@@ -1,0 +1,83 @@
+"""bm25 as a policy of an evaluation."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
+
+import pytest
+from tiny_text import tiny_tokenizer
+
+from locret_kit.evals.engine import passages
+from locret_kit.evals.tasks import ExampleRequest, find_tasks
+from locret_kit.samples.needles import TASKS
+from locret_kit.text.spans import encode
+
+TEXTS = [
+    "The ferry leaves at noon. The ferry is late!", "A ferry, a bridge and a tunnel; no ferry after dark.", "",
+    "Bridge repairs go on until winter, and the bridge stays closed for cars and for horses.", "Nothing of the kind.",
+]  # fmt: skip
+STOP = {"the", "it", "at", "is", "and", "no", "on", "for", "of", "does"}
+
+
+def by_definition(texts: list[str], question: str) -> list[int]:
+    """Lucene's BM25 in plain floats, k1 = 1.5 and b = 0.75."""
+    corpus = [[w for w in re.findall(r"\w\w+", text.lower()) if w not in STOP] for text in texts]
+    mean, scores = sum(map(len, corpus)) / len(corpus), []
+    for words in corpus:
+        count, score = Counter(words), 0.0
+        for word in (w for w in re.findall(r"\w\w+", question.lower()) if w not in STOP):
+            n = sum(word in other for other in corpus)
+            tf = count[word] / (count[word] + 1.5 * (0.25 + 0.75 * len(words) / mean))
+            score += math.log(1 + (len(corpus) - n + 0.5) / (n + 0.5)) * tf
+        scores.append(score)
+    return sorted(range(len(texts)), key=lambda i: (-round(scores[i], 9), i))
+
+
+@pytest.mark.parametrize(
+    "question", ["When does the ferry leave?", "ferry bridge bridge", "Is the bridge closed?", "zebra?", "the of", ""]
+)
+def test_texts_are_ranked_by_the_definition(question):
+    assert passages.ranking(TEXTS, question) == by_definition(TEXTS, question)
+    assert passages.ranking(["", "the"], question) == [0, 1]
+
+
+@pytest.mark.parametrize("task", ["passkey", "questions", "ruler.niah_multikey", "kv", "perplexity"])
+@pytest.mark.parametrize("chat", ["always", "never"])
+def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
+    tokenizer = tiny_tokenizer()
+    (made,) = find_tasks([task], haystacks=["pydoc"])
+    example = made.make(ExampleRequest(tokenizer, 1024, 1, chat=chat))
+    ids, offsets = encode(tokenizer, example.prompt, special=example.special)
+    for budget in (250, 400, 2000):
+        short = passages.shortened(tokenizer, example, budget)
+        assert len(short) <= budget and (budget < 2000 or short == ids)
+        at, last = 0, ids[-min(64, budget // 4) :]
+        if example.text is not None:
+            start, stop = example.text
+            last = [token for token, (first, _) in zip(ids, offsets, strict=True) if first >= stop]
+            assert tokenizer.decode(short).startswith(example.prompt[:start])
+        assert short[-len(last) :] == last
+        for token in short:  # a subsequence
+            at = ids.index(token, at) + 1
+        assert budget == 2000 or len(short) > budget - passages.PASSAGE or len(short) > budget // 2
+    if example.text is not None:
+        with pytest.raises(ValueError, match="budget=3 must be at least"):
+            passages.shortened(tokenizer, example, 3)
+
+
+def test_a_paraphrase_asks_in_other_words():
+    task = TASKS["paraphrase"]
+    said, asked = (
+        {word[:4] for word in re.findall(r"\w\w+", text.lower()) if word not in STOP}
+        for text in (task.needle, f"{task.question} {task.prefix}")
+    )
+    assert said and asked and not said & asked
+
+
+def test_a_missing_library_is_said_before_anything_is_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ImportError, match=r"needs bm25s: in the clone, pip install '.\[eval\]'"):
+        passages.check(["answer"])
