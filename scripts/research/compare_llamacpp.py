@@ -39,7 +39,6 @@ from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "speed.md"
-BLOCK = "<!-- llamacpp:begin -->", "<!-- llamacpp:end -->"
 COPIED = 1 << 28
 """Bytes of the tensor that is copied."""
 Rates = tuple[float, float]
@@ -217,10 +216,11 @@ def table(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def put(lines: Sequence[str]) -> None:
-    """Rewrite the block of the page."""
-    head, rest = PAGE.read_text(encoding="utf-8").split(BLOCK[0])
-    write_text(PAGE, f"{head}{BLOCK[0]}\n" + "\n".join(lines) + f"\n{BLOCK[1]}{rest.split(BLOCK[1])[1]}")
+def put(name: str, lines: Sequence[str]) -> None:
+    """Rewrite a block of the page."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    write_text(PAGE, f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{rest.split(end)[1]}")
     print("\n".join(lines))
 
 
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    put(table(args))
+    put("llamacpp", table(args))
 
 
 if __name__ == "__main__":
