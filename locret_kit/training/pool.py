@@ -70,13 +70,7 @@ class LearningCache(BoundedCache):
     every layer is full attention, heads hold as many rows, and keys are placed by rank."""
 
     def attend(
-        self,
-        layer: int,
-        q_BQTD: Tensor,
-        k_BHTD: Tensor,
-        v_BHTD: Tensor,
-        softmax: Softmax,
-        score_BHT: Tensor | None = None,
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, scores: Tensor | None = None
     ) -> Tensor:
         rows, merger, T = self.bounded[layer], self.policy.merge, q_BQTD.shape[2]
         assert isinstance(merger, LearningMerge)
@@ -85,9 +79,8 @@ class LearningCache(BoundedCache):
         keys = torch.cat((_with(rows.slots("keys"), [(at, k) for at, k, _ in folds]), k_BHTD), 2)
         values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)
         merger.grad = torch.is_grad_enabled()
-        super().attend(
-            layer, q_BQTD, k_BHTD, v_BHTD, softmax, score_BHT
-        )  # without a graph: statistics, rows and evictions
+        # Without a graph: statistics, rows and evictions.
+        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax, scores)
         cos, sin = self.context.tables.between(self.context.rope(layer), 0, keys.shape[2], keys)
         return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, softmax.scaling)
 
