@@ -18,7 +18,7 @@ FLOORS = (
     {"samples"},
     {"checkpoint"},
     {"heads"},
-    {"policies", "press"},
+    {"policies"},
     {"cache"},
     {"planning"},
     {"runtime"},

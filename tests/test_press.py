@@ -8,9 +8,9 @@ from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
+from locret_examples.press import LocretPress
 from locret_kit import BoundedCache, attach
 from locret_kit.heads import RetainingHeads
-from locret_kit.press import LocretPress
 from locret_kit.runtime.session import prefill
 
 

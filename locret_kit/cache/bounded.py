@@ -78,18 +78,12 @@ class BoundedCache(TextCache, Handler):
 
     @torch.no_grad()
     def attend(
-        self,
-        layer: int,
-        q_BQTD: Tensor,
-        k_BHTD: Tensor,
-        v_BHTD: Tensor,
-        softmax: Softmax,
-        score_BHT: Tensor | None = None,
+        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, scores: Tensor | None = None
     ) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says.
 
         Args:
-            score_BHT: their entry scores, where they are known already.
+            scores: their entry scores ``[B, H, T]``, where they are known already.
 
         Raises:
             ValueError: several texts.
@@ -111,7 +105,7 @@ class BoundedCache(TextCache, Handler):
                 )
         # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True
-        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, score_BHT)
+        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, scores)
         self.unfinished = layer + 1 < len(self.layers) or self.in_blocks
         return out
 

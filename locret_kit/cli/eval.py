@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -55,7 +54,7 @@ def write_run_config(config: EvalConfig, parts: EvalParts) -> None:
 
     from ..config.eval_options import FROZEN_KEYS
     from ..evals.engine.result_rows import read_config
-    from ..files import write_beside
+    from ..files import write_json
 
     out, path = Path(config.out), Path(config.out) / CONFIG
     if out.exists() and not out.is_dir():
@@ -82,7 +81,7 @@ def write_run_config(config: EvalConfig, parts: EvalParts) -> None:
                     "choose another out"
                 )
     now["heads"] = {**known, **heads}
-    write_beside(path, lambda file: file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8"))
+    write_json(path, now)
 
 
 def run(argv: list[str]) -> int:

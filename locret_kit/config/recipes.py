@@ -88,10 +88,8 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     on_card = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
-    backbone, dtype = (
-        BackboneSizes.of(config),
-        str(pick_dtype(cfg.backbone.dtype, device, config)).removeprefix("torch."),
-    )
+    backbone = BackboneSizes.of(config)
+    dtype = str(pick_dtype(cfg.backbone.dtype, device, config)).removeprefix("torch.")
     width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
     longest = min(LONGEST if on_card else LONGEST_ON_CPU, getattr(config, "max_position_embeddings", LONGEST))
     step = choose_step(

@@ -97,10 +97,8 @@ class Report:
         s = self.settings
         sparse = "" if self.computed_share is None else f"; {self.computed_share:.1%} of the attention computed"
         clipped = f", {self.clipped} numbers clipped" if self.clipped else ""
-        bits, share = (
-            f" ({s.kv_bits} bits{clipped})" if s.kv_bits else "",
-            f" ({s.share} of the prompt)" if s.share else "",
-        )
+        bits = f" ({s.kv_bits} bits{clipped})" if s.kv_bits else ""
+        share = f" ({s.share} of the prompt)" if s.share else ""
         recall = []
         if (r := self.recall) is not None:
             recall = [

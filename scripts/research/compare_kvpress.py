@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from locret_examples.press import LocretPress
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.spec import spec_of, text_config
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.naming import first_line
-from locret_kit.press import LocretPress
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.tokens import stream_ids
 from locret_kit.samples.haystack import load_text

@@ -68,7 +68,8 @@ def ragged_decode(
             held["places"] = turn.place_N.int().contiguous()
     if got is not None:
         held["received"] = got
-    cpp.point(at, **held)
+    for name, x in held.items():  # as `cpp.point`, without a call for every layer of every token
+        at[name] = x.data_ptr()
     at["texts"], at["queries"], at["heads"], at["channels"], at["longest"] = B, Q, H, D, longest
     at["scaling"] = scaling
     load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())

@@ -1,7 +1,7 @@
 """Retaining heads as a press of NVIDIA's kvpress, so that they run in its pipeline and stand on its leaderboard.
 
     from kvpress import AdaKVPress
-    from locret_kit.press import LocretPress
+    from locret_examples.press import LocretPress
 
     press = AdaKVPress(LocretPress(compression_ratio=0.5, heads="user/heads"))
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .backbones.probe import describe
-from .backbones.spec import text_config
-from .cis import mean_of_next
-from .heads import RetainingHeads
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import text_config
+from locret_kit.cis import mean_of_next
+from locret_kit.heads import RetainingHeads
 
 try:
     from kvpress import ScorerPress
