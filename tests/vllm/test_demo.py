@@ -18,7 +18,7 @@ from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 from locret_kit.vllm.request_pages import Pages, pages_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", str(ROOT / "checkpoints" / "smollm2-135m-locret")
 SETTINGS = dict(budget=512, chunk=512, stabilizers=64, local_len=64)
 POLICIES = ("lookahead-locret", "locret", "streaming", "knorm", "h2o")

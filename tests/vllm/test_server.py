@@ -23,7 +23,7 @@ from locret_kit.cli import plan
 from locret_kit.cli.vllm import main
 from locret_kit.documents.document import Document
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", ROOT / "checkpoints" / "smollm2-135m-locret"
 PORT = 8765
 SETTINGS = dict(budget=512, chunk=512, stabilizers=64, local_len=64, positions="compact")
