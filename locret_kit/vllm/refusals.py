@@ -65,9 +65,10 @@ def refuse(facts: Mapping[str, object]) -> None:
             raise ValueError(f"{name}={facts[name]} must be {' or '.join(values)}: {why}")
     if facts.get("documents") and not facts.get("kv_connector"):
         raise ValueError(f"documents={facts['documents']} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
-    if (name := facts.get("architecture")) not in (None, *MODELS):
+    architecture = facts.get("architecture")
+    if architecture is not None and architecture not in MODELS:
         raise ValueError(
-            f"architecture={name} was not tried with a bounded cache in vLLM; there are: {', '.join(MODELS)}"
+            f"architecture={architecture} was not tried with a bounded cache in vLLM; there are: {', '.join(MODELS)}"
         )
 
 
