@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from argparse import Namespace
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from ..config.command_line import read
@@ -28,18 +27,19 @@ STREAMING = "streaming"
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
     """Check everything, then serve until stopped. Raises ValueError or OSError with a one-line message."""
-    import vllm  # noqa: F401  (its absence is said with how to install it)
+    from vllm.plugins import load_plugins_by_group  # its absence is said with how to install it
 
-    from ..vllm.versions import check_version
+    from ..vllm.plugin import check_version
 
     check_version()
+    prepare_environment()
     for group in GROUPS:
-        if not any(point.value.startswith("locret_kit.") for point in entry_points(group=group)):
+        if "locret" not in load_plugins_by_group(group):
             raise RuntimeError(
-                f"vLLM does not see locret_kit's entry point {group}: install the kit with pip into this environment"
+                f"vLLM does not load locret_kit's entry point of {group}: install the kit with pip into this environment; "
+                "VLLM_PLUGINS, if it is set, must name locret"
             )
     server, model = served_by(args)
-    prepare_environment()
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -57,7 +57,7 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
     from ..backbones.gguf.gguf_place import is_gguf
     from ..backbones.load import resolve_model
-    from ..vllm.server_settings import Served, ServerSettings
+    from ..vllm.server_settings import ServerSettings, VllmSettings
 
     policy = args.policy or (STREAMING if args.model and not args.ckpt else None)
     chosen = choose(args.ckpt, args.model, None, policy)
@@ -72,11 +72,11 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     check_run(args, chosen.config)
     for line in chosen.warnings:
         print(line, file=sys.stderr)
-    served = Served(
+    section = VllmSettings(
         **vars(args.run), heads=chosen.ckpt, policy=chosen.policy.name, policies=args.policies, documents=args.documents,
         plugin=args.plugin,
     )  # fmt: skip
-    return ServerSettings(served), resolve_model(chosen.backbone)
+    return ServerSettings(section), resolve_model(chosen.backbone)
 
 
 def prepare_environment() -> None:
@@ -98,14 +98,11 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     from ..vllm import SECTION
     from ..vllm.refusals import refuse
     from ..vllm.request_pages import Pages, pages_of
-    from ..vllm.server_settings import settings_of
 
     refuse(vars(options))
-    if options.headless or (options.api_server_count or 1) > 1 or options.data_parallel_size > 1:
-        raise ValueError("locret-vllm starts one server: data parallelism is several of them, see docs/howto/scale.md")
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}
-    served, config = server.served, load_config(options.model, options.revision)
-    options.additional_config = {**(options.additional_config or {}), SECTION: settings_of(served)}
+    section, config = server.section, load_config(options.model, options.revision)
+    options.additional_config = {**(options.additional_config or {}), SECTION: section.given()}
     options.enable_prefix_caching = False
     if "long_prefill_token_threshold" not in given:  # one long prompt leaves room in a step for others
         options.long_prefill_token_threshold = max(server.settings.chunk, 512)
@@ -119,11 +116,11 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     if (options.max_model_len or 0) > trained and server.settings.positions in (None, "compact"):
         # Ranks alone are rotated: a text may be as long as it likes.
         options.hf_overrides = {**(options.hf_overrides or {}), "max_position_embeddings": options.max_model_len}
-    if served.documents is not None:
+    if section.documents is not None:
         options.kv_transfer_config = documents_config(options.kv_transfer_config)
         options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
-    refuse({"architectures": [model.architecture], "runner": model.runner_type})
+    refuse({"architecture": model.architecture, "runner": model.runner_type})
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))
     each = pages_of(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)

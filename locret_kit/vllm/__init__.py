@@ -5,6 +5,6 @@ that vLLM owns; nothing is told to the scheduler, and nothing of vLLM is changed
 """
 
 VERSIONS = ("0.32.0",)
-"""Releases of vLLM in which this was tried: no other is taken."""
+"""Releases of vLLM in which the plugin was tried: no other is taken."""
 SECTION = "locret"
 """Name of the kit's settings in vLLM's ``--additional-config``."""

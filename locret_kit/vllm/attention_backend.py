@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .cache_spec import BoundedSpec
 from .worker import NOBODY, RequestTurn, StepBatch
-from .worker_state import engine_here, engine_of
+from .worker_state import worker_here, worker_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,8 +57,7 @@ class BoundedBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: object) -> BoundedSpec:
         # vLLM's own says the same of heads and their size; a layer with a window asks twice.
-        engine = engine_here()
-        return BoundedSpec.of(engine.shape, engine.dtype)
+        return BoundedSpec.of(worker_here().shape)
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
@@ -76,7 +75,7 @@ class BatchBuilder(AttentionMetadataBuilder):
         self, kv_cache_spec: BoundedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.engine = engine_of(vllm_config)
+        self.worker = worker_of(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -89,7 +88,7 @@ class BatchBuilder(AttentionMetadataBuilder):
         turns = []
         for row, (start, end, length, page) in enumerate(zip(starts, starts[1:], lengths, pages, strict=False)):
             if end > start and page != NOBODY:
-                turns.append(RequestTurn(start, end, length - (end - start), page, self.engine.rows[row]))
+                turns.append(RequestTurn(start, end, length - (end - start), page, self.worker.requests[row]))
         return StepBatch(turns)
 
 
@@ -101,17 +100,17 @@ class BoundedImpl(AttentionImpl):
         kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, **rest: object,
     ) -> None:  # fmt: skip
-        asked = {
+        others = {
             "alibi_slopes": alibi_slopes,
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing": kv_sharing_target_layer_name,
             **rest,
         }
-        if other := [name for name, value in asked.items() if value not in (None, False, 0)]:
-            raise ValueError(f"this model's attention has {', '.join(other)}, which locret_kit's has not")
+        if unknown := [name for name, value in others.items() if value not in (None, False, 0)]:
+            raise ValueError(f"this model's attention has {', '.join(unknown)}, which locret_kit's has not")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
-        self.engine, self.number = engine_of(get_current_vllm_config()), -1
+        self.worker, self.number = worker_of(get_current_vllm_config()), -1
 
     def forward(
         self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepBatch | None,
@@ -121,5 +120,5 @@ class BoundedImpl(AttentionImpl):
             return output.zero_()
         if self.number < 0:
             self.number = extract_layer_index(layer.layer_name)
-        self.engine.attend(self.number, query, key, value, kv_cache, attn_metadata, self.scale, output)
+        self.worker.attend(self.number, query, key, value, kv_cache, attn_metadata, self.scale, output)
         return output

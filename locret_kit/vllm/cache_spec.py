@@ -1,10 +1,9 @@
-"""What a request takes of vLLM's memory: one block, which is its page."""
+"""vLLM's block of memory that is a request's page."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
@@ -16,10 +15,10 @@ class BoundedSpec(CircularBufferSpec):
     """One block a request. vLLM finds the manager of its base class, which claims a block when a request comes and no other."""
 
     @classmethod
-    def of(cls, shape: PageShape, dtype: torch.dtype) -> BoundedSpec:
+    def of(cls, shape: PageShape) -> BoundedSpec:
         """The block that is such a page."""
         return cls(
-            block_size=shape.rows, num_kv_heads=shape.heads, head_size=shape.head_dim, dtype=dtype,
+            block_size=shape.rows, num_kv_heads=shape.heads, head_size=shape.head_dim, dtype=shape.dtype,
             state_content_bytes=shape.row_bytes, dcp_sharded=False,
         )  # fmt: skip
 

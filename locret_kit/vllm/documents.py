@@ -31,8 +31,8 @@ from ..naming import blaming
 from ..policies.grammar import parts_of
 from .file_identity import identity_of_files
 from .ranks import Ranks
-from .worker import Standin, Told, Worker
-from .worker_state import config_of, engine_of, server_of
+from .worker import RequestInfo, Standin, Worker
+from .worker_state import config_of, server_of, worker_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-AT_HAND = 8
-"""Documents that a worker keeps in memory."""
-ALIKE = ("budget", "chunk", "stabilizers", "positions", "protect", "decode_every", "seed")
+MAX_LOADED = 8
+"""Documents that a worker keeps in memory at most."""
+SHARED = ("budget", "chunk", "stabilizers", "positions", "protect", "decode_every", "seed")
 """Settings that a request must share with a document."""
 
 
@@ -52,7 +52,7 @@ class Load:
 
     path: str
     page: int
-    told: Told
+    info: RequestInfo
 
 
 @dataclass
@@ -63,26 +63,31 @@ class Loads(KVConnectorMetadata):
 
 
 @dataclass
-class Known:
-    """A document, as the scheduler knows it: without its rows."""
+class LibraryDocument:
+    """A document as the scheduler needs it: without its rows."""
 
     path: str
     ids: list[int]
     """Tokens that were read into it."""
     context: Context
-    parts: dict[str, str]
+
+
+def info_of(request: Request) -> RequestInfo:
+    """A request of vLLM's, as workers read it."""
+    params = request.sampling_params
+    return RequestInfo(len(request.prompt_token_ids or ()), (params and params.extra_args) or {})
 
 
 def difference(there: Context, here: Context) -> str | None:
-    """Words for the first setting in which a document is not what a request asks for."""
-    for name in ALIKE:
+    """The first setting in which a document is not what a request asks for, in words."""
+    for name in SHARED:
         theirs, ours = getattr(there.settings, name), getattr(here.settings, name)
         if theirs != ours:
             return f"{name}: {theirs} in the file, {ours} here"
     return None
 
 
-class Shelf:
+class DocumentReader:
     """Reads documents of one model.
 
     Raises:
@@ -123,42 +128,42 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.shelf = Shelf(vllm_config)
+        self.reader = DocumentReader(vllm_config)
         self.loads: list[Load] = []
-        self.known: list[Known] = []
+        self.library: list[LibraryDocument] = []
         if role == KVConnectorRole.SCHEDULER:
-            folder = self.shelf.server.served.documents
+            folder = self.reader.server.section.documents
             if folder is None:
                 raise ValueError("the connector of documents needs a folder: documents=... in the section locret")
             model = vllm_config.model_config
-            self.checks = Worker(self.shelf.server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
-            self.known = [self._known(str(path)) for path in sorted(Path(folder).glob("*.locret"))]
+            self.worker = Worker(self.reader.server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
+            self.library = [self._listed(str(path)) for path in sorted(Path(folder).glob("*.locret"))]
         else:
-            self.engine = engine_of(vllm_config)
-            self.at_hand: OrderedDict[str, BoundedCache] = OrderedDict()
+            self.worker = worker_of(vllm_config)
+            self.loaded: OrderedDict[str, BoundedCache] = OrderedDict()
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------
 
-    def _known(self, path: str) -> Known:
+    def _listed(self, path: str) -> LibraryDocument:
         """A document of the folder; what its settings have in common with the server's is checked."""
-        (cache, ids), policies = self.shelf.cache(path), self.shelf.server.policies
+        (cache, ids), policies = self.reader.cache(path), self.reader.server.policies
         there = cache.context
         name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(there.policy)), None)
         with blaming(path, ValueError):
             if name is None:
                 raise ValueError(f"policy={there.policy.name!r} in the file, here {', '.join(policies)}")
-            here = self.checks.context(Told(len(ids) + 1, {"policy": name}))
-            if found := difference(there, here):
-                raise ValueError(found)
-        return Known(path, ids, there, parts_of(there.policy))
+            here = self.worker.context(RequestInfo(len(ids) + 1, {"policy": name}))
+            if words := difference(there, here):
+                raise ValueError(words)
+        return LibraryDocument(path, ids, there)
 
-    def _fits(self, known: Known, prompt: list[int], told: Told) -> bool:
+    def _fits(self, document: LibraryDocument, prompt: list[int], info: RequestInfo) -> bool:
         """Whether a fresh run of a prompt would be where the document is, after its tokens."""
-        seen = len(known.ids)
-        if not seen < len(prompt) or prompt[:seen] != known.ids:
+        seen = len(document.ids)
+        if not seen < len(prompt) or prompt[:seen] != document.ids:
             return False
-        here, there = self.checks.context(told), known.context
-        if difference(there, here) or parts_of(here.policy) != known.parts:
+        here, there = self.worker.context(info), document.context
+        if difference(there, here) or parts_of(here.policy) != parts_of(there.policy):
             return False
         try:
             check_lengths(there.schedule, here.schedule, seen)
@@ -172,17 +177,15 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         best = self._best(request)
         return (0, False) if best is None or num_computed_tokens else (len(best.ids), False)
 
-    def _best(self, request: Request) -> Known | None:
-        prompt = list(request.prompt_token_ids or ())
-        told = Told(len(prompt), (request.sampling_params and request.sampling_params.extra_args) or {})
-        fitting = (known for known in self.known if self._fits(known, prompt, told))
-        return max(fitting, key=lambda known: len(known.ids), default=None)
+    def _best(self, request: Request) -> LibraryDocument | None:
+        prompt, info = list(request.prompt_token_ids or ()), info_of(request)
+        fitting = (document for document in self.library if self._fits(document, prompt, info))
+        return max(fitting, key=lambda document: len(document.ids), default=None)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Note which document goes into a request's page."""
         if num_external_tokens and (best := self._best(request)) is not None:
-            told = Told(len(request.prompt_token_ids), request.sampling_params.extra_args or {})
-            self.loads.append(Load(best.path, blocks.get_block_ids()[0][0], told))
+            self.loads.append(Load(best.path, blocks.get_block_ids()[0][0], info_of(request)))
 
     def build_connector_meta(self, scheduler_output: object) -> Loads:
         """What workers load before the next forward."""
@@ -204,15 +207,15 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Fill the pages of requests that begin with a document."""
         for load in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
-            self.engine.take(load.told, load.page, self._document(load.path), self.layers)
+            self.worker.take(load.info, load.page, self._document(load.path), self.layers)
 
     def _document(self, path: str) -> BoundedCache:
-        if path not in self.at_hand:
-            self.at_hand[path] = self.shelf.cache(path)[0]
-        self.at_hand.move_to_end(path)
-        while len(self.at_hand) > AT_HAND:
-            self.at_hand.popitem(last=False)
-        return self.at_hand[path]
+        if path not in self.loaded:
+            self.loaded[path] = self.reader.cache(path)[0]
+        self.loaded.move_to_end(path)
+        while len(self.loaded) > MAX_LOADED:
+            self.loaded.popitem(last=False)
+        return self.loaded[path]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is left to wait for."""

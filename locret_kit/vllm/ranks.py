@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..backbones.handler import Linear
+from ..backbones.spec import spec_of
 from ..heads import HeadsConfig, RetainingHead, RetainingHeads
 
 Reduce = Callable[[Tensor], Tensor]
@@ -38,14 +39,10 @@ class Ranks:
 
 def config_of_rank(config: PretrainedConfig, ranks: Ranks) -> PretrainedConfig:
     """A model's configuration with the heads of one rank."""
-    own = deepcopy(config)
-    heads, kv_heads = (
-        config.num_attention_heads,
-        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-    )
-    ranks.check(kv_heads)
-    own.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    own.num_attention_heads, own.num_key_value_heads = heads // ranks.size, kv_heads // ranks.size
+    own, spec = deepcopy(config), spec_of(config)
+    ranks.check(spec.n_kv_heads)
+    own.head_dim = spec.head_dim
+    own.num_attention_heads, own.num_key_value_heads = spec.n_heads // ranks.size, spec.n_kv_heads // ranks.size
     return own
 
 
@@ -89,9 +86,9 @@ class SplitHead(nn.Module):
 
 def columns_of_rank(config: HeadsConfig, ranks: Ranks) -> Tensor:
     """Columns of the concatenation [q; k; v] of all heads that a rank's own make up."""
-    D, start, found = config.head_dim, 0, []
+    D, start, columns = config.head_dim, 0, []
     for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads):
         own = heads // ranks.size
-        found.append(torch.arange(start + ranks.rank * own * D, start + (ranks.rank + 1) * own * D))
+        columns.append(torch.arange(start + ranks.rank * own * D, start + (ranks.rank + 1) * own * D))
         start += heads * D
-    return torch.cat(found)
+    return torch.cat(columns)

@@ -1,5 +1,4 @@
-"""What vLLM's front end says and checks: the entry point of ``vllm.stat_logger_plugins``, which alone is told the configuration
-in the process that takes requests."""
+"""The plugin of ``vllm.stat_logger_plugins``, which alone is told the configuration in the process that takes requests."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from .choice import asked
+from .plugin import is_bounded
 from .request_pages import SPARE
 from .worker_state import server_of
 
@@ -23,7 +22,7 @@ class ReadyLine(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self.cache_config = vllm_config.cache_config
-        if asked(vllm_config):
+        if is_bounded(vllm_config):
             server_of(vllm_config)
 
     def record(self, *args: object, **kwargs: object) -> None:
@@ -36,7 +35,5 @@ class ReadyLine(StatLoggerBase):
 def requests_that_fit() -> int:
     """Requests that run at once. Raises RuntimeError before the engine runs."""
     if ReadyLine.pages is None:
-        raise RuntimeError(
-            "vLLM did not load locret_kit's entry point of vllm.stat_logger_plugins: VLLM_PLUGINS, if it is set, must name locret"
-        )
+        raise RuntimeError("vLLM answers, and has told nobody how many pages there are: please report this")
     return ReadyLine.pages - SPARE

@@ -1,9 +1,12 @@
-"""What does not go with a bounded cache in vLLM, each in one sentence."""
+"""Settings of vLLM that do not go with a bounded cache, each refused in one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MODELS = {
     "LlamaForCausalLM": "Llama 2 and 3, SmolLM2, TinyLlama, Yi",
@@ -14,82 +17,76 @@ MODELS = {
     "Gemma3ForCausalLM": "Gemma 3",
 }
 """Architectures whose tokens were compared with the kit's own."""
-
-
 DOCUMENTS = "Documents"
 """vLLM's connector that reads documents."""
+LEFT_OUT = {
+    "speculative_config": "rejected drafts may have evicted slots",
+    "enable_prefix_caching": "a page holds what is left of a text, no prefix; read documents once instead",
+    "enable_lora": "it was not tried with a bounded cache; merge the adapter into the weights",
+    "enable_prompt_embeds": "the length of a prompt is known by its tokens alone; send tokens or text",
+    "enable_sleep_mode": "it was not tried with a bounded cache",
+    "headless": "locret-vllm starts one server; several are in docs/howto/scale.md",
+}
+"""Settings that must not be given, and why."""
+ROWS = "a text's rows are chosen among all of them, on one rank"
+SERVERS = "start several servers instead, see docs/howto/scale.md"
+ONE = {
+    "decode_context_parallel_size": ROWS,
+    "prefill_context_parallel_size": ROWS,
+    "pipeline_parallel_size": "on CPUs vLLM's own pipelines fail, and no card was at hand",
+    "data_parallel_size": SERVERS,
+    "api_server_count": SERVERS,
+    "nnodes": "a layer split over several machines was not tried",
+}
+"""Numbers that must be 1, and why."""
+CHOICES: dict[str, tuple[tuple[str, ...], str]] = {
+    "kv_cache_dtype": (("auto", "bfloat16", "float16"), "pages hold keys and values in the model's type"),
+    "distributed_executor_backend": (("mp", "uni"), "Ray as vLLM's executor was not tried"),
+    "kv_connector": ((DOCUMENTS,), "a page is of use to the same model and settings alone"),
+    "runner": (("auto", "generate"), "nothing is evicted from what is read once"),
+}
+"""Values that a setting may have, and why no others."""
 
 
-def refuse(facts: Mapping[str, Any]) -> None:
+def refuse(facts: Mapping[str, object]) -> None:
     """Raise ValueError for the first of vLLM's settings that does not go with a bounded cache.
 
     Args:
         facts: vLLM's own names and their values; a name that is absent is not asked.
     """
-
-    def at(name: str, plain: object = None) -> Any:
-        return facts.get(name, plain)
-
-    if at("speculative_config"):
+    for name, why in LEFT_OUT.items():
+        if facts.get(name):
+            raise ValueError(f"{name} must be left out: {why}")
+    for name, why in ONE.items():
+        if (facts.get(name) or 1) != 1:
+            raise ValueError(f"{name}={facts[name]} must be 1: {why}")
+    for name, (values, why) in CHOICES.items():
+        if facts.get(name) not in (None, *values):
+            raise ValueError(f"{name}={facts[name]} must be {' or '.join(values)}: {why}")
+    if facts.get("documents") and not facts.get("kv_connector"):
+        raise ValueError(f"documents={facts['documents']} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
+    architecture = facts.get("architecture")
+    if architecture is not None and architecture not in MODELS:
         raise ValueError(
-            "speculative_config: rejected drafts may have evicted slots, so leave speculative decoding out"
+            f"architecture={architecture} was not tried with a bounded cache in vLLM; there are: {', '.join(MODELS)}"
         )
-    if at("enable_prefix_caching"):
-        raise ValueError(
-            "enable_prefix_caching: a page holds what is left of a text, no prefix: leave it out, and read documents once"
-        )
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if at(name, 1) > 1:
-            raise ValueError(f"{name}={at(name)} must be 1: a text's rows are chosen among all of them, on one rank")
-    if at("pipeline_parallel_size", 1) > 1:
-        raise ValueError(
-            f"pipeline_parallel_size={at('pipeline_parallel_size')} must be 1: on CPUs vLLM's own fails, and no card was at hand"
-        )
-    if at("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float16"):
-        raise ValueError(
-            f"kv_cache_dtype={at('kv_cache_dtype')} must be auto: pages hold keys and values in the model's type"
-        )
-    if at("enable_lora"):
-        raise ValueError("enable_lora: it was not tried with a bounded cache: merge the adapter into the weights")
-    if at("enable_prompt_embeds"):
-        raise ValueError(
-            "enable_prompt_embeds: the length of a prompt is known by its tokens alone: send tokens or text"
-        )
-    if at("connector", DOCUMENTS) != DOCUMENTS:
-        raise ValueError(
-            f"kv_connector={at('connector')} must be {DOCUMENTS}: a page is of use to the same model and settings alone"
-        )
-    if at("documents") and not at("connector"):
-        raise ValueError(f"documents={at('documents')} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
-    if at("runner", "auto") not in ("auto", "generate"):
-        raise ValueError(f"runner={at('runner')} must be generate: nothing is evicted from what is read once")
-    for name in at("architectures", ()):
-        if name not in MODELS:
-            raise ValueError(
-                f"architecture {name} was not tried with a bounded cache in vLLM; there are: {', '.join(MODELS)}"
-            )
 
 
-def refuse_engine(vllm_config: Any, documents: str | None) -> None:
+def refuse_engine(vllm_config: VllmConfig, documents: str | None) -> None:
     """``refuse`` an engine by its configuration, and by the folder of documents that it is asked to read."""
-    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    model, cache, transfer = vllm_config.model_config, vllm_config.cache_config, vllm_config.kv_transfer_config
     refuse(
         {
+            **vars(vllm_config.parallel_config),
             "speculative_config": vllm_config.speculative_config,
             "enable_prefix_caching": cache.enable_prefix_caching,
-            "decode_context_parallel_size": parallel.decode_context_parallel_size,
-            "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-            "pipeline_parallel_size": parallel.pipeline_parallel_size,
-            "kv_cache_dtype": cache.cache_dtype,
             "enable_lora": vllm_config.lora_config,
             "enable_prompt_embeds": model.enable_prompt_embeds,
-            **(
-                {}
-                if vllm_config.kv_transfer_config is None
-                else {"connector": vllm_config.kv_transfer_config.kv_connector}
-            ),
+            "enable_sleep_mode": model.enable_sleep_mode,
+            "kv_cache_dtype": cache.cache_dtype,
+            "kv_connector": transfer and transfer.kv_connector,
             "documents": documents,
             "runner": model.runner_type,
-            "architectures": [model.architecture],
+            "architecture": model.architecture,
         }
     )

@@ -1,4 +1,4 @@
-"""What vLLM says of its requests, and where it refuses them: the entry point of ``vllm.logits_processors``.
+"""The plugin of ``vllm.logits_processors``: it learns which requests there are, and refuses those that cannot be.
 
 A processor of logits is told before each forward which request stands in which row of the batch. This one changes no logits. It
 is made in every worker, and vLLM takes none that fails: so here a plugin that did not load is an error, and so is what does not
@@ -7,20 +7,19 @@ go with a bounded cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
-from .attention_backend import BoundedImpl
-from .choice import asked
-from .plugin import registered
+from .attention_backend import BoundedBackend
+from .plugin import check_version, is_bounded, is_registered, release
 from .refusals import refuse_engine
-from .versions import check_version, release
-from .worker import Told
-from .worker_state import engine_of, server_here, server_of
+from .worker import RequestInfo
+from .worker_state import server_here, server_of, worker_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,20 +45,19 @@ class Requests(LogitsProcessor):
         server.request(sampling_params.extra_args or {}, 1)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.told: dict[int, Told] | None = None
-        if not asked(vllm_config):
+        self.requests: dict[int, RequestInfo] | None = None
+        if not is_bounded(vllm_config):
             return
         check_version()
-        if not registered():
+        if not is_registered():
             raise RuntimeError(
                 "locret_kit's plugin did not load, so vLLM would use full attention: it is an entry point of "
                 "vllm.general_plugins; VLLM_PLUGINS, if it is set, must name locret"
             )
-        refuse_engine(vllm_config, server_of(vllm_config).served.documents)
-        self.told = engine_of(vllm_config).rows
-        self.told.clear()
-        self.layers = vllm_config.compilation_config.static_forward_context
-        self.checked = False
+        refuse_engine(vllm_config, server_of(vllm_config).section.documents)
+        self.requests = worker_of(vllm_config).requests
+        self.requests.clear()
+        self.unchecked: VllmConfig | None = vllm_config
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -68,29 +66,29 @@ class Requests(LogitsProcessor):
         return logits
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        told = self.told
-        if told is None or batch_update is None:
+        requests = self.requests
+        if requests is None or batch_update is None:
             return
-        if not self.checked:  # the model is built by now
-            check_layers(self.layers)
-            self.checked = True
-        for index in batch_update.removed:
-            told.pop(index, None)
-        for index, params, prompt, _ in batch_update.added:
-            told[index] = Told(len(prompt or ()), params.extra_args or {})
+        if self.unchecked is not None:  # the model is built by now
+            check_layers(self.unchecked)
+            self.unchecked = None
+        for row in batch_update.removed:
+            requests.pop(row, None)
+        for row, params, prompt, _ in batch_update.added:
+            requests[row] = RequestInfo(len(prompt or ()), params.extra_args or {})
         for a, b, how in batch_update.moved:
             if how == MoveDirectionality.SWAP:
-                told[a], told[b] = told[b], told[a]
+                requests[a], requests[b] = requests[b], requests[a]
             else:
-                told[b] = told.pop(a)
+                requests[b] = requests.pop(a)
 
 
-def check_layers(layers: Mapping[str, object]) -> None:
+def check_layers(vllm_config: VllmConfig) -> None:
     """Raise RuntimeError for attention that is vLLM's own."""
-    for name, layer in layers.items():
-        kind = type(getattr(layer, "impl", None))
-        if kind is not BoundedImpl:
+    for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
+        backend = layer.get_attn_backend()
+        if backend is not BoundedBackend:
             raise RuntimeError(
-                f"attention of {name} is {kind.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
+                f"attention of {name} is {backend.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
                 "process builds one engine"
             )

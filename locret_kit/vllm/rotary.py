@@ -8,7 +8,7 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import rotary_embedding as known
 from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding as LongRope
 
-from .choice import asked
+from .plugin import is_bounded
 
 KINDS = (
     known.RotaryEmbedding, known.Llama3RotaryEmbedding, known.LinearScalingRotaryEmbedding,
@@ -22,7 +22,7 @@ class Unrotated:
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.unrotated = asked()
+        self.unrotated = is_bounded()
         if self.unrotated:  # a table of every position that there may be, which nobody reads
             self.register_buffer("cos_sin_cache", torch.empty(0), persistent=False)  # type: ignore[attr-defined]
 
@@ -49,7 +49,7 @@ def _register_long_rope() -> None:
 
     def init(self: LongRope, *args: object, **kwargs: object) -> None:
         begin(self, *args, **kwargs)
-        self.unrotated = asked()
+        self.unrotated = is_bounded()
 
     def forward(
         self: LongRope, positions: Tensor, query: Tensor, key: Tensor | None = None, *rest: object

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from ..cache.geometry.schedule import Schedule
@@ -26,8 +26,8 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served(RunSettings):
-    """What ``--additional-config '{"locret": {...}}'`` holds.
+class VllmSettings(RunSettings):
+    """The section of ``--additional-config '{"locret": {...}}'``.
 
     Raises:
         ValueError: a setting of a wrong type or out of bounds, or that a server of vLLM does not have; it is named.
@@ -49,9 +49,14 @@ class Served(RunSettings):
         check_settings(self)
 
     @classmethod
-    def read(cls, section: Mapping[str, object]) -> Served:
+    def read(cls, section: Mapping[str, object]) -> VllmSettings:
         """Settings of the section of vLLM's additional configuration."""
         return made(cls, dict(section))
+
+    def given(self) -> dict[str, object]:
+        """The section that ``read`` reads: settings that differ from their defaults."""
+        plain = asdict(VllmSettings())
+        return {name: value for name, value in asdict(self).items() if value != plain[name]}
 
 
 class ServerSettings:
@@ -65,16 +70,15 @@ class ServerSettings:
             FileNotFoundError: no such heads.
     """
 
-    def __init__(self, served: Served) -> None:
-        self.served = served
-        if served.plugin is not None:
-            load_plugin(served.plugin)
-        heads = loaded(served.heads)
+    def __init__(self, section: VllmSettings) -> None:
+        self.section = section
+        if section.plugin is not None:
+            load_plugin(section.plugin)
+        heads = loaded(section.heads)
         self.inference: Mapping[str, object] = heads.config.inference if heads is not None else {}
         self.heads: RetainingHeads | None = heads.requires_grad_(False) if heads is not None else None
-        named = served.policy or (heads.config.policy if heads is not None else "streaming")
-        self.policies = {name: parse_policy(name) for name in dict.fromkeys([named, *served.policies])}
-        self.default = named
+        self.default = section.policy or (heads.config.policy if heads is not None else "streaming")
+        self.policies = {name: parse_policy(name) for name in dict.fromkeys([self.default, *section.policies])}
         for policy in self.policies.values():
             check_policy(policy)
             if policy.needs_heads and heads is None:
@@ -84,7 +88,7 @@ class ServerSettings:
     @cached_property
     def settings(self) -> Resolved:
         """Settings of a request that asks for nothing; the prompt's length changes none of them."""
-        return self.served.run.resolved(self.inference, None)
+        return self.section.run.resolved(self.inference, None)
 
     def request(self, own: Mapping[str, object], prompt_length: int) -> tuple[Policy, Resolved]:
         """Policy and settings of a request of so many tokens, which asks for a ``budget`` or a ``policy`` of its ``own``
@@ -93,23 +97,23 @@ class ServerSettings:
         Raises:
             ValueError: a budget above the server's, a policy that is not allowed, settings that cannot be met.
         """
-        most, policy = self.settings.budget, own.get("policy", self.default)
+        largest, policy = self.settings.budget, str(own.get("policy", self.default))
         if policy not in self.policies:
             raise ValueError(
-                f"policy={policy!r} must be one of: {', '.join(self.policies)}.{nearest(str(policy), self.policies)}"
+                f"policy={policy!r} must be one of: {', '.join(self.policies)}.{nearest(policy, self.policies)}"
             )
-        budget = own.get("budget", most)
+        budget = own.get("budget", largest)
         # Numbers of vllm_xargs may come as floating point.
         if (
             isinstance(budget, bool)
             or not isinstance(budget, int | float)
+            or not 1 <= budget <= largest
             or budget != int(budget)
-            or not 1 <= budget <= most
         ):
-            raise ValueError(f"budget={budget!r} must be an integer from 1 to {most}, the server's")
-        settings = replace(self.served.run, budget=int(budget)).resolved(self.inference, prompt_length)
+            raise ValueError(f"budget={budget!r} must be an integer from 1 to {largest}, the server's")
+        settings = replace(self.section.run, budget=int(budget)).resolved(self.inference, prompt_length)
         Schedule.of(settings, prompt_length)
-        return self.policies[str(policy)], settings
+        return self.policies[policy], settings
 
 
 def check_settings(run: RunSettings) -> None:
@@ -139,12 +143,3 @@ def check_policy(policy: Policy) -> None:
             raise ValueError(f"{said} slots are kept or dropped, and it has a part {name}")
     if policy.score.memory(1 << 20):
         raise ValueError(f"{said} a request has a page alone, and its score remembers more")
-
-
-def settings_of(served: Served) -> dict[str, object]:
-    """The section of the additional configuration: what was given."""
-    return {
-        item.name: value
-        for item in fields(served)
-        if (value := getattr(served, item.name)) != item.default and value != []
-    }

@@ -1,4 +1,4 @@
-"""Texts of a worker of vLLM: the pages of its layers, and what each request has in them.
+"""Texts of a worker of vLLM: the pages of its layers, and the rows of each request in them.
 
 Attention of a step, layer by layer: new tokens are scored at once, the texts that have one new token are decoded in one call,
 and the others are read one after another by the kit's own ``cache.step``. What a layer counts follows from what it was given, so
@@ -41,10 +41,8 @@ NOBODY = 0
 
 
 class Standin(nn.Module, Described):
-    """What a ``Context`` asks of a model: the language model's configuration of one rank, its rotary embedding, and where it
-    is.
-    Its attention is what the configuration says, as the tests hold for ``refusals.MODELS``.
-    """
+    """The model of a ``Context``: the language model's configuration of one rank, its rotary embedding, and its device. Its
+    attention is what the configuration says, as the tests hold for ``refusals.MODELS``."""
 
     def __init__(self, config: PretrainedConfig, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -62,8 +60,8 @@ class Standin(nn.Module, Described):
 
 
 @dataclass
-class Told:
-    """What vLLM says of a request: the prompt's length, and what it asks for by itself."""
+class RequestInfo:
+    """A request's settings: the length of its prompt, and what it asks for by itself."""
 
     prompt_length: int
     own: Mapping[str, object]
@@ -87,14 +85,14 @@ class RequestTurn:
     end: int
     seen: int
     page: int
-    told: Told
+    info: RequestInfo
 
 
 class Worker:
     """The texts of one worker.
 
     Attributes:
-        rows: what vLLM says of each row of its batch, see ``requests``.
+        requests: those in the rows of vLLM's batch, see ``requests``.
 
     Raises:
         ValueError: heads or settings that do not fit the model.
@@ -103,7 +101,7 @@ class Worker:
     def __init__(
         self, server: ServerSettings, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks
     ) -> None:
-        self.server, self.dtype, self.device, self.ranks = server, dtype, device, ranks
+        self.server, self.ranks = server, ranks
         if server.heads is not None:
             server.heads.check_backbone(spec_of(config))
         # A copy: documents are checked with the server's own, on the host.
@@ -112,19 +110,19 @@ class Worker:
         self.model = Standin(config, ranks, dtype, device)
         self.spec = self.model.description.spec
         self.shape: PageShape = page_shape(self.spec, server.settings, server.policies.values(), dtype)
-        self.rows: dict[int, Told] = {}
+        self.requests: dict[int, RequestInfo] = {}
         self.texts: dict[int, PagedText] = {}
         self.pools: dict[int, RowPool] = {}
         self.tables, self.counters = RotationTables(), CacheCounters()
         self._ropes: list[Sequence[Rope]] = []
-        self.context(Told(1, {}))  # what is wrong is said here
+        self.context(RequestInfo(1, {}))  # what is wrong is said here
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
-    def context(self, told: Told) -> Context:
-        """What stays the same for a request."""
-        policy, settings = self.server.request(told.own, told.prompt_length)
-        schedule = Schedule.of(settings, told.prompt_length)
+    def context(self, info: RequestInfo) -> Context:
+        """The context of a request, which stays the same for its whole life."""
+        policy, settings = self.server.request(info.own, info.prompt_length)
+        schedule = Schedule.of(settings, info.prompt_length)
         heads = self.heads if policy.needs_heads else None
         ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)  # type: ignore[arg-type]
         pins: Pins = first_pins(settings)
@@ -141,15 +139,15 @@ class Worker:
         self._ropes.append(ropes)
         return ropes
 
-    def begin(self, told: Told, page: int) -> PagedText:
+    def begin(self, info: RequestInfo, page: int) -> PagedText:
         """A new request, in a page that held another one."""
-        ctx = self.context(told)
+        ctx = self.context(info)
         text = self.texts[page] = PagedText(ctx, make_layers(ctx, Scratch()))
         return text
 
-    def take(self, told: Told, page: int, document: BoundedCache, kv_caches: Mapping[int, Tensor]) -> None:
+    def take(self, info: RequestInfo, page: int, document: BoundedCache, kv_caches: Mapping[int, Tensor]) -> None:
         """A new request, that has read a document of all ranks."""
-        text = self.begin(told, page)
+        text = self.begin(info, page)
         for number, kv_cache in kv_caches.items():
             empty = self.pool(number, kv_cache).keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
             rows, (counts, tensors) = self.layer(text, number, page), export_rows(document.bounded[number])
@@ -168,11 +166,11 @@ class Worker:
             RuntimeError: the page holds another text than vLLM says.
         """
         if turn.seen == 0:
-            return self.begin(turn.told, turn.page)
+            return self.begin(turn.info, turn.page)
         text = self.texts.get(turn.page)
         if text is None or text.seen != turn.seen:
-            held = "nothing" if text is None else f"{text.seen} tokens"
-            raise RuntimeError(f"page {turn.page} holds {held}, and vLLM says {turn.seen} tokens: please report this")
+            tokens = "nothing" if text is None else f"{text.seen} tokens"
+            raise RuntimeError(f"page {turn.page} holds {tokens}, and vLLM says {turn.seen} tokens: please report this")
         return text
 
     def layer(self, text: PagedText, number: int, page: int) -> BoundedLayer:
@@ -236,7 +234,7 @@ def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
 
 
 class StepBatch:
-    """What a step does, the same for all of its layers: made by the builder of attention metadata.
+    """The plan of a step, the same for all of its layers: made by the builder of attention metadata.
 
     Attributes:
         together: turns of one token, those of a list decoded in one call. alone: the others.
@@ -251,11 +249,11 @@ class StepBatch:
         self._texts: list[PagedText] | None = None
         self._places: dict[tuple[int, ...], Tensor | slice] = {}
 
-    def texts(self, engine: Worker) -> list[PagedText]:
+    def texts(self, worker: Worker) -> list[PagedText]:
         """The request of each turn. The first layer finds them: by then documents are loaded."""
         if self._texts is None:
-            engine.tables.clear()
-            self._texts = [engine.text(turn) for turn in self.turns]
+            worker.tables.clear()
+            self._texts = [worker.text(turn) for turn in self.turns]
             self.contexts = [text.context for text in self._texts]
             kinds: dict[Hashable, list[int]] = {}
             for i, (turn, text) in enumerate(zip(self.turns, self._texts, strict=True)):

@@ -1,4 +1,4 @@
-"""The engine of this process: made when vLLM builds its model, read by everything that vLLM makes for it.
+"""The worker of this process: made when vLLM builds its model, read by everything that vLLM makes for it.
 
 vLLM hands its configuration to some of them, and to none what another one made.
 """
@@ -12,7 +12,7 @@ import torch
 from ..backbones.load import load_config
 from . import SECTION
 from .ranks import Ranks
-from .server_settings import Served, ServerSettings
+from .server_settings import ServerSettings, VllmSettings
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 class State:
     """One for a process."""
 
-    engine: Worker | None = None
+    worker: Worker | None = None
     server: ServerSettings | None = None
     section: object = None
     """The section of the configuration of which both were made."""
 
 
 def server_of(vllm_config: VllmConfig) -> ServerSettings:
-    """What an engine serves."""
+    """Settings of an engine's server."""
     section = vllm_config.additional_config[SECTION]
     if State.server is None or State.section is not section:
-        State.server, State.section, State.engine = ServerSettings(Served.read(section)), section, None
+        State.server, State.section, State.worker = ServerSettings(VllmSettings.read(section)), section, None
     return State.server
 
 
 def server_here() -> ServerSettings | None:
-    """What the engine of this process serves; None where there is none."""
+    """Settings of the server whose engine is in this process; None where there is none."""
     return State.server
 
 
-def engine_of(vllm_config: VllmConfig) -> Worker:
+def worker_of(vllm_config: VllmConfig) -> Worker:
     """The texts of this worker."""
     server = server_of(vllm_config)
-    if State.engine is None:
+    if State.worker is None:
         from vllm.platforms import current_platform
 
         model = vllm_config.model_config
@@ -54,15 +54,15 @@ def engine_of(vllm_config: VllmConfig) -> Worker:
             if current_platform.is_cpu()
             else torch.device(current_platform.device_type, torch.cuda.current_device())
         )
-        State.engine = Worker(server, config_of(model), model.dtype, device, _ranks())
-    return State.engine
+        State.worker = Worker(server, config_of(model), model.dtype, device, _ranks())
+    return State.worker
 
 
-def engine_here() -> Worker:
+def worker_here() -> Worker:
     """The texts of this worker, where vLLM tells no configuration. Raises RuntimeError where there is none."""
-    if State.engine is None:
+    if State.worker is None:
         raise RuntimeError("vLLM asks for a page before it has built a model: please report this")
-    return State.engine
+    return State.worker
 
 
 def config_of(model_config: ModelConfig) -> PretrainedConfig:
@@ -71,10 +71,10 @@ def config_of(model_config: ModelConfig) -> PretrainedConfig:
     Raises:
         ValueError: vLLM was told otherwise of more than the longest text.
     """
-    told = model_config.hf_overrides
-    if not isinstance(told, dict) or told.keys() - {"max_position_embeddings"}:
+    overrides = model_config.hf_overrides
+    if not isinstance(overrides, dict) or overrides.keys() - {"max_position_embeddings"}:
         raise ValueError(
-            f"hf_overrides={told}: a bounded cache reads the model's own configuration, but for max_position_embeddings"
+            f"hf_overrides={overrides}: a bounded cache reads the model's own configuration, but for max_position_embeddings"
         )
     return load_config(model_config.model, model_config.revision)
 

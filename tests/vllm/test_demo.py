@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -13,16 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 from locret_kit.vllm.request_pages import Pages, pages_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", str(ROOT / "checkpoints" / "smollm2-135m-locret")
 SETTINGS = dict(budget=512, chunk=512, stabilizers=64, local_len=64)
 POLICIES = ("lookahead-locret", "locret", "streaming", "knorm", "h2o")
 """The first is what the heads were published with."""
+LAYERS = 2
+"""Of the backbone, where memory is measured."""
 pytestmark = pytest.mark.backbone
 
 
@@ -42,8 +44,11 @@ def wanted(model, ids, tokens, positions, policy):
     return tiny.kit(model, ids, tokens, policy=policy, positions=positions, **SETTINGS, **heads)
 
 
-@pytest.mark.parametrize(("positions", "tokens"), [("compact", 1500), ("original", 700)])
-def test_every_policy(model, positions, tokens):
+@pytest.mark.parametrize(
+    ("positions", "tokens", "longer"), [("compact", 1500, [(8000, 24), (700, 90)]), ("original", 700, [])]
+)
+def test_every_policy(model, positions, tokens, longer):
+    """24 tokens by each, in pieces of 512; by the published one over longer prompts or with more tokens, in larger pieces."""
     section = {
         **SETTINGS,
         "positions": positions,
@@ -51,36 +56,30 @@ def test_every_policy(model, positions, tokens):
         "policy": POLICIES[0],
         "policies": list(POLICIES[1:]),
     }
-    with tiny.started(BACKBONE, section, kv_cache_memory_bytes=300 << 20, max_num_batched_tokens=512) as llm:
-        for policy in POLICIES:
-            (found,) = tiny.generate(llm, [prompt(tokens)], 24, policy=policy)
-            assert found == wanted(model, prompt(tokens), 24, positions, policy), policy
-
-
-def test_the_published_policy_over_8000_tokens_and_90_more(model):
-    section = {**SETTINGS, "positions": "compact", "heads": HEADS, "policy": POLICIES[0]}
-    more = {"kv_cache_memory_bytes": 300 << 20, "max_num_batched_tokens": 2048, "max_model_len": 8192}
-    with tiny.started(BACKBONE, section, **more) as llm:
-        (long,) = tiny.generate(llm, [prompt(8000)], 24)
-        assert long == wanted(model, prompt(8000), 24, "compact", POLICIES[0])
-        (many,) = tiny.generate(llm, [prompt(700)], 90)
-        assert many == wanted(model, prompt(700), 90, "compact", POLICIES[0])
+    size = {"kv_cache_memory_bytes": 300 << 20, "max_num_batched_tokens": 2048, "max_model_len": 8192}
+    with tiny.started(BACKBONE, section, **size) as llm:
+        with mock.patch.object(tiny.scheduler(llm), "max_num_scheduled_tokens", 512):
+            for policy in POLICIES:
+                (answer,) = tiny.generate(llm, [prompt(tokens)], 24, policy=policy)
+                assert answer == wanted(model, prompt(tokens), 24, positions, policy), policy
+        for read, new in longer:
+            (answer,) = tiny.generate(llm, [prompt(read)], new)
+            assert answer == wanted(model, prompt(read), new, positions, POLICIES[0]), read
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """Four layers of it, from 4,096 to 131,072 tokens: one page, as many bytes as planned, and the same resident memory."""
+    """A few layers of it, from 4,096 to 131,072 tokens: one page, as many bytes as planned, and the same resident memory."""
     config = AutoConfig.from_pretrained(BACKBONE)
-    config.num_hidden_layers = 4
+    config.num_hidden_layers = LAYERS
     config.save_pretrained(tmp_path)
     weights = load_file(BACKBONE / "model.safetensors")
-    layers = {f"model.layers.{i}." for i in range(4)}
+    layers = {f"model.layers.{i}." for i in range(LAYERS)}
     save_file(
         {name: x for name, x in weights.items() if "layers" not in name or name.startswith(tuple(layers))},
         tmp_path / "model.safetensors", {"format": "pt"},
     )  # fmt: skip
     settings = RunSettings.of(SETTINGS).resolved({}, None)
     pages = Pages(pages_of(config, settings, [parse_policy("streaming")], torch.float32), 2)
-    assert spec_of(config).n_layers == 4
     section = {**SETTINGS, "policy": "streaming", "positions": "compact"}
     more = {
         "max_num_batched_tokens": 2048,

@@ -10,9 +10,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from locret_kit.documents.document import Document
+from locret_kit.vllm.documents import Documents
 
+POLICIES = ("locret", "snapkv", "h2o")
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
 
 
@@ -33,65 +36,56 @@ def connector() -> KVTransferConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "ranks"),
-    [
-        ("locret", 1),
-        ("snapkv", 1),
-        ("h2o", 1),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("locret", "snapkv")),
-    ],
-)
-def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, policy, ranks):
-    """Alone and among strangers, whose pages are others; on two processes each has the rows of its own heads."""
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, ranks):
+    """Alone and among strangers, whose pages are others, by each policy; of two processes each has the rows of its own heads."""
     model = tiny.make(tmp_path / "model", "llama")
-    own = {"heads": tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")} if policy == "locret" else {}
+    heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")
     (book,), (short, long) = tiny.prompts([400]), ([8001, 8002, 8003], range(8010, 8080))
-    book = [i for i in book if i < 8000]
-    document = Document.read(model, word_tokenizer(), words(book), policy=policy, chat=False, **SETTINGS, **own)
+    book, strangers = [i for i in book if i < 8000], tiny.prompts([300, 90])
+    asked = [[*book, *short], [*book, *long]]
     (tmp_path / "library").mkdir()
-    document.save(tmp_path / "library" / "boats.locret")
-    read = document.cache.get_seq_length()
-    asked = [list(document.prompt(" " + words(question))) for question in (short, long)]
-    assert asked == [[*book, *short], [*book, *long]]
-    strangers = tiny.prompts([300, 90])
-    section = {**SETTINGS, "policy": policy, "documents": str(tmp_path / "library"), **own}
-    wanted = [tiny.kit(model, ids, 24, document.open(len(ids))) for ids in asked]
-    wanted += [tiny.kit(model, ids, 24, policy=policy, **SETTINGS, **own) for ids in strangers]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    wanted, read = {}, {}
+    for policy in POLICIES:
+        own = {"policy": policy, **({"heads": heads} if policy == "locret" else {})}
+        document = Document.read(model, word_tokenizer(), words(book), chat=False, **SETTINGS, **own)
+        document.save(tmp_path / "library" / f"{policy}.locret")
+        assert asked == [list(document.prompt(" " + words(question))) for question in (short, long)]
+        read[policy] = document.cache.get_seq_length()
+        wanted[policy] = [tiny.kit(model, ids, 24, document.open(len(ids))) for ids in asked]
+        wanted[policy] += [tiny.kit(model, ids, 24, **SETTINGS, **own) for ids in strangers]
+    section = {**SETTINGS, "policy": POLICIES[0], "policies": list(POLICIES[1:]), "heads": heads}
+    section["documents"] = str(tmp_path / "library")
     rest = {"kv_transfer_config": connector(), "tensor_parallel_size": ranks}
     with tiny.started(tmp_path / "model", section, **rest) as llm:
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in (*asked, *strangers)], params, use_tqdm=False)
-        assert [list(answer.outputs[0].token_ids) for answer in answers] == wanted
-        assert [answer.num_cached_tokens for answer in answers] == [read, read, 0, 0]
-        (again,) = llm.generate([{"prompt_token_ids": asked[0]}], params, use_tqdm=False)
-        assert list(again.outputs[0].token_ids) == wanted[0] and again.num_cached_tokens == read
+        for policy in POLICIES:
+            params = SamplingParams(
+                temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, extra_args={"policy": policy}
+            )
+            answers = llm.generate([{"prompt_token_ids": ids} for ids in (*asked, *strangers)], params, use_tqdm=False)
+            assert [list(answer.outputs[0].token_ids) for answer in answers] == wanted[policy], policy
+            assert [answer.num_cached_tokens for answer in answers] == [read[policy], read[policy], 0, 0]
+            (again,) = llm.generate([{"prompt_token_ids": asked[0]}], params, use_tqdm=False)
+            assert list(again.outputs[0].token_ids) == wanted[policy][0]
+            assert again.num_cached_tokens == read[policy]
 
 
-@pytest.mark.slow
 def test_documents_that_do_not_fit_are_refused(tmp_path):
     model = tiny.make(tmp_path / "model", "llama")
-    document = Document.read(model, word_tokenizer(), words(range(300)), policy="knorm", chat=False, **SETTINGS)
-    (tmp_path / "library").mkdir()
-    path = tmp_path / "library" / "boats.locret"
-    document.save(path)
-    library = {"documents": str(path.parent)}
-    for section, said in (
-        ({**SETTINGS, **library, "policy": "streaming"}, "boats.locret: policy='knorm' in the file, here streaming"),
-        ({**SETTINGS, **library, "policy": "knorm", "budget": 96}, "boats.locret: budget: 64 in the file, 96 here"),
-    ):
-        with pytest.raises(Exception, match=said):
-            with tiny.started(tmp_path / "model", section, kv_transfer_config=connector()):
-                pass
     tiny.make(tmp_path / "other", "wide")
-    with pytest.raises(Exception, match=r"boats\.locret: model\.config.head_dim: 16 in the file, 64 here"):
-        with tiny.started(
-            tmp_path / "other", {**SETTINGS, **library, "policy": "knorm"}, kv_transfer_config=connector()
-        ):
-            pass
+    path = tmp_path / "library" / "boats.locret"
+    path.parent.mkdir()
+    Document.read(model, word_tokenizer(), words(range(300)), policy="knorm", chat=False, **SETTINGS).save(path)
+
+    def refused(said: str, folder: str = "model", **settings) -> None:
+        section = {**SETTINGS, "policy": "knorm", "documents": str(path.parent), **settings}
+        config = tiny.configuration(tmp_path / folder, section, kv_transfer_config=connector())
+        with pytest.raises(ValueError, match=said):
+            Documents(config, KVConnectorRole.SCHEDULER, None)
+        tiny.forget()
+
+    refused("boats.locret: policy='knorm' in the file, here streaming", policy="streaming")
+    refused("boats.locret: budget: 64 in the file, 96 here", budget=96)
+    refused(r"boats\.locret: model\.config.head_dim: 16 in the file, 64 here", folder="other")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(Exception, match=r"boats\.locret is damaged"):
-        with tiny.started(
-            tmp_path / "model", {**SETTINGS, **library, "policy": "knorm"}, kv_transfer_config=connector()
-        ):
-            pass
+    refused(r"boats\.locret is damaged")

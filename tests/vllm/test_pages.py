@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from vllm import SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
@@ -49,44 +50,13 @@ def test_planned_bytes_are_allocated_and_requests_wait_for_a_page(tmp_path):
         assert tiny.free_pages(llm) == 5
 
 
-def test_a_request_that_is_preempted_goes_on_as_if_it_had_not_been(tmp_path):
-    model = tiny.make(tmp_path / "model", "llama")
-    with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "h2o"}) as llm:
-        ids = tiny.prompts([640, 300])
-        wanted = [tiny.kit(model, one, 60, policy="h2o", **SETTINGS) for one in ids]
-        engine, found = llm.llm_engine, {}
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
-        for number, one in enumerate(ids):
-            engine.add_request(str(number), {"prompt_token_ids": one}, params)
-        scheduler, step, preempted = tiny.scheduler(llm), 0, 0
-        while engine.has_unfinished_requests():
-            for answer in engine.step():
-                found[answer.request_id] = list(answer.outputs[0].token_ids)
-            step += 1
-            if step in (9, 45):  # within the prompt, and while decoding
-                request = next(request for request in scheduler.running if request.request_id.startswith("0"))
-                scheduler.running.remove(request)
-                scheduler._preempt_request(request, 0.0)
-                preempted += 1
-        assert preempted == 2 and list(found.values()) == wanted
-
-
 @pytest.mark.slow
-def test_how_a_prompt_was_cut_does_not_matter(tmp_path):
-    """Six requests at once, whose pieces depend on the tokens of a step."""
-    model = tiny.make(tmp_path / "model", "llama")
-    ids = tiny.prompts([250, 300, 420, 513, 600, 640])
-    wanted = [tiny.kit(model, one, 24, policy="lagkv", **SETTINGS) for one in ids]
-    for tokens in (64, 512, 2048):
-        with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "lagkv"}, max_num_batched_tokens=tokens) as llm:
-            assert tiny.generate(llm, ids, 24) == wanted
-
-
-@pytest.mark.slow
-def test_with_room_for_all_tokens_are_vllms_own(tmp_path):
+def test_an_engine_that_asks_for_nothing_is_vllms_own_and_with_room_for_all_tokens_are_the_same(tmp_path):
     tiny.make(tmp_path / "model", "wide")
     ids, tokens = tiny.prompts([20, 65, 150]), 40
     with tiny.started(tmp_path / "model", None) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert {layer.get_attn_backend() for layer in layers} == {CPUAttentionBackend}
         stock = tiny.generate(llm, ids, tokens)
     for positions in ("compact", "original"):
         section = {"budget": 256, "chunk": 64, "policy": "streaming", "positions": positions}

@@ -1,4 +1,4 @@
-"""A model whose attention heads are split over two processes: the tokens are those of one."""
+"""Retaining heads of a model whose heads are split over two processes; ``test_documents`` compares its tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import RetainingHeads
 from locret_kit.vllm.ranks import Ranks, heads_of_rank
-
-SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
 
 
 def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
@@ -43,16 +41,3 @@ def test_heads_of_other_forms_are_refused(tmp_path, form):
         heads_of_rank(heads, Ranks(0, 2))
     with pytest.raises(ValueError, match="tensor_parallel_size=3 must divide the 2 key/value heads"):
         Ranks(0, 3).check(2)
-
-
-@pytest.mark.slow
-def test_tokens_of_two_processes_are_those_of_one(tmp_path):
-    model = tiny.make(tmp_path / "model", "wide")
-    heads = tiny.make_heads(tmp_path / "heads", model, tmp_path / "model")
-    section = {**SETTINGS, "heads": heads, "policy": "locret", "policies": ["h2o"]}
-    ids = tiny.prompts([20, 150, 300])
-    with tiny.started(tmp_path / "model", section, tensor_parallel_size=2) as llm:
-        for policy in ("locret", "h2o"):
-            own = {"heads": heads} if policy == "locret" else {}
-            wanted = [tiny.kit(model, one, 24, policy=policy, **SETTINGS, **own) for one in ids]
-            assert tiny.generate(llm, ids, 24, policy=policy) == wanted

@@ -1,135 +1,92 @@
-"""What a request may ask for, what a server refuses, and that a plugin that did not load is an error."""
+"""Requests beside one another: with settings of their own, in pieces of any size, preempted and aborted."""
 
 from __future__ import annotations
 
 import pytest
 import tiny
-import vllm
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-from locret_kit.vllm import choice, plugin, versions
-from locret_kit.vllm.refusals import refuse
-from locret_kit.vllm.server_settings import Served, ServerSettings
 
 SETTINGS = dict(budget=96, chunk=32, stabilizers=8, local_len=16, positions="compact")
+POLICIES = ("knorm", "snapkv", "h2o", "lagkv")
 
 
-def test_each_request_has_a_budget_and_a_policy_of_its_own(tmp_path):
-    model = tiny.make(tmp_path / "model", "llama")
-    with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "knorm", "policies": ["snapkv", "h2o"]}) as llm:
-        ids, asked = (
-            tiny.prompts([300, 400, 500, 310]),
-            [{}, {"budget": 48}, {"policy": "snapkv", "budget": 64}, {"policy": "h2o"}],
-        )
-        params = [
-            SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, extra_args=own or None)
-            for own in asked
-        ]
-        answers = llm.generate([{"prompt_token_ids": one} for one in ids], params, use_tqdm=False)
-        for one, own, answer in zip(ids, asked, answers, strict=True):
-            settings = {**SETTINGS, "policy": "knorm", **own}
-            assert list(answer.outputs[0].token_ids) == tiny.kit(model, one, 40, **settings)
-        for own, said in (
-            ({"budget": 97}, "budget=97 must be an integer from 1 to 96"),
-            ({"budget": -3}, "budget=-3 must be an integer"),
-            ({"budget": 8}, "stabilizers=8 must be below budget=8"),
-            ({"policy": "tova"}, "policy='tova' must be one of: knorm, snapkv, h2o"),
-        ):
-            with pytest.raises(VLLMValidationError, match=said):
-                tiny.generate(llm, ids[:1], 1, **own)
-        with pytest.raises(VLLMValidationError, match=r"seed=1: vLLM .* fails at seeds"):
-            llm.generate([{"prompt_token_ids": ids[0]}], SamplingParams(seed=1, detokenize=False), use_tqdm=False)
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """An engine, and the model as the kit runs it."""
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny.make(folder, "llama")
+    section = {**SETTINGS, "policy": POLICIES[0], "policies": list(POLICIES[1:])}
+    with tiny.started(folder, section, max_num_batched_tokens=2048) as llm:
+        yield llm, model
 
 
-@pytest.mark.parametrize(
-    ("served", "said"),
-    [
-        ({"budget": 0.5}, "budget=0.5: a page's rows must be known"),
-        ({"one_shot": True}, "one_shot=True does not go with vLLM"),
-        ({"kv_bits": 4}, "kv_bits=4 does not go with vLLM"),
-        ({"protect": "system"}, "protect='system': with vLLM requests protect 'first' alone"),
-        ({"policy": "full"}, "it evicts nothing"),
-        ({"policy": "ada-snapkv"}, "its heads differ"),
-        ({"policy": "pyramidkv"}, "its layers differ"),
-        ({"policy": "locret"}, "scores with retaining heads"),
-        ({"policy": "expected-attention"}, "its score remembers more"),
-        ({"policy": "sirllm"}, "scores by the model's probabilities"),
-        ({"policy": "streaming", "policies": ["merge"]}, "it has a part merge"),
-        ({"budget": 8, "stabilizers": 8}, "stabilizers=8 must be below budget=8"),
-        ({"budgets": 8}, "budgets"),
-    ],
-)
-def test_what_a_server_cannot_have_is_refused(served, said):
-    with pytest.raises(ValueError, match=said):
-        ServerSettings(Served.read(served))
+def params(tokens: int, **own) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=own or None)
+
+
+def test_each_request_has_a_budget_and_a_policy_of_its_own(served):
+    llm, model = served
+    ids = tiny.prompts([300, 400, 500, 310])
+    own = [{}, {"budget": 48}, {"policy": "snapkv", "budget": 64}, {"policy": "h2o"}]
+    wanted = [
+        tiny.kit(model, one, 40, **{**SETTINGS, "policy": "knorm", **mine}) for one, mine in zip(ids, own, strict=True)
+    ]
+    prompts = [{"prompt_token_ids": one} for one in ids]
+    answers = llm.generate(prompts, [params(40, **mine) for mine in own], use_tqdm=False)
+    assert [list(answer.outputs[0].token_ids) for answer in answers] == wanted
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("own", "said"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config: rejected drafts"),
-        ({"enable_prefix_caching": True}, "enable_prefix_caching: a page holds"),
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 must be 1"),
-        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 must be 1"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 must be 1"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 must be auto"),
-        ({"enable_lora": True}, "enable_lora: it was not tried"),
-        ({"enable_prompt_embeds": True}, "enable_prompt_embeds: the length"),
-        ({"connector": "NixlConnector"}, "kv_connector=NixlConnector must be Documents"),
-        ({"documents": "library"}, "documents=library needs vLLM's connector Documents"),
-        ({"runner": "pooling"}, "runner=pooling must be generate"),
-        ({"architectures": ["OPTForCausalLM"]}, "architecture OPTForCausalLM was not tried"),
+        ({"budget": 97}, "budget=97 must be an integer from 1 to 96"),
+        ({"budget": -3}, "budget=-3 must be an integer"),
+        ({"budget": float("inf")}, "budget=inf must be an integer"),
+        ({"policy": ["h2o"]}, r"policy=\"\['h2o'\]\" must be one of"),
+        ({"budget": 8}, "stabilizers=8 must be below budget=8"),
+        ({"policy": "tova"}, "policy='tova' must be one of: knorm, snapkv, h2o"),
     ],
 )
-def test_what_does_not_go_together_is_refused(facts, said):
-    with pytest.raises(ValueError, match=said):
-        refuse(facts)
+def test_what_a_request_cannot_have_is_refused(served, own, said):
+    with pytest.raises(VLLMValidationError, match=said):
+        tiny.generate(served[0], tiny.prompts([20]), 1, **own)
 
 
-def test_an_engine_refuses_it_too(tmp_path):
-    tiny.make(tmp_path / "model", "llama")
-    with pytest.raises(Exception, match="enable_prefix_caching: a page holds"):
-        with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "streaming"}, enable_prefix_caching=True):
-            pass
+def test_a_seed_is_refused_on_a_cpu(served):
+    with pytest.raises(VLLMValidationError, match=r"seed=1: vLLM .* fails at seeds"):
+        served[0].generate([{"prompt_token_ids": [5]}], SamplingParams(seed=1, detokenize=False), use_tqdm=False)
 
 
-def test_a_plugin_that_did_not_load_is_an_error(tmp_path):
-    """As with a VLLM_PLUGINS that leaves it out: attention would be vLLM's own."""
-    tiny.make(tmp_path / "model", "llama")
-    for backend in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
-        backend.clear_override()
-    try:
-        with pytest.raises(Exception, match="locret_kit's plugin did not load, so vLLM would use full attention"):
-            with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "streaming"}):
-                pass
-    finally:
-        plugin.register()
+@pytest.mark.parametrize("tokens", [64, 512, 2048])
+def test_how_a_prompt_was_cut_does_not_matter(served, tokens, monkeypatch):
+    """Six requests at once, whose pieces depend on the tokens of a step."""
+    llm, model = served
+    ids = tiny.prompts([250, 300, 420, 513, 600, 640])
+    monkeypatch.setattr(tiny.scheduler(llm), "max_num_scheduled_tokens", tokens)
+    wanted = [tiny.kit(model, one, 24, policy="lagkv", **SETTINGS) for one in ids]
+    assert tiny.generate(llm, ids, 24, policy="lagkv") == wanted
 
 
-def test_another_release_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
-    with pytest.raises(RuntimeError, match=r"vllm==0.33.1: locret_kit's plugin takes 0.32.0 alone"):
-        versions.check_version()
-
-
-def test_an_engine_that_asks_for_nothing_is_vllms_own(tmp_path):
-    tiny.make(tmp_path / "model", "llama")
-    with tiny.started(tmp_path / "model", None) as llm:
-        (layer,) = {
-            type(layer.impl).__module__
-            for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-        }
-        assert layer == "vllm.v1.attention.backends.cpu_attn"
-
-
-def test_attention_of_another_kind_is_an_error(tmp_path, monkeypatch):
-    """As with a card and no ``--attention-backend CUSTOM``: the plugin is there, and the layers are not its own."""
-    tiny.make(tmp_path / "model", "llama")
-    monkeypatch.setattr(choice, "asked", lambda: False)
-    with pytest.raises(
-        Exception, match=r"attention of model\.layers\.0\.self_attn\.attn is CPUAttentionBackendImpl, not locret_kit's"
-    ):
-        with tiny.started(tmp_path / "model", {**SETTINGS, "policy": "streaming"}) as llm:
-            tiny.generate(llm, tiny.prompts([20]), 1)
+def test_requests_go_on_where_they_are_preempted_and_others_aborted(served, monkeypatch):
+    llm, model = served
+    engine, scheduler = llm.llm_engine, tiny.scheduler(llm)
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 48)
+    ids, answers, preempted = tiny.prompts([640, 300, 400]), {}, 0
+    wanted = [tiny.kit(model, one, 60, policy="h2o", **SETTINGS) for one in ids[:2]]
+    for number, one in enumerate(ids):
+        engine.add_request(str(number), {"prompt_token_ids": one}, params(60, policy="h2o"))
+    for step in range(1, 1000):
+        for answer in engine.step():
+            answers[answer.request_id] = list(answer.outputs[0].token_ids)
+        if step in (9, 45):  # within the prompt, and while decoding
+            request = next(request for request in scheduler.running if request.request_id.startswith("0"))
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, 0.0)
+            preempted += 1
+        if step == 40:  # while the others go on
+            engine.abort_request(["2"])
+        if not engine.has_unfinished_requests():
+            break
+    assert preempted == 2 and 0 < len(answers["2"]) < 60
+    assert [answers["0"], answers["1"]] == wanted and tiny.free_pages(llm) == scheduler.kv_cache_config.num_blocks - 1

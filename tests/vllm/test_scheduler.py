@@ -21,7 +21,7 @@ from locret_kit.vllm.cache_spec import BoundedSpec
 
 LAYERS, BLOCKS, LONGEST = 30, 10, 131072
 SHAPE = PageShape(3, 9, 64, 1024, torch.bfloat16, statistics=1, recent=4)
-SPEC = BoundedSpec.of(SHAPE, torch.bfloat16)
+SPEC = BoundedSpec.of(SHAPE)
 
 
 @pytest.fixture(scope="module")

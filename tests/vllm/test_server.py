@@ -23,7 +23,7 @@ from locret_kit.cli import plan
 from locret_kit.cli.vllm import main
 from locret_kit.documents.document import Document
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", ROOT / "checkpoints" / "smollm2-135m-locret"
 PORT = 8765
 SETTINGS = dict(budget=512, chunk=512, stabilizers=64, local_len=64, positions="compact")
@@ -168,7 +168,10 @@ def test_anthropics_protocol(said, client):
     other = anthropic.Anthropic(base_url=f"http://127.0.0.1:{PORT}", api_key="none", timeout=120)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = other.messages.create(model="demo", max_tokens=16, messages=question, extra_body={"temperature": 0})
-    assert answer.content[0].text == ask(client).choices[0].message.content
+    text = ask(client).choices[0].message.content
+    assert answer.content[0].text == text
+    with other.messages.stream(model="demo", max_tokens=16, messages=question, extra_body={"temperature": 0}) as stream:
+        assert "".join(stream.text_stream) == text
 
 
 def test_a_budget_of_ones_own_and_what_is_refused(client, document):
@@ -188,18 +191,25 @@ def test_a_budget_of_ones_own_and_what_is_refused(client, document):
             ask(client, **rest)
 
 
+def test_a_plugin_that_does_not_load_is_an_error_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setattr("vllm.plugins.load_plugins_by_group", lambda group: {})
+    assert main(["--ckpt", str(HEADS)]) == 1
+    assert "vLLM does not load locret_kit's entry point of vllm.general_plugins" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--enable-prefix-caching"], "enable_prefix_caching: a page holds"),
+        (["--enable-prefix-caching"], "enable_prefix_caching must be left out: a page holds"),
         (
             ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
-            "speculative_config: rejected drafts",
+            "speculative_config must be left out: rejected drafts",
         ),
         (["--decode-context-parallel-size", "2"], "decode_context_parallel_size=2 must be 1"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype=fp8 must be auto"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype=fp8 must be auto or"),
         (["--policy", "ada-locret"], "its heads differ"),
-        (["--data-parallel-size", "2"], "locret-vllm starts one server"),
+        (["--data-parallel-size", "2"], "data_parallel_size=2 must be 1"),
+        (["--distributed-executor-backend", "ray"], "distributed_executor_backend=ray must be mp or uni"),
         (["--budget", "0.5"], "budget=0.5: a page's rows must be known"),
     ],
 )

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.attention import selector
@@ -88,18 +89,32 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     return [(3 + torch.randperm(8189, generator=draw)[:n]).tolist() for draw, n in zip(draws, lengths, strict=True)]
 
 
-@contextmanager
-def started(model: str | Path, section: dict[str, Any] | None, **rest: Any) -> Iterator[LLM]:
-    """vLLM with a bounded cache in this process; its own attention where ``section`` is None."""
-    selector._cached_get_attn_backend.cache_clear()  # a process has one engine, and vLLM chooses for it once
-    settings: dict[str, Any] = dict(
+def options(section: dict[str, Any] | None) -> dict[str, Any]:
+    """vLLM's options of a tiny engine."""
+    return dict(
         dtype="float32", enforce_eager=True, max_model_len=2048, kv_cache_memory_bytes=8 << 20, max_num_seqs=8,
         max_num_batched_tokens=48, skip_tokenizer_init=True, disable_log_stats=True, enable_prefix_caching=False,
         additional_config={} if section is None else {"locret": section},
     )  # fmt: skip
+
+
+def configuration(model: Path, section: dict[str, Any], **rest: Any) -> VllmConfig:
+    """The configuration of an engine that is not started."""
+    return EngineArgs(str(model), **options(section) | rest).create_engine_config()
+
+
+def forget() -> None:
+    """Leave nothing of an engine, or of a configuration that was read, to the next one of this process."""
+    State.worker = State.server = State.section = None
+
+
+@contextmanager
+def started(model: str | Path, section: dict[str, Any] | None, **rest: Any) -> Iterator[LLM]:
+    """vLLM with a bounded cache in this process; its own attention where ``section`` is None."""
+    selector._cached_get_attn_backend.cache_clear()  # a process has one engine, and vLLM chooses for it once
     llm = None
     try:
-        llm = LLM(str(model), **settings | rest)
+        llm = LLM(str(model), **options(section) | rest)
         yield llm
     finally:
         if llm is not None:
@@ -107,7 +122,7 @@ def started(model: str | Path, section: dict[str, Any] | None, **rest: Any) -> I
         del llm
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        State.engine = State.server = State.section = None
+        forget()
 
 
 def generate(llm: LLM, ids: Sequence[Sequence[int]], tokens: int, **own: Any) -> list[list[int]]:

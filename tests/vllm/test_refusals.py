@@ -1,0 +1,116 @@
+"""Settings that a server refuses, and that a plugin that did not load is an error."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import vllm
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from locret_kit.vllm import plugin
+from locret_kit.vllm.refusals import refuse, refuse_engine
+from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
+
+SECTION = dict(budget=64, chunk=32, stabilizers=8, local_len=16, policy="streaming")
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"budget": 0.5}, "budget=0.5: a page's rows must be known"),
+        ({"one_shot": True}, "one_shot=True does not go with vLLM"),
+        ({"kv_bits": 4}, "kv_bits=4 does not go with vLLM"),
+        ({"protect": "system"}, "protect='system': with vLLM requests protect 'first' alone"),
+        ({"policy": "full"}, "it evicts nothing"),
+        ({"policy": "ada-snapkv"}, "its heads differ"),
+        ({"policy": "pyramidkv"}, "its layers differ"),
+        ({"policy": "locret"}, "scores with retaining heads"),
+        ({"policy": "expected-attention"}, "its score remembers more"),
+        ({"policy": "sirllm"}, "scores by the model's probabilities"),
+        ({"policy": "streaming", "policies": ["merge"]}, "it has a part merge"),
+        ({"budget": 8, "stabilizers": 8}, "stabilizers=8 must be below budget=8"),
+        ({"budgets": 8}, "budgets"),
+    ],
+)
+def test_what_a_server_cannot_have_is_refused(section, said):
+    with pytest.raises(ValueError, match=said):
+        ServerSettings(VllmSettings.read(section))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config must be left out: rejected drafts"),
+        ({"enable_prefix_caching": True}, "enable_prefix_caching must be left out: a page holds"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 must be 1"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 must be 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 must be 1: on CPUs vLLM's own"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 must be 1: start several servers"),
+        ({"nnodes": 2}, "nnodes=2 must be 1: a layer split over several machines"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend=ray must be mp or uni: Ray"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode must be left out"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 must be auto or bfloat16 or float16"),
+        ({"enable_lora": True}, "enable_lora must be left out: it was not tried"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds must be left out: the length"),
+        ({"kv_connector": "NixlConnector"}, "kv_connector=NixlConnector must be Documents"),
+        ({"documents": "library"}, "documents=library needs vLLM's connector Documents"),
+        ({"runner": "pooling"}, "runner=pooling must be auto or generate"),
+        ({"architecture": "OPTForCausalLM"}, "architecture=OPTForCausalLM was not tried"),
+        ({"architecture": "Qwen3NextForCausalLM"}, "architecture=Qwen3NextForCausalLM was not tried"),  # two groups
+    ],
+)
+def test_what_does_not_go_together_is_refused(facts, said):
+    with pytest.raises(ValueError, match=said):
+        refuse(facts)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"enable_prefix_caching": True}, "enable_prefix_caching must be left out"),
+        ({"enable_lora": True}, "enable_lora must be left out"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 must be 1"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 must be 1"),
+    ],
+)
+def test_an_engine_is_refused_by_its_configuration(tmp_path, setting, said):
+    tiny.make(tmp_path, "llama")
+    with pytest.raises(ValueError, match=said):
+        refuse_engine(tiny.configuration(tmp_path, SECTION, **setting), None)
+
+
+def test_an_engine_that_is_refused_does_not_start(tmp_path):
+    tiny.make(tmp_path, "llama")
+    with pytest.raises(Exception, match="enable_prefix_caching must be left out"):
+        with tiny.started(tmp_path, SECTION, enable_prefix_caching=True):
+            pass
+
+
+def test_a_plugin_that_did_not_load_is_an_error(tmp_path):
+    """As with a VLLM_PLUGINS that leaves it out: attention would be vLLM's own."""
+    tiny.make(tmp_path / "model", "llama")
+    for backend in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+        backend.clear_override()
+    try:
+        with pytest.raises(Exception, match="locret_kit's plugin did not load, so vLLM would use full attention"):
+            with tiny.started(tmp_path / "model", SECTION):
+                pass
+    finally:
+        plugin.register()
+
+
+def test_another_release_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
+    with pytest.raises(RuntimeError, match=r"vllm==0.33.1: locret_kit's plugin takes 0.32.0 alone"):
+        plugin.check_version()
+
+
+def test_attention_of_another_kind_is_an_error(tmp_path, monkeypatch):
+    """As with a card and no ``--attention-backend CUSTOM``: the plugin is there, and the layers are not its own."""
+    tiny.make(tmp_path / "model", "llama")
+    monkeypatch.setattr(plugin, "is_bounded", lambda: False)
+    with pytest.raises(
+        Exception, match=r"attention of model\.layers\.0\.self_attn\.attn is CPUAttentionBackend, not locret_kit's"
+    ):
+        with tiny.started(tmp_path / "model", SECTION) as llm:
+            tiny.generate(llm, tiny.prompts([20]), 1)
