@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from locret_kit.backbones import demo
-from locret_kit.evals.engine.passages import shortened
+from locret_kit.evals.engine.bm25 import shortened
 from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.tasks import ExampleRequest, find_tasks
 
