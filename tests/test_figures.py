@@ -11,9 +11,12 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from transformers import AutoTokenizer
 
 from locret_kit.backbones import demo
+from locret_kit.evals.engine.bm25 import shortened
 from locret_kit.evals.engine.result_rows import Row, read_rows
+from locret_kit.evals.tasks import ExampleRequest, find_tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *(f"docs/results/{name}.md" for name in ("facts", "questions", "speed", "serving")))
@@ -80,6 +83,7 @@ def decoding() -> str:
     return "{:.2f} | {:.2f} (`streaming`), {:.2f} (`lookahead-locret`)".format(*mean.values())
 
 
+PARAPHRASE = ("paraphrase", "jargon", 1024)
 FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [
         ("take 36 MiB of", lambda: f"take {cache_mib(131072, 1024)} of"),
@@ -88,6 +92,16 @@ FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("11 of 20 where", lambda: f"{right('R.PassKey', 'jargon', 16384, 4096, 'locret')} where"),
         ("270 MB", lambda: f"{demo.HUB_MB} MB"),
         ("95 MB", lambda: f"{demo.WHEEL_MB} MB"),
+    ],
+    "docs/results/facts.md": [
+        ("16 of 20 pass keys", lambda: f"{right('R.PassKey', 'jargon', 4096, 512, 'bm25')} pass keys"),
+        ("18 of 20, `rer", lambda: f"{right('R.PassKey', 'jargon', 4096, 512, 'locret')}, `rer"),
+        ("19 of 20 and full", lambda: f"{right('R.PassKey', 'jargon', 4096, 512, 'rereading-locret')} and full"),
+        ("attention 18 of 20", lambda: f"attention {right('R.PassKey', 'jargon', 4096, 0, 'full')}"),
+        ("answers 2 of 20", lambda: f"answers {right(*PARAPHRASE, 256, 'bm25')}"),
+        ("locret` 9 of 20", lambda: f"locret` {right(*PARAPHRASE, 256, 'lookahead-locret')}"),
+        ("locret` 7 of 20", lambda: f"locret` {right(*PARAPHRASE, 256, 'rereading-locret')}"),
+        ("attention 3 of 20", lambda: f"attention {right(*PARAPHRASE, 0, 'full')}"),
     ],
     "docs/results/serving.md": [
         ("3.7 (5.0) | 4.3 (6.5) | 4.4 (10.7)", lambda: served(1)),
@@ -101,7 +115,9 @@ WITHOUT_ROWS = {
         "none of 20 is found": "scripts/research/logs/sessions.md has the twenty answers, no rows",
         "three to eight minutes": "docs/results/speed.md, runs of which no rows were kept",
     },
-    "docs/results/facts.md": {},
+    "docs/results/facts.md": {
+        "needle in 4 of 20 texts": "no model answers: test_passages_with_and_without_the_questions_words counts again",
+    },
     "docs/results/questions.md": {
         "of twenty pass keys": "scripts/research/logs/sessions.md has the twenty answers, no rows",
     },
@@ -128,3 +144,14 @@ def test_a_figure_in_a_sentence_has_its_rows(page):
         if NO_ROWS not in section:
             left = FIGURE.findall(NO_FIGURE.sub("", section))
             assert not left, f"{page}, {section.splitlines()[0]!r}: {left} have no rows"
+
+
+@pytest.mark.backbone
+def test_passages_with_and_without_the_questions_words():
+    """Texts whose needle is among the passages of `bm25`, as docs/results/facts.md has it: all, and 4 of 20."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "SmolLM2-135M-Instruct")
+    for name, length, budget, expected in (("R.PassKey", 4096, 512, 20), ("paraphrase", 1024, 256, 4)):
+        (task,) = find_tasks([name], haystacks=["jargon"])
+        examples = [task.make(ExampleRequest(tokenizer, length, number)) for number in range(20)]
+        texts = [tokenizer.decode(shortened(tokenizer, example, budget)) for example in examples]
+        assert sum(example.answer in text for example, text in zip(examples, texts, strict=True)) == expected

@@ -18,7 +18,7 @@ from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
 from ...text.template import protected_spans
 from ..metrics.benchmarks import get_metric
-from . import fidelity, oracle, passages
+from . import bm25, fidelity, oracle
 from .result_rows import Key, Row
 from .run_spec import BM25, RANDOM_HEADS, EvalPrompt, Run, Setup, Variant, is_oracle, reads_alone
 from .shared_beginning import Fork, SharedBeginning
@@ -53,7 +53,7 @@ def measure_row(
     """Fields of one example's row. ``shared``: see `shared_lengths`; ``reference``: the row of full attention."""
     if variant.policy == BM25:
         budget = run.setup.settings_for(variant, len(prompt.ids)).budget
-        ids = array("i", passages.shortened(run.setup.tokenizer, prompt.example, budget))
+        ids = array("i", bm25.shortened(run.setup.tokenizer, prompt.example, budget))
         short, full = replace(prompt, ids=ids), replace(variant, policy="full")
         alone = SharedBeginning(run.setup.model, lambda tokens: cache_for(run.setup, full, tokens), len(ids))
         return measure_row(run, full, short, 0, alone, reference) | {"tokens": len(ids), "slots": budget}

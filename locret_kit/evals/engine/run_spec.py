@@ -118,7 +118,7 @@ class Run:
 
 
 BM25 = "bm25"
-"""The policy that reads the best passages of a prompt with full attention, see `passages`."""
+"""The policy that reads the best passages of a prompt with full attention, see `bm25`."""
 
 
 def reads_alone(policy: str) -> bool:

@@ -25,7 +25,7 @@ from ...samples.haystack import TooShort
 from ...validation import made
 from ..metrics.benchmarks import get_metric
 from ..tasks.task import NEEDS_REFERENCE, ExampleRequest, Task
-from . import oracle, passages
+from . import bm25, oracle
 from .measure import Fields, NotStored, cache_for, measure_row
 from .result_rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
 from .run_spec import BM25, EvalPrompt, Run, Setup, Variant, is_oracle, reads_alone
@@ -112,7 +112,7 @@ def check(run: Run) -> None:
         if is_oracle(variant.policy):
             oracle.check(run.setup, variant, kinds)
         elif variant.policy == BM25:
-            passages.check(kinds)
+            bm25.check(kinds)
         else:
             cache_for(run.setup, variant, min(run.lengths))
     for task in run.tasks:

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from tiny_text import tiny_tokenizer
 
-from locret_kit.evals.engine import passages
+from locret_kit.evals.engine import bm25
 from locret_kit.evals.tasks import ExampleRequest, find_tasks
 from locret_kit.samples.needles import TASKS
 from locret_kit.text.spans import encode
@@ -40,8 +40,8 @@ def by_definition(texts: list[str], question: str) -> list[int]:
     "question", ["When does the ferry leave?", "ferry bridge bridge", "Is the bridge closed?", "zebra?", "the of", ""]
 )
 def test_texts_are_ranked_by_the_definition(question):
-    assert passages.ranking(TEXTS, question) == by_definition(TEXTS, question)
-    assert passages.ranking(["", "the"], question) == [0, 1]
+    assert bm25.ranking(TEXTS, question) == by_definition(TEXTS, question)
+    assert bm25.ranking(["", "the"], question) == [0, 1]
 
 
 @pytest.mark.parametrize("task", ["passkey", "questions", "ruler.niah_multikey", "kv", "perplexity"])
@@ -52,7 +52,7 @@ def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
     example = made.make(ExampleRequest(tokenizer, 1024, 1, chat=chat))
     ids, offsets = encode(tokenizer, example.prompt, special=example.special)
     for budget in (250, 400, 2000):
-        short = passages.shortened(tokenizer, example, budget)
+        short = bm25.shortened(tokenizer, example, budget)
         assert len(short) <= budget and (budget < 2000 or short == ids)
         at, last = 0, ids[-min(64, budget // 4) :]
         if example.text is not None:
@@ -62,10 +62,10 @@ def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
         assert short[-len(last) :] == last
         for token in short:  # a subsequence
             at = ids.index(token, at) + 1
-        assert budget == 2000 or len(short) > budget - passages.PASSAGE or len(short) > budget // 2
+        assert budget == 2000 or len(short) > budget - bm25.PASSAGE or len(short) > budget // 2
     if example.text is not None:
         with pytest.raises(ValueError, match="budget=3 must be at least"):
-            passages.shortened(tokenizer, example, 3)
+            bm25.shortened(tokenizer, example, 3)
 
 
 def test_a_paraphrase_asks_in_other_words():
@@ -80,4 +80,4 @@ def test_a_paraphrase_asks_in_other_words():
 def test_a_missing_library_is_said_before_anything_is_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(ImportError, match=r"needs bm25s: in the clone, pip install '.\[eval\]'"):
-        passages.check(["answer"])
+        bm25.check(["answer"])
