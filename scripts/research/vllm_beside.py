@@ -48,31 +48,27 @@ def engine(kind: str, **rest: Any) -> Any:
     )  # fmt: skip
 
 
-def decode(kind: str, texts: int, tokens: int) -> dict[str, Any]:
-    """CPU and wall seconds of decoding ``tokens`` tokens of each of ``texts`` prompts of 200 tokens: of a run with them, less
-    those of a run with the first alone."""
+def decode(kind: str, texts: int, tokens: int, blocks: int = 3) -> Iterator[dict[str, Any]]:
+    """CPU and wall seconds of ``tokens`` steps, each of which decodes one token of ``texts`` prompts of 200 tokens; so several
+    times, one after another."""
     import torch
     from vllm import SamplingParams
 
     llm = engine(kind, kv_cache_memory_bytes=(1 << 20) * 48 * (texts + 1), max_model_len=2048, max_num_seqs=texts)
     draw = torch.Generator().manual_seed(0)
-    ids = [{"prompt_token_ids": torch.randint(20, 49000, (200,), generator=draw).tolist()} for _ in range(texts)]
-
-    def run(n: int) -> tuple[float, float]:
-        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True, detokenize=False)
+    for i in range(texts):
+        ids = torch.randint(20, 49000, (200,), generator=draw).tolist()
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+    while len(llm.llm_engine.step()) < texts:  # until all prompts are read
+        pass
+    llm.llm_engine.step()
+    for _ in range(blocks):
         began = time.process_time(), time.perf_counter()
-        llm.generate(ids, params, use_tqdm=False)
-        return time.process_time() - began[0], time.perf_counter() - began[1]
-
-    run(2)
-    read, whole = run(1), run(1 + tokens)
-    return {
-        "texts": texts,
-        "tokens": tokens,
-        "cpu_s": whole[0] - read[0],
-        "wall_s": whole[1] - read[1],
-        "read_cpu_s": read[0],
-    }
+        for _ in range(tokens):
+            assert len(llm.llm_engine.step()) == texts
+        cpu, wall = time.process_time() - began[0], time.perf_counter() - began[1]
+        yield {"texts": texts, "tokens": tokens, "cpu_s": round(cpu, 2), "wall_s": round(wall, 2)}
 
 
 def fit(kind: str) -> dict[str, Any]:
@@ -177,8 +173,9 @@ def main() -> None:
     parser.add_argument("--locret-serve", default="locret-serve")
     args = parser.parse_args()
     if args.kind is not None:
-        row = decode(args.kind, args.texts, args.tokens) if args.what == "decode" else fit(args.kind)
-        print(json.dumps({"what": args.what, "kind": args.kind, **row, "load": os.getloadavg()[0]}), flush=True)
+        rows = decode(args.kind, args.texts, args.tokens) if args.what == "decode" else [fit(args.kind)]
+        for row in rows:
+            print(json.dumps({"what": args.what, "kind": args.kind, **row, "load": os.getloadavg()[0]}), flush=True)
         return
     for _ in range(args.rounds):
         if args.what == "serve":
@@ -201,7 +198,7 @@ def main() -> None:
             ]
             done = subprocess.run(words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
             rows = re.findall(r"^\{.*\}$", done.stdout, re.M)
-            print(rows[-1] if rows else f"{kind}: {done.stderr[-400:]}", flush=True)
+            print("\n".join(rows) or f"{kind}: {done.stderr[-400:]}", flush=True)
 
 
 if __name__ == "__main__":
