@@ -87,6 +87,8 @@ if not ASKED_FOR_STATES:
     hybrids = [RIGHT.pop(kind) for kind in [*RIGHT] if kind.startswith("hybrid")] + ["bamba"]
     REFUSED |= dict.fromkeys(hybrids, "layers that hold a state need transformers 5.21")
     del PARTLY["bamba"]
+    # Their `generate` in chunks hands the first one the last one's positions.
+    PARTLY[RIGHT.pop("multimodal, three axes of positions")] = ("position_ids=128 to 159 must be 0 to 31", "generate")
 
 
 @pytest.mark.parametrize("name", RIGHT.values(), ids=RIGHT)

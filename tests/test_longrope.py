@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
-from tiny_models import tiny_model
+from served import ask_together
+from test_documents import text_of
+from tiny_heads import tiny_heads
+from tiny_models import LONGROPE, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit import BoundedCache, attach
+from locret_kit import BoundedCache, Document, attach
 from locret_kit.documents.conversation import Chat
-from locret_kit.runtime.session import prefill
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import Answer, prefill
+from locret_kit.serving.engine import Engine
 from locret_kit.settings import RunSettings
 
 BORDER = 64
@@ -62,3 +69,53 @@ def test_a_conversation_over_the_border_is_read_anew():
             assert torch.equal(fresh.context.ropes[0].inv_freq, frequencies)
             assert int(logits.argmax()) == ids[len(asked)]
     assert len(said[0][0]) <= BORDER < len(said[1][0]) and not torch.equal(said[0][1], said[1][1])
+
+
+LATE = 256
+"""Trained length of a Phi-3 that reads documents: of a short text nothing is read before a question."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "positions"), [("full", "original"), ("locret", "original"), ("ada-snapkv(6,3)", "compact")]
+)
+def test_sessions_and_questions_over_the_border_equal_fresh_runs(policy, positions):
+    """Two conversations, then two questions about a document, each pair in one batch of a server, and one of each crosses the
+    border; then the conversation about the document crosses it too."""
+    rope = LONGROPE["rope_parameters"] | {"original_max_position_embeddings": LATE}
+    model = tiny_model("phi3-longrope", vocab_size=400, rope_parameters=rope, original_max_position_embeddings=LATE)
+    model, tokenizer, heads = model.double(), tiny_tokenizer(), tiny_heads(model, 32)
+    needed = heads if parse_policy(policy).needs_heads else None
+    # A conversation evicts nothing before the border: a later turn would not be a fresh run. Compact positions reach the border
+    # with that many slots.
+    own, documents = (
+        RunSettings(budget=budget, positions=positions, chunk=32, local_len=5, stabilizers=2)
+        for budget in (250, 96 if positions == "original" else 250)
+    )
+    document = Document.read(model, tokenizer, text_of(60), documents, policy, needed)
+    engine = Engine(model, tokenizer, own, parse_policy(policy), heads, sessions=8, queue=6, piece=64)
+
+    def fresh(ids, settings):
+        cache = BoundedCache(settings, policy, needed, prompt_length=len(ids))
+        answer = Answer(model, tokenizer, ids, cache, max_new_tokens=4)
+        str(answer)
+        return answer.tokens
+
+    def answered(prompts, settings=own, **given):
+        requests = ask_together(engine, *prompts, **given)
+        for one in requests:
+            assert one.sequence.tokens == fresh(one.ids, settings)
+        return requests
+
+    def continued(request, length):
+        return request.ids + array("i", request.sequence.tokens + ids_of(length))
+
+    try:
+        said = answered([array("i", ids_of(length)) for length in (200, 230)])
+        turns = answered([continued(one, more) for one, more in zip(said, (20, 40), strict=True)])
+        about = {"document": document, "document_id": "d"}
+        questions = answered([document.prompt(words) for words in ("a", "b " * 90)], documents, **about)
+        [later] = answered([continued(questions[0], 90)], documents, **about)
+    finally:
+        engine.stop()
+    read = [(len(one.ids) > LATE, one.cached_tokens > 0) for one in (*turns, *questions, later)]
+    assert read == [(False, True), (True, False)] * 2 + [(True, False)]

@@ -27,6 +27,10 @@ def check_lengths(old: Schedule, new: Schedule, seen: int) -> None:
 
 def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: int) -> None:
     """Raise CannotFork where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
+    if not same_rotation(old.ropes or [], new.ropes or []):
+        raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
+    if new.policy.keeps_everything:
+        return
     # Integers alone: the evictions of both runs so far, simulated once for layers of equal budgets.
     earlier, later = cache(partial(old.schedule.evictions, seen)), cache(partial(new.schedule.evictions, seen))
     for i, (mine, theirs, window) in enumerate(zip(old.budgets, new.budgets, windows, strict=True)):
@@ -38,8 +42,6 @@ def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: 
             )
         if mine != theirs:
             raise CannotFork(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
-    if not same_rotation(old.ropes or [], new.ropes or []):
-        raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
 
 
 def check_queries(old: Sequence[int], new: Sequence[int], seen: int) -> None:

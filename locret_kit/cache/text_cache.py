@@ -179,8 +179,7 @@ class TextCache(LayeredCache):
             return new
         check_lengths(s, new.schedule, seen)
         new.bind(self._context.model)
-        if not self.policy.keeps_everything:
-            check_past(self._context, new.context, self._context.spec.windows, seen)
+        check_past(self._context, new.context, self._context.spec.windows, seen)
         check_queries([rows.recent for rows in self.bounded], [rows.recent for rows in new.bounded], seen)
         new._take_over(self)
         return new
