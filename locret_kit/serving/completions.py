@@ -129,7 +129,8 @@ def form_of_answer(
     if isinstance(body, ChatBody) and body.offered:
         if body.must_call:
             schema, before, after = schema_of_calls(body.offered, body.called, form)
-        calls = partial(CallReader, form, [tool.function.name for tool in body.tools])
+        names = [tool.function.name for tool in body.tools]
+        calls = partial(CallReader, form, names, parallel=body.parallel_tool_calls)
     constrain = None if schema is None else constraint(engine.tokenizer, engine.stop_ids, schema, before, after)
     return constrain, calls
 
