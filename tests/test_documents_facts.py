@@ -51,6 +51,18 @@ def pdfs() -> Iterator[Case]:
     yield "rows.pdf", drawn("".join(both)), [LEASE, METER], []
     turned = [at(100 + 12 * i, 50, a, "0 1 -1 0") + at(100 + 12 * i, 320, b, "0 1 -1 0") for i, (a, b) in pairs]
     yield "rows-turned.pdf", drawn("".join(turned)), [LEASE, METER], []
+    even = f"/Encoding /WinAnsiEncoding /FirstChar 32 /LastChar 126 /Widths [{'600 ' * 95}]"
+    for turn in ("1 0 0 1", "0 1 -1 0"):  # a row by one operator, its gutter of blanks or of none
+        places = [(50, 760 - 12 * i) if turn[0] == "1" else (100 + 12 * i, 50) for i, _ in pairs]
+        blanks = [at(*place, f"{a:<46}{b}", turn) for place, (_, (a, b)) in zip(places, pairs, strict=True)]
+        none = [
+            at(*place, f"{a}) {600 * (len(a) - 46)} ({b}", turn).replace("(", "[(", 1).replace(") Tj", ")] TJ")
+            for place, (_, (a, b)) in zip(places, pairs, strict=True)
+        ]
+        for name, drawn_rows in (("blanks", blanks), ("none", none)):
+            yield f"{name}{turn[0]}.pdf", drawn("".join(drawn_rows), font=even), [LEASE, METER], []
+    table = "".join(at(50, 760 - 12 * i, f"{f'Item {i}':<20}{i}00 euros") for i in range(8))
+    yield "table-rows.pdf", drawn(table, font=even), ["Item 3 300 euros", "Item 7 700 euros"], []
     columns = "".join(lines) + "".join(at(320, 760 - 12 * i, line) for i, line in enumerate(RIGHT))
     yield "columns.pdf", drawn(columns), [LEASE, METER], []
     table = "".join(at(50, 760 - 12 * i, f"Item {i}") + at(200, 760 - 12 * i, f"{i}00 euros") for i in range(8))

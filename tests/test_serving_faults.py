@@ -29,7 +29,7 @@ from test_serving import KEYS, SETTINGS, bearer, expected, user
 
 from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.serving import uploads
+from locret_kit.serving import document_routes, uploads
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
@@ -472,15 +472,33 @@ def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name
     works(url)
 
 
-def test_a_full_disk_while_a_saved_cache_is_uploaded(url, engine, server, monkeypatch, tmp_path):
-    def full(*given):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+@pytest.mark.parametrize(("name", "size"), [("a.locret", 5000), ("a.locret", 90_000), ("a.txt", 90_000)])
+def test_a_full_disk_while_a_file_is_uploaded(url, server, monkeypatch, tmp_path, name, size):
+    """Of a saved cache, and of a form that is too large for memory. What a killed server leaves is nothing."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("locret_kit.serving.document_routes.shutil.copyfileobj", full)
-    answer = httpx.post(f"{url}/v1/documents", files={"file": ("a.locret", b"x" * 5000)}, headers=bearer(), timeout=60)
-    assert answer.status_code == 507 and "No space left on device" in answer.json()["error"]["message"]
-    assert not [*tmp_path.iterdir()] and not server.documents
+    monkeypatch.setattr("starlette.formparsers.MultiPartParser.spool_max_size", 10_000)
+    upload = {"files": {"file": (name, b"word " * (size // 5))}, "headers": bearer(), "timeout": 60}
+
+    seen = []
+    begin = document_routes.read_document
+    monkeypatch.setattr(
+        document_routes, "read_document", lambda *given: seen.extend(tmp_path.rglob("*")) or begin(*given)
+    )
+    assert httpx.post(f"{url}/v1/documents", **upload).status_code == 202 and not seen
+    for held in httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"]:
+        httpx.delete(f"{url}/v1/documents/{held['id']}", headers=bearer())
+    while server.places:
+        time.sleep(0.02)
+
+    class Full(BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, f"No space left on {tmp_path}")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda *given, **named: Full())
+    answer = httpx.post(f"{url}/v1/documents", **upload)
+    said = answer.json()["error"]["message"]
+    assert (answer.status_code, said) == (507, "the upload cannot be put on disk: No space left on device")
+    assert not [*tmp_path.iterdir()] and not server.places
     monkeypatch.undo()
     works(url)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 
+import httpx
 import openai
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from real_templates import real_tokenizer
@@ -15,6 +18,7 @@ from served import KEYS, LIMITS, running_engine, serving
 from test_documents import parts
 from test_serving import user
 
+from locret_kit.serving import completions
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.tools import Call, CallReader, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
@@ -68,6 +72,54 @@ def test_calls_are_read_in_whatever_pieces_they_come(form, cuts):
 
 
 @given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_one_call_alone_where_calls_are_not_parallel(cuts):
+    now = '{"name": "now"}'
+    for form, text, before in [
+        ("tags", f"I look.<tool_call>{now}</tool_call> <tool_call>{now}</tool_call> more", "I look."),
+        ("tags", f"<tool_call>no</tool_call><tool_call>{now}</tool_call>", "<tool_call>no</tool_call>"),
+        ("tags", f"<tool_call>[{now}, {now}]</tool_call>", ""), ("list", f"[TOOL_CALLS] [{now}, {now}]", ""),
+        ("object", f"[{now}, {now}]", ""),
+    ]:  # fmt: skip
+        said, calls = read(CallReader(form, ["now"], parallel=False), text, cuts)
+        assert said == before and [call.name for call in calls] == ["now"]
+
+
+class Dictated:
+    """A constraint that lets an answer be these tokens alone."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = list(ids)
+
+    def allowed(self, vocabulary: int) -> torch.Tensor:
+        return torch.arange(vocabulary) == self.ids[0]
+
+    def take(self, token: int) -> None:
+        self.ids.pop(0)
+
+
+def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):
+    call, form_of_answer = '<tool_call>{"name": "now"}</tool_call>', completions.form_of_answer
+    first, ids = (parts("llama")[1](text, add_special_tokens=False).input_ids for text in (call, f"{call} {call} a"))
+
+    def dictated(engine, body):
+        return partial(Dictated, ids), form_of_answer(engine, body)[1]
+
+    monkeypatch.setattr(completions, "form_of_answer", dictated)
+    asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": len(ids)}
+    for fields, calls, tokens in (({}, 2, len(ids)), ({"parallel_tool_calls": False}, 1, len(first))):
+        answer = client.chat.completions.create(**asked, **fields)
+        (made,) = answer.choices
+        assert len(made.message.tool_calls) == calls and answer.usage.completion_tokens == tokens
+        assert made.finish_reason == "tool_calls" and (made.message.content or "").strip() == "a" * (calls - 1)
+        events = [one.choices[0] for one in client.chat.completions.create(**asked, **fields, stream=True)]
+        assert sum(len(event.delta.tool_calls or []) for event in events) == calls
+    body = asked | {"tools": [{"name": "now", "input_schema": {"type": "object"}}]}
+    body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": KEYS[0]}, timeout=60).json()
+    assert [block["type"] for block in answer["content"]] == ["tool_use"] and answer["stop_reason"] == "tool_use"
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_what_is_no_call_is_text(cuts):
     for form, text in [
         ("tags", "a < b <tool"), ("tags", "x <tool_call>{}</tool_call> y"), ("tags", '<tool_call>{"name": "other"}</tool_call>'),
@@ -110,6 +162,11 @@ def test_the_models_own_template_has_them():
         assert call in text and "<tool_response>\n7 m\n</tool_response>" in text
     finally:
         tokenizer.chat_template = tokenizer.chat_template.removesuffix("{# tools #}")
+
+
+def test_a_conversation_has_a_bound():
+    with pytest.raises(ValueError, match="at most 16384 items"):
+        ChatBody.model_validate({"messages": user("a") * 16385})
 
 
 def test_another_template_is_told_in_words():

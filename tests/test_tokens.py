@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
-from locret_kit.runtime.tokens import CONTEXT, IdStream, stream_ids, token_bytes
+from locret_kit.runtime.tokens import CONTEXT, IdStream, TooManyTokens, stream_ids, token_bytes
 
 BACKBONE = Path(__file__).resolve().parents[1] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
@@ -117,6 +117,21 @@ def test_more_waits_where_nothing_cuts_words_apart():
     stream.feed(PROSE * 6)
     stream.settle()
     assert len(stream.text) - stream.done >= CONTEXT
+
+
+def test_a_text_with_too_many_tokens_is_not_read_to_its_end():
+    tokenizer, text = tiny_tokenizer(), PROSE * 12
+    want = tokenizer(text, verbose=False).input_ids
+    for block in (600, 1 << 16):
+        assert IdStream(tokenizer, block=block, max_tokens=len(want)).finish(text).tolist() == want
+        with pytest.raises(TooManyTokens, match=f"more than {len(want) - 1} tokens"):
+            IdStream(tokenizer, block=block, max_tokens=len(want) - 1).finish(text)
+    stream, begun = IdStream(tokenizer, block=600, max_tokens=100), []
+    with pytest.raises(TooManyTokens):
+        for piece in pieces(text * 100, [500]):
+            begun.append(piece)
+            stream.feed(piece)
+    assert len(begun) < 20
 
 
 def test_special_tokens_come_once():

@@ -28,17 +28,20 @@ class DocumentText:
         self.stream, self.chat, self.before, self.unknown = stream, chat, before, unknown
 
     @classmethod
-    def begin(cls, tokenizer: PreTrainedTokenizerBase, chat: bool) -> DocumentText:
+    def begin(cls, tokenizer: PreTrainedTokenizerBase, chat: bool, max_tokens: int | None = None) -> DocumentText:
         """A text without a word. Raises ValueError for a slow tokenizer."""
         before = render_prompt(tokenizer, "", "", chat=chat)[0]
         stream = open_stream(tokenizer, chat)
+        stream.max_tokens = max_tokens
         stream.feed(before)
         return cls(stream, chat=chat, before=before)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str | Path | Iterable[str], chat: bool) -> DocumentText:
-        """A text, as it is. Raises ValueError where it holds none; OSError."""
-        whole = cls.begin(tokenizer, chat)
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, text: str | Path | Iterable[str], chat: bool, max_tokens: int | None = None
+    ) -> DocumentText:  # fmt: skip
+        """A text, as it is. Raises ValueError where it holds none or has more than ``max_tokens``; OSError."""
+        whole = cls.begin(tokenizer, chat, max_tokens)
         if not whole.feed(text):
             raise ValueError("the document holds no text")
         return whole

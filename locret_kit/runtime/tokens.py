@@ -49,6 +49,13 @@ def stream_ids(
     return stream.finish()
 
 
+class TooManyTokens(ValueError):
+    """A text has more tokens than are taken."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(f"more than {max_tokens} tokens, the most that a prompt may have")
+
+
 class IdStream:
     """Token ids of a text whose end is open.
 
@@ -57,19 +64,22 @@ class IdStream:
 
     Args:
         tokenizer: a fast one. special: add the tokenizer's own special tokens (a BOS) as one call would.
+        max_tokens: a text that has more is not encoded to its end.
 
     Attributes:
         ids: tokens that no later text can change.
         text: text that is open, after ``done`` characters of context.
 
     Raises:
-        ValueError: a slow tokenizer, which has no offsets.
+        ValueError: a slow tokenizer, which has no offsets. TooManyTokens: by ``feed`` and ``finish``.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False, block: int = BLOCK) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False, block: int = BLOCK, max_tokens: int | None = None
+    ) -> None:  # fmt: skip
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer={type(tokenizer).__name__} must be a fast tokenizer: offsets are needed")
-        self.tokenizer, self.special, self.block = tokenizer, special, block
+        self.tokenizer, self.special, self.block, self.max_tokens = tokenizer, special, block, max_tokens
         prefix, self._suffix = special_ids(tokenizer) if special else ([], [])
         self.ids = array("i", prefix)
         self.text, self.done = "", 0
@@ -88,6 +98,11 @@ class IdStream:
         self.text += piece
         while len(self.text) - self.done > self.block:
             self.text, self.done = _take(self.tokenizer, self.text, self.done, self.done + self.block, self.ids)
+            self._check(self.ids)
+
+    def _check(self, ids: array) -> None:
+        if self.max_tokens is not None and len(ids) > self.max_tokens:
+            raise TooManyTokens(self.max_tokens)
 
     def settle(self) -> None:
         """Take every token that no later text can change: all but those of the last words."""
@@ -114,8 +129,10 @@ class IdStream:
         text, done = self.text + after, self.done
         while len(text) - done > self.block:
             text, done = _take(self.tokenizer, text, done, done + self.block, ids)
+            self._check(ids)
         _take(self.tokenizer, text, done, len(text), ids)
         ids.extend(self._suffix)
+        self._check(ids)
         return ids
 
 

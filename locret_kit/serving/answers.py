@@ -15,7 +15,7 @@ from ..runtime.tokens import token_bytes
 from .engine import Engine
 from .errors import Failed
 from .request import ServerRequest, Stopping
-from .tools import Call, CallReader
+from .tools import CLOSE, Call, CallReader
 
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
@@ -50,17 +50,21 @@ class AnswerStream:
         self.stop_text: str | None = None
         self._starts: list[int] = []  # of tokens, in characters of the text; where they are wanted
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        self._window = 8 + 4 * max((len(stop) for stop in self.stops), default=0)  # a character has 4 tokens at most
-        request.on_change, request.stop_at = self._tell, self._stopped if stops else None
+        one = calls is not None and not calls.parallel
+        ends = [*stops, CLOSE] if one else stops
+        self._window = 8 + 4 * max((len(end) for end in ends), default=0)  # a character has 4 tokens at most
+        request.on_change, request.stop_at = self._tell, self._stopped if ends else None
 
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""
         self._loop.call_soon_threadsafe(self._news.set)
 
     def _stopped(self, tokens: Sequence[int]) -> int | None:
-        """Number of tokens before a stop text, where the newest of them show one; asked by the engine's thread, so that
-        nothing is written after it."""
+        """Number of tokens before a stop text, or with the one call that there may be, where the newest of them show its end;
+        asked by the engine's thread, so that nothing is written after it."""
         newest = self._decode(tokens[-self._window :])
+        if self.calls is not None and CLOSE in newest and self.calls.ends_in(self._decode(tokens)):
+            return len(tokens)
         if not any(stop in newest for stop in self.stops):
             return None
         end = self._end(self._decode(tokens))

@@ -67,6 +67,7 @@ def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(choice := body.get("tool_choice"), dict):
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})
+        fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
     if isinstance(config := body.get("output_config"), dict) and (form := config.get("format")) is not None:
         schema = form.get("schema") if isinstance(form, dict) else None
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}

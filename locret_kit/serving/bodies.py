@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..runtime.session import Sampling
-from ..runtime.tokens import IdStream
+from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages
 from .messages import Message, ResponseFormat, Tool, call_of, check_text, without_nulls
 from .tools import knows_tools, rewritten
@@ -20,6 +20,8 @@ REFUSED = ("functions", "function_call", "audio", "modalities")
 """Fields that change the answer and that this server does not have."""
 STOPS = 64
 """Stop texts of a request, at most: the engine's thread looks for each after every token, while all others wait."""
+MESSAGES = 1 << 14
+"""Messages of a conversation, at most: each takes its time, however short it is."""
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What a request that says nothing means, as OpenAI has it, where neither server nor model says otherwise."""
 
@@ -116,13 +118,14 @@ class CompletionBody(BaseModel):
 class ChatBody(CompletionBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    """Whether an answer may call more than one tool; otherwise it ends with its first call."""
     continue_final_message: bool = True
     """Whether an answer at the end is gone on with; otherwise it is answered."""
 
@@ -185,18 +188,22 @@ class ChatBody(CompletionBody):
             return messages, tools
         return rewritten(messages, tools), []
 
-    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> list[array[int]]:
+    def ids(
+        self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None
+    ) -> list[array[int]]:
         """Token ids of the prompt. About a document, system messages stand with the first question, after the document.
 
         Raises:
-            ValueError: the chat template refuses the conversation.
+            ValueError: the chat template refuses the conversation. TooManyTokens: there are more than ``max_tokens``.
         """
         messages, tools = self.conversation(tokenizer)
         if document is not None:
             messages = asked(messages)
             _, after = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
-            return [document.text.ids_before(after)]
-        stream = IdStream(tokenizer, special=not has_template(tokenizer))
+            text = document.text.copy()
+            text.stream.max_tokens = max_tokens
+            return [text.ids_before(after)]
+        stream = IdStream(tokenizer, special=not has_template(tokenizer), max_tokens=max_tokens)
         return [stream.finish(render_messages(tokenizer, messages, tools=tools, continued=self.continued)[1])]
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
@@ -244,11 +251,13 @@ class TextBody(CompletionBody):
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
-    def ids(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> list[array[int]]:
+    def ids(
+        self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None
+    ) -> list[array[int]]:
         """Token ids of each prompt.
 
         Raises:
-            ValueError: a suffix, a document, or ids that are no tokens.
+            ValueError: a suffix, a document, or ids that are no tokens. TooManyTokens: one has more than ``max_tokens``.
         """
         if self.suffix:
             raise ValueError("suffix is not supported")
@@ -258,12 +267,14 @@ class TextBody(CompletionBody):
             prompts: list[str | list[int]] = [self.prompt]
         else:
             prompts = [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
-        return [self._ids(tokenizer, prompt) for prompt in prompts]
+        return [self._ids(tokenizer, prompt, max_tokens) for prompt in prompts]
 
-    def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> array[int]:
+    def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], max_tokens: int | None) -> array[int]:
         if isinstance(prompt, str):
             check_text("prompt", prompt)
-            return IdStream(tokenizer, special=True).finish(prompt)
+            return IdStream(tokenizer, special=True, max_tokens=max_tokens).finish(prompt)
+        if max_tokens is not None and len(prompt) > max_tokens:
+            raise TooManyTokens(max_tokens)
         if max(prompt) >= len(tokenizer):
             raise ValueError(f"prompt holds {max(prompt)}, which is no token from 0 to {len(tokenizer) - 1}")
         return array("i", prompt)

@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..runtime.sampling import Constraint
+from ..runtime.tokens import TooManyTokens
 from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
 from .constraint import constraint
@@ -89,14 +90,13 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     settings = engine.session_settings(body.budget)
     constrain, calls = await asyncio.to_thread(form_of_answer, engine, body)
     sampling = replace(sampling, constrain=constrain)
-    prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document)
-    for ids in prompts:
-        where = "messages" if isinstance(body, ChatBody) else "prompt"
-        if not len(ids):
-            raise Refused(400, "the prompt holds no tokens", where)
-        if len(ids) > server.limits.prompt_tokens:
-            said = f"the prompt has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken"
-            raise Refused(400, said, where, TOO_LONG)
+    where = "messages" if isinstance(body, ChatBody) else "prompt"
+    try:
+        prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document, server.limits.prompt_tokens)
+    except TooManyTokens as error:
+        raise Refused(400, f"the prompt has {error}", where, TOO_LONG) from None
+    if not all(map(len, prompts)):
+        raise Refused(400, "the prompt holds no tokens", where)
     shared_tokens = 0
     if document is None and engine.beginnings:
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
@@ -129,7 +129,8 @@ def form_of_answer(
     if isinstance(body, ChatBody) and body.offered:
         if body.must_call:
             schema, before, after = schema_of_calls(body.offered, body.called, form)
-        calls = partial(CallReader, form, [tool.function.name for tool in body.tools])
+        names = [tool.function.name for tool in body.tools]
+        calls = partial(CallReader, form, names, parallel=body.parallel_tool_calls)
     constrain = None if schema is None else constraint(engine.tokenizer, engine.stop_ids, schema, before, after)
     return constrain, calls
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-import shutil
 import time
 from array import array
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, BinaryIO
 
 from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
@@ -18,12 +17,14 @@ from transformers import PreTrainedModel
 
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
-from ..naming import first_line
+from ..documents.document_text import DocumentText
+from ..naming import blaming, first_line
 from ..planning.reading import too_few
+from ..runtime.tokens import TooManyTokens
 from ..settings import INT32_MAX
 from ..text.convert import Unwanted
 from .engine import Engine
-from .errors import Refused
+from .errors import Refused, no_room
 from .page import kept_page
 from .state import Server, UploadedDocument
 
@@ -42,11 +43,10 @@ def add_documents(app: FastAPI, server: Server) -> None:
         owner, engine = server.owner(request), server.ready()
         saved = (file.filename or "").lower().endswith(SAVED)
         try:
-            data: bytes | Path = await asyncio.to_thread(save_upload, file.file) if saved else await file.read()
+            data: bytes | BinaryIO = await asyncio.to_thread(on_disk, file) if saved else await file.read()
         except OSError as error:
-            raise Refused(507, f"the upload cannot be put on disk: {error.strerror}") from None
+            raise no_room(error) from None
         if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
-            discard(data)
             said = f"{server.places} documents are held already: delete one first"
             raise Refused(429, said, headers={"retry-after": "60"})
         upload = UploadedDocument(
@@ -92,25 +92,20 @@ def add_documents(app: FastAPI, server: Server) -> None:
         return {"id": upload.id, "object": "document", "deleted": True}
 
 
-def save_upload(file: BinaryIO) -> Path:
-    """A temporary copy of an upload, for its owner alone. Raises OSError where the disk has no room."""
-    with NamedTemporaryFile(prefix="locret-", suffix=SAVED[0], delete=False) as copy:
-        path = Path(copy.name)
-        try:
-            shutil.copyfileobj(file, copy)
-        except OSError:
-            path.unlink()
-            raise
-    return path
+def on_disk(upload: UploadFile) -> BinaryIO:
+    """An upload as a file of its own that has no name, so that it is gone when nobody has it open, whatever ends the process.
+
+    Raises:
+        OSError: the disk has no room.
+    """
+    number = upload.file.fileno()  # a small one goes to disk now
+    upload.file.flush()
+    file = os.fdopen(os.dup(number), "rb")
+    file.seek(0)
+    return file
 
 
-def discard(data: bytes | Path) -> None:
-    """Remove a temporary copy."""
-    if isinstance(data, Path):
-        data.unlink(missing_ok=True)
-
-
-async def read_document(server: Server, engine: Engine, upload: UploadedDocument, data: bytes | Path) -> None:
+async def read_document(server: Server, engine: Engine, upload: UploadedDocument, data: bytes | BinaryIO) -> None:
     """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
     deleted meanwhile ends here."""
 
@@ -120,8 +115,6 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
         upload.read, upload.total = done, total
 
     def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        if len(ids) > server.limits.prompt_tokens:
-            raise ValueError(f"it has {len(ids)} tokens, at most {server.limits.prompt_tokens} are taken")
         if cache.policy.recall is None and not cache.policy.keeps_everything and isinstance(cache.settings.budget, int):
             few = too_few(cache.settings.budget, len(ids))
             upload.lost += [few] if few else []
@@ -129,16 +122,18 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
 
     def read(text: str) -> Document:
         heads = engine.heads if engine.policy.needs_heads else None
+        with blaming(upload.title, TooManyTokens):
+            whole = DocumentText.of(engine.tokenizer, text, True, server.limits.prompt_tokens)
         return Document.read(
-            engine.model, engine.tokenizer, text, engine.settings, engine.policy, heads, title=upload.title,
+            engine.model, engine.tokenizer, whole, engine.settings, engine.policy, heads, title=upload.title,
             progress=progress, reader=reader, ahead=True,
         )  # fmt: skip
 
-    loop = asyncio.get_running_loop()
+    loop, name = asyncio.get_running_loop(), "" if isinstance(data, bytes) else f"/dev/fd/{data.fileno()}"
     try:
-        if isinstance(data, Path):
+        if not isinstance(data, bytes):
             async with server.conversions.short.turn(upload.owner):
-                upload.document = await loop.run_in_executor(server.readers, engine.load_document, data)
+                upload.document = await loop.run_in_executor(server.readers, engine.load_document, Path(name))
         else:
             text = await server.conversions.text(
                 server.readers, data, upload.title, upload.owner, lambda: upload.deleted, upload.lost.append
@@ -148,15 +143,14 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
         upload.error = f"{upload.title}: the server lacks a library that this format needs, which its log names"
         LOG.warning("document %s failed: %s", upload.id, first_line(error).encode("unicode_escape").decode())
     except Exception as error:
-        upload.error = (
-            first_line(error).replace(str(data), upload.title) if isinstance(data, Path) else first_line(error)
-        )
+        upload.error = first_line(error).replace(name, upload.title) if name else first_line(error)
         LOG.info("document %s failed: %s", upload.id, type(error).__name__)
     else:
         if not upload.deleted:
             engine.save_document(upload.id, upload.owner, upload.document)
     finally:
-        discard(data)
+        if not isinstance(data, bytes):
+            data.close()
     if upload.deleted:
         server.documents.pop(upload.id, None)
         engine.forget(upload.id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 
 from fastapi import FastAPI, HTTPException, Request
@@ -37,6 +39,11 @@ class Refused(HTTPException):
     ) -> None:  # fmt: skip
         super().__init__(status, message, headers)
         self.param, self.code = param, code
+
+
+def no_room(error: OSError) -> Refused:
+    """The refusal of an upload that the disk does not take. The error's own words may name folders of this machine."""
+    return Refused(507, f"the upload cannot be put on disk: {os.strerror(error.errno or errno.EIO)}")
 
 
 class Failed(Exception):
@@ -84,6 +91,10 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
+        if isinstance(
+            error.__cause__, OSError
+        ):  # FastAPI puts a form on disk, and takes all that stops it for a wrong one
+            error = no_room(error.__cause__)
         param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)
         path, said = request.url.path, str(error.detail)
         return problem(error.status_code, said, param, code, headers=error.headers, path=path)

@@ -104,26 +104,42 @@ class CallReader:
     """Reads an answer piece by piece: text to show, and calls of tools, each when it is whole.
 
     Args:
-        names: of the tools; what calls another is text.
+        names: of the tools; what calls another is text. parallel: whether an answer may have more than one call; otherwise
+            it ends with the first.
     """
 
-    def __init__(self, form: Form, names: Sequence[str]) -> None:
-        self.form, self.names = form, frozenset(names)
+    def __init__(self, form: Form, names: Sequence[str], *, parallel: bool = True) -> None:
+        self.form, self.names, self.parallel = form, frozenset(names), parallel
         self.calls: list[Call] = []
         self._held = ""
         self._began = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether the answer has all the calls that it may have."""
+        return bool(self.calls) and not self.parallel
+
+    def ends_in(self, text: str) -> bool:
+        """Whether an answer of this text ends here: it has the one call that it may have."""
+        if self.parallel or self.form != "tags" or CLOSE not in text:  # in other forms calls end with the answer
+            return False
+        again = CallReader(self.form, [*self.names], parallel=False)
+        again.feed(text)
+        return again.ended
+
     def feed(self, text: str) -> tuple[str, list[Call]]:
         """Text that is no part of a call, and the calls that end in this piece."""
+        if self.ended:
+            return "", []
         self._held += text
         return self._tagged() if self.form == "tags" else self._whole_answer()
 
     def end(self) -> tuple[str, list[Call]]:
         """What is left when the answer ends."""
         held, self._held = self._held, ""
-        calls = self._calls(held.removeprefix(OPEN)) if held.strip() else []
+        calls = self._calls(held.removeprefix(OPEN)) if held.strip() and not self.ended else []
         self.calls += calls
-        return ("", calls) if calls else (held, [])
+        return ("", calls) if calls or self.ended else (held, [])
 
     def _whole_answer(self) -> tuple[str, list[Call]]:
         """An answer that begins as a call does waits for its end."""
@@ -153,9 +169,11 @@ class CallReader:
             calls += found
             self.calls += found
             self._held = after
+            if self.ended:
+                return said, calls
 
     def _calls(self, text: str) -> list[Call]:
-        """The calls that a text is; none where it is something else."""
+        """The calls that a text is, as many as there may be; none where it is something else."""
         try:
             value = json.loads(text.strip().removeprefix("[TOOL_CALLS]"))
         except (ValueError, RecursionError):
@@ -167,4 +185,4 @@ class CallReader:
             arguments = one.get("arguments", one.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             calls.append(Call(one["name"], text))
-        return calls
+        return calls if self.parallel else calls[:1]

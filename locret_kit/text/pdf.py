@@ -148,21 +148,59 @@ def _words(ask: Callable[..., int]) -> str:
 
 def _ordered(shown: PdfTextPage, turn: int) -> str:
     """The text of a page of columns that it draws row by row; '' where it draws none so."""
-    boxes = [shown.get_rect(number) for number in range(shown.count_rects())]
-    if turn:
-        boxes = [_turned(box, turn) for box in boxes]
+    pieces = _pieces(shown, turn)
+    boxes = [box for box, _ in pieces]
     rows = _rows(boxes)
     if sum(len(row) > 1 for row in rows) < ROWS:
         return ""
-    texts = [shown.get_text_bounded(*shown.get_rect(number)).strip() for number in range(len(boxes))]
-    lines = _columns(rows, boxes, texts)
+    lines = _columns(rows, boxes, [text().strip() for _, text in pieces])
     if lines is None:
         return ""
     return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines))
 
 
+def _pieces(shown: Any, turn: int) -> list[tuple[Box, Callable[[], str]]]:
+    """What a page draws at once of its lines, in its order, with its text; in pieces where letters are farther from each other
+    than they are high, as at the gutter of columns whose lines are drawn as one."""
+    import pypdfium2.raw as pdfium
+
+    rects: list[Box] = [shown.get_rect(number) for number in range(shown.count_rects())]
+    upright = [_turned(rect, turn) for rect in rects]
+    parts: list[list[tuple[Box, int, int]]] = [[] for _ in rects]  # each a box, its first letter and its last
+    found, at = pdfium.FS_RECTF(), 0
+    for number in range(shown.count_chars() if rects else 0):
+        if chr(pdfium.FPDFText_GetUnicode(shown, number)).isspace():
+            continue
+        pdfium.FPDFText_GetLooseCharBox(shown, number, found)
+        box = _turned((found.left, found.bottom, found.right, found.top), turn)
+        at += at + 1 < len(rects) and not _within(box, upright[at]) and _within(box, upright[at + 1])
+        if not _within(box, upright[at]):
+            continue
+        last, first, _ = parts[at][-1] if parts[at] else (box, number, number)
+        if parts[at] and box[0] - last[2] <= max(GUTTER, last[3] - last[1]):
+            low, high = map(min, last[:2], box), map(max, last[2:], box[2:])
+            parts[at][-1] = (*low, *high), first, number
+        else:
+            parts[at].append((box, number, number))
+    pieces: list[tuple[Box, Callable[[], str]]] = []
+    for rect, whole, cut in zip(rects, upright, parts, strict=True):
+        if len(cut) > 1:
+            pieces += [(box, partial(shown.get_text_range, first, last + 1 - first)) for box, first, last in cut]
+        else:
+            pieces.append((whole, partial(shown.get_text_bounded, *rect)))
+    return pieces
+
+
+def _within(box: Box, other: Box) -> bool:
+    """Whether a letter's box, which is wider than what is drawn of it, begins in that of a piece."""
+    x, y = box[0], (box[1] + box[3]) / 2
+    return other[0] - 1 <= x <= other[2] + 1 and other[1] - 1 <= y <= other[3] + 1
+
+
 def _turned(box: Box, turn: int) -> Box:
     """A box on a page that is turned by ``turn`` degrees."""
+    if not turn:
+        return box
     left, bottom, right, top = box
     return {90: (bottom, -right, top, -left), 180: (-right, -top, -left, -bottom), 270: (-top, left, -bottom, right)}[
         turn
