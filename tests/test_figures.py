@@ -83,7 +83,7 @@ def decoding() -> str:
     return "{:.2f} | {:.2f} (`streaming`), {:.2f} (`lookahead-locret`)".format(*mean.values())
 
 
-PARAPHRASE = ("paraphrase", "jargon", 1024)
+PARAPHRASE, MULTIKEY = ("paraphrase", "jargon", 1024), ("ruler.niah_multikey", "jargon", 2048)
 FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [
         ("take 36 MiB of", lambda: f"take {cache_mib(131072, 1024)} of"),
@@ -108,9 +108,15 @@ FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
             "locret` has 19 of 20.",
             lambda: f"locret` has {right('R.PassKey', 'jargon', 4096, 512, 'rereading-locret')}.",
         ),
+        ("finds 13 of 20", lambda: f"finds {right(*MULTIKEY, 256, 'bm25')}"),
+        ("(`rereading-locret` 7 of 20)", lambda: f"(`rereading-locret` {right(*MULTIKEY, 256, 'rereading-locret')})"),
+        (
+            "12 of 20 with 512 (16 of 20)",
+            lambda: f"{right(*MULTIKEY, 512, 'bm25')} with 512 ({right(*MULTIKEY, 512, 'rereading-locret')})",
+        ),
         ("answers 2 of 20", lambda: f"answers {right(*PARAPHRASE, 256, 'bm25')}"),
         ("locret` 9 of 20", lambda: f"locret` {right(*PARAPHRASE, 256, 'lookahead-locret')}"),
-        ("locret` 7 of 20", lambda: f"locret` {right(*PARAPHRASE, 256, 'rereading-locret')}"),
+        ("locret` 7 of 20\n", lambda: f"locret` {right(*PARAPHRASE, 256, 'rereading-locret')}\n"),
         ("attention 3 of 20", lambda: f"attention {right(*PARAPHRASE, 0, 'full')}"),
     ],
     "docs/results/serving.md": [
