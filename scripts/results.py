@@ -40,7 +40,7 @@ HEADS, PAPER, SECOND = "smollm2-135m-locret", "smollm2-135m-paper", "gemma3-270m
 FULL_TABLE = ("R.PassKey", "jargon")
 FACTS = (
     ("R.PassKey", "later", 4096, (256, 512)), ("R.PassKey", "jargon", 4096, (256, 512)),
-    ("R.PassKey", "jargon", 16384, (1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
+    ("R.PassKey", "jargon", 16384, (512, 1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
     ("R.Number", "jargon", 2048, (256, 512)), ("R.Number", "repeated", 32768, (512,)),
     ("ruler.niah_multikey", "jargon", 2048, (256, 512)), ("paraphrase", "jargon", 1024, (256,)),
 )  # fmt: skip
@@ -49,7 +49,8 @@ QUESTIONS = (
     ("agreement:leval.quality", "-", 2048, (256, 512)), ("agreement:leval.meeting_summ", "-", 2048, (256, 512)),
     ("agreement:leval.coursera", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
     ("leval.quality", "-", 2048, (256, 512)), ("leval.coursera", "-", 2048, (256, 512)),
-    ("perplexity", "later", 2048, (256, 512)), ("agreement:fidelity.continue", "later", 2048, (256, 512)),
+    ("perplexity", "later", 2048, (256, 512)), ("perplexity", "jargon", 2048, (512,)),
+    ("agreement:fidelity.continue", "later", 2048, (256, 512)),
 )  # fmt: skip
 """Tables of docs/results/questions.md."""
 GEMMA = (

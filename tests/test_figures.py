@@ -83,24 +83,40 @@ def decoding() -> str:
     return "{:.2f} | {:.2f} (`streaming`), {:.2f} (`lookahead-locret`)".format(*mean.values())
 
 
-PARAPHRASE = ("paraphrase", "jargon", 1024)
+PARAPHRASE, MULTIKEY = ("paraphrase", "jargon", 1024), ("ruler.niah_multikey", "jargon", 2048)
 FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [
         ("take 36 MiB of", lambda: f"take {cache_mib(131072, 1024)} of"),
         ("take 2.8 GiB", lambda: f"take {full_gib(131072)}"),
         ("19 of 20 are found", lambda: f"{right('R.PassKey', 'jargon', 16384, 4096, 'rereading-locret')} are found"),
+        ("picks answer 19 of 20", lambda: f"picks answer {right('R.PassKey', 'jargon', 16384, 512, 'bm25')}"),
         ("11 of 20 where", lambda: f"{right('R.PassKey', 'jargon', 16384, 4096, 'locret')} where"),
         ("270 MB", lambda: f"{demo.HUB_MB} MB"),
         ("95 MB", lambda: f"{demo.WHEEL_MB} MB"),
     ],
     "docs/results/facts.md": [
-        ("16 of 20 pass keys", lambda: f"{right('R.PassKey', 'jargon', 4096, 512, 'bm25')} pass keys"),
-        ("18 of 20, `rer", lambda: f"{right('R.PassKey', 'jargon', 4096, 512, 'locret')}, `rer"),
-        ("19 of 20 and full", lambda: f"{right('R.PassKey', 'jargon', 4096, 512, 'rereading-locret')} and full"),
-        ("attention 18 of 20", lambda: f"attention {right('R.PassKey', 'jargon', 4096, 0, 'full')}"),
+        ("`bm25` has 19 of 20 with", lambda: f"`bm25` has {right('R.PassKey', 'jargon', 16384, 512, 'bm25')} with"),
+        (
+            "has 19 of 20 with 4,096",
+            lambda: f"has {right('R.PassKey', 'jargon', 16384, 4096, 'rereading-locret')} with 4,096",
+        ),
+        ("it has 14 of 20", lambda: f"it has {right('R.PassKey', 'jargon', 16384, 4096, 'bm25')}"),
+        ("it has 19 of 20 with 256", lambda: f"it has {right('R.PassKey', 'jargon', 4096, 256, 'bm25')} with 256"),
+        ("locret` 17 of 20", lambda: f"locret` {right('R.PassKey', 'jargon', 4096, 256, 'rereading-locret')}"),
+        ("4K 16 of 20", lambda: f"4K {right('R.PassKey', 'jargon', 4096, 512, 'bm25')}"),
+        (
+            "locret` has 19 of 20.",
+            lambda: f"locret` has {right('R.PassKey', 'jargon', 4096, 512, 'rereading-locret')}.",
+        ),
+        ("finds 13 of 20", lambda: f"finds {right(*MULTIKEY, 256, 'bm25')}"),
+        ("(`rereading-locret` 7 of 20)", lambda: f"(`rereading-locret` {right(*MULTIKEY, 256, 'rereading-locret')})"),
+        (
+            "12 of 20 with 512 (16 of 20)",
+            lambda: f"{right(*MULTIKEY, 512, 'bm25')} with 512 ({right(*MULTIKEY, 512, 'rereading-locret')})",
+        ),
         ("answers 2 of 20", lambda: f"answers {right(*PARAPHRASE, 256, 'bm25')}"),
         ("locret` 9 of 20", lambda: f"locret` {right(*PARAPHRASE, 256, 'lookahead-locret')}"),
-        ("locret` 7 of 20", lambda: f"locret` {right(*PARAPHRASE, 256, 'rereading-locret')}"),
+        ("locret` 7 of 20\n", lambda: f"locret` {right(*PARAPHRASE, 256, 'rereading-locret')}\n"),
         ("attention 3 of 20", lambda: f"attention {right(*PARAPHRASE, 0, 'full')}"),
     ],
     "docs/results/serving.md": [

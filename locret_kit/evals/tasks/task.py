@@ -103,10 +103,11 @@ def wrap(request: ExampleRequest, text: str, prefix: str = "", *, chat: bool) ->
     return before + defused(request.tokenizer, text) + after.removeprefix("\n\n") + prefix, False
 
 
-def span_of(prompt: str, text: str) -> Span:
-    """The half-open characters of the prompt where the text first stands."""
-    start = prompt.index(text)
-    return start, start + len(text)
+def span_of(prompt: str, text: str) -> Span | None:
+    """The half-open characters of the prompt where the text first stands; None where it does not, since a template has marked
+    what it spells."""
+    start = prompt.find(text)
+    return None if start < 0 else (start, start + len(text))
 
 
 def ending_of(request: ExampleRequest, chat: bool) -> str:
