@@ -159,7 +159,7 @@ def _ordered(shown: PdfTextPage, turn: int) -> str:
     return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines))
 
 
-def _pieces(shown: Any, turn: int) -> list[tuple[Box, Callable[[], str]]]:
+def _pieces(shown: PdfTextPage, turn: int) -> list[tuple[Box, Callable[[], str]]]:
     """What a page draws at once of its lines, in its order, with its text; in pieces where letters are farther from each other
     than they are high, as at the gutter of columns whose lines are drawn as one."""
     import pypdfium2.raw as pdfium
@@ -178,8 +178,7 @@ def _pieces(shown: Any, turn: int) -> list[tuple[Box, Callable[[], str]]]:
             continue
         last, first, _ = parts[at][-1] if parts[at] else (box, number, number)
         if parts[at] and box[0] - last[2] <= max(GUTTER, last[3] - last[1]):
-            low, high = map(min, last[:2], box), map(max, last[2:], box[2:])
-            parts[at][-1] = (*low, *high), first, number
+            parts[at][-1] = _around(last, box), first, number
         else:
             parts[at].append((box, number, number))
     pieces: list[tuple[Box, Callable[[], str]]] = []
@@ -189,6 +188,11 @@ def _pieces(shown: Any, turn: int) -> list[tuple[Box, Callable[[], str]]]:
         else:
             pieces.append((whole, partial(shown.get_text_bounded, *rect)))
     return pieces
+
+
+def _around(box: Box, other: Box) -> Box:
+    """The smallest box that holds both."""
+    return min(box[0], other[0]), min(box[1], other[1]), max(box[2], other[2]), max(box[3], other[3])
 
 
 def _within(box: Box, other: Box) -> bool:
