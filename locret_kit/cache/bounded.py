@@ -43,6 +43,7 @@ class BoundedCache(TextCache, Handler):
         **given: fields of ``RunSettings`` by name, where ``settings`` is none.
 
     Attributes:
+        terms: what was asked for, whatever the prompt and the model.
         settings: resolved for this prompt; positions and backend too once a model is bound.
         context: constants of the bound cache.
         counters: work done on this text.

@@ -47,9 +47,9 @@ class TextCache(LayeredCache):
         **given: object,
     ) -> None:
         super().__init__()
-        self._terms = Terms.of(settings, policy, heads, given)
-        self.policy, self.heads = self._terms.policy, self._terms.heads
-        self.settings, self.schedule = self._terms.at(prompt_length)
+        self.terms = Terms.of(settings, policy, heads, given)
+        self.policy, self.heads = self.terms.policy, self.terms.heads
+        self.settings, self.schedule = self.terms.at(prompt_length)
         self.pins: Pins = first_pins(self.settings)
         self.counters = CacheCounters()
         self._stages = tuple(stages)
@@ -95,7 +95,7 @@ class TextCache(LayeredCache):
     @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
-        return replace(self.settings.run, backend=self._terms.settings.backend)
+        return replace(self.settings.run, backend=self.terms.settings.backend)
 
     # ---- pinned text -----------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class TextCache(LayeredCache):
     def _resize(self, prompt_length: int | None) -> None:
         """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
         # Into another object first: what cannot be met leaves this one as it was.
-        settings, schedule = self._terms.at(prompt_length)
+        settings, schedule = self.terms.at(prompt_length)
         new = object.__new__(type(self))
         vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": first_pins(settings)})
         if self._context is not None:
