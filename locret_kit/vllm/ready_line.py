@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from .plugin import is_bounded
+from .choice import is_bounded
 from .request_pages import SPARE
 from .worker_state import server_of
 

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 from .attention_backend import BoundedBackend
-from .plugin import check_version, is_bounded, is_registered, release
+from .choice import is_bounded
+from .plugin import check_version, is_registered, release
 from .refusals import refuse_engine
 from .worker import RequestInfo
 from .worker_state import server_here, server_of, worker_of

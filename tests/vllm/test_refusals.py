@@ -7,7 +7,7 @@ import tiny
 import vllm
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from locret_kit.vllm import plugin
+from locret_kit.vllm import choice, plugin
 from locret_kit.vllm.refusals import refuse, refuse_engine
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 
@@ -108,7 +108,7 @@ def test_another_release_is_refused_by_name(monkeypatch):
 def test_attention_of_another_kind_is_an_error(tmp_path, monkeypatch):
     """As with a card and no ``--attention-backend CUSTOM``: the plugin is there, and the layers are not its own."""
     tiny.make(tmp_path / "model", "llama")
-    monkeypatch.setattr(plugin, "is_bounded", lambda: False)
+    monkeypatch.setattr(choice, "is_bounded", lambda: False)
     with pytest.raises(
         Exception, match=r"attention of model\.layers\.0\.self_attn\.attn is CPUAttentionBackend, not locret_kit's"
     ):
