@@ -26,6 +26,15 @@ class PrefixKey:
         """The key of a session that has read ``ids``."""
         return cls(name, owner, document_id, len(ids), hash_ids(ids))
 
+    @classmethod
+    def from_record(cls, name: str, owner: str, record: dict[str, object]) -> PrefixKey:
+        """The key that a session's file holds. Raises ValueError."""
+        document, tokens, digest = (record.get(field) for field in ("about", "tokens", "sha256"))
+        right = isinstance(document, str) and type(tokens) is int and isinstance(digest, str) and len(record) == 3
+        if not right:
+            raise ValueError(f"{name} is no session")
+        return cls(name, owner, str(document), int(str(tokens)), str(digest))
+
 
 class PrefixHashes:
     """Hashes of a prompt's beginnings, each made once."""

@@ -148,7 +148,7 @@ class Store:
             record.pop("digest", None)
             saved = Saved.of(record, path)
             if SESSION.fullmatch(name):
-                key = _key_of(name, owner, saved.document or {})
+                key = PrefixKey.from_record(name, owner, saved.document or {})
         except FileNotFoundError:
             return None
         except LaterVersion as error:
@@ -315,7 +315,7 @@ class Store:
         try:
             record, tensors = read(path)
             saved = Saved.of(record, path)
-            if _key_of(key.name, key.owner, saved.document or {}) != key:
+            if PrefixKey.from_record(key.name, key.owner, saved.document or {}) != key:
                 if self.shares:  # it went on at another server
                     self.refresh(key.owner)
                     return None
@@ -336,15 +336,6 @@ class Store:
             return None
         self.used(key.name)
         return cache
-
-
-def _key_of(name: str, owner: str, about: dict[str, object]) -> PrefixKey:
-    """The key of what a session's file has read. Raises ValueError."""
-    document, tokens, digest = (about.get(field) for field in ("about", "tokens", "sha256"))
-    right = isinstance(document, str) and type(tokens) is int and isinstance(digest, str) and len(about) == 3
-    if not right:
-        raise ValueError(f"{name}{SUFFIX} is no session")
-    return PrefixKey(name, owner, str(document), int(str(tokens)), str(digest))
 
 
 def owner_of(key: str, salt: bytes) -> str:
