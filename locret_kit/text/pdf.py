@@ -175,8 +175,8 @@ def _pieces(shown: Any, turn: int) -> list[tuple[Box, Callable[[], str]]]:
             continue
         last, first, _ = parts[at][-1] if parts[at] else (box, number, number)
         if parts[at] and box[0] - last[2] <= max(GUTTER, last[3] - last[1]):
-            low, high = map(min, last[:2], box), map(max, last[2:], box[2:])
-            parts[at][-1] = (*low, *high), first, number
+            low, high = min(last[1], box[1]), max(last[3], box[3])
+            parts[at][-1] = (min(last[0], box[0]), low, max(last[2], box[2]), high), first, number
         else:
             parts[at].append((box, number, number))
     pieces: list[tuple[Box, Callable[[], str]]] = []
