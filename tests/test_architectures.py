@@ -116,6 +116,11 @@ def test_partly_refused(name):
     assert wrong == {}
 
 
+def test_a_policy_that_scores_by_logits_has_those_of_every_token():
+    """Layers that read others' keys compute the tokens alone whose logits are asked for, where they may."""
+    Subject(ROWS["gemma4_text shared"], Sizes()).long("sirllm")
+
+
 def lines_of(name):
     return {check: verdict(call) for check, call in Subject(ROWS[name], Sizes()).checks().items()}
 

@@ -71,6 +71,16 @@ def test_a_conversation_over_the_border_is_read_anew():
     assert len(said[0][0]) <= BORDER < len(said[1][0]) and not torch.equal(said[0][1], said[1][1])
 
 
+def test_a_budget_of_which_places_cross_the_border_is_refused():
+    model = tiny_model("phi3-longrope")
+    with attach(model):
+        cache = BoundedCache(BORDER - 24, "streaming", chunk=16, prompt_length=120, positions="compact")
+        prefill(model, ids_of(120), cache)
+    assert cache.with_budget(BORDER - 16).kept_rows == cache.kept_rows
+    with pytest.raises(ValueError, match=f"budget={BORDER}: so many slots .* than the {BORDER - 24} with which"):
+        cache.with_budget(BORDER)
+
+
 LATE = 256
 """Trained length of a Phi-3 that reads documents: of a short text nothing is read before a question."""
 

@@ -72,6 +72,12 @@ def test_norms_after_the_rotation_are_found_once_they_have_weights():
     assert describe(trained).has_weighted_rotations
 
 
+def test_a_window_below_the_probes_text_loses_nothing():
+    sizes = Sizes(window=4)
+    model = tiny_decoder(*rows(sizes)["gemma4_text shared"], sizes)
+    assert describe(model).spec.windows == (4, None, 4, None)
+
+
 @pytest.mark.parametrize("window", [16, 100, 511])
 def test_windows_are_read_off_the_mask(window):
     model = made("mistral", sliding_window=window)

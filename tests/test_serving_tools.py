@@ -180,6 +180,22 @@ def test_another_template_is_told_in_words():
     assert none.conversation(real_tokenizer("smollm2")) == (user("a"), [])
 
 
+def allowed_tools(mode, *names):
+    """The choice among some of the tools, as chat completions have it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_tools_are_allowed(mode):
+    other = {"type": "function", "function": {"name": "other"}}
+    response = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "depth"}]}
+    for choice in (allowed_tools(mode, "depth"), response):
+        body = ChatBody.model_validate({"messages": user("a"), "tools": [other, *TOOLS], "tool_choice": choice})
+        assert [tool["function"]["name"] for tool in body.offered] == ["depth"]
+        assert body.must_call == (mode == "required") and body.called is None
+
+
 @pytest.mark.parametrize("choice", ["none", "auto", None])
 def test_a_model_need_not_call(client, choice):
     answer = client.chat.completions.create(
@@ -194,6 +210,8 @@ def test_a_model_need_not_call(client, choice):
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "none of tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "none of tools"),
         ({"tool_choice": "required"}, "needs tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "and tools"),
+        ({"tools": TOOLS, "tool_choice": allowed_tools("required", "other")}, "'other', which is none of tools"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "needs a schema"),

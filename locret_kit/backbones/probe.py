@@ -30,7 +30,7 @@ from .decoder_attention import (
     rotaries_of,
 )
 from .recording import IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded, storage_of
-from .releases import ASKED_FOR_STATES, holds_states
+from .releases import ASKED_FOR_STATES, holds_states, layer_kinds
 from .rotations import rotations_of
 from .shortcuts import keeps_texts_apart, reads_pieces, with_shortcuts
 from .spec import (
@@ -168,6 +168,8 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
 
 
 def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
+    if any(kind.holds_state for kind in layer_kinds(config)):
+        _check_states()
     device = next(decoder.parameters()).device
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
     ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
@@ -182,11 +184,16 @@ def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderA
     if len(seen) < config.num_hidden_layers and not keeps_texts_apart(decoder, config, ids_1T, first):
         raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
-        if not ASKED_FOR_STATES:
-            raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
+        _check_states()
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
     return with_shortcuts(decoder, config, ids_1T, first, found)
+
+
+def _check_states() -> None:
+    """Raise UnsupportedArchitecture where transformers is too old for layers that hold a state."""
+    if not ASKED_FOR_STATES:
+        raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
 
 
 def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:

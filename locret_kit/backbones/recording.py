@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 
 from locret_kernels.attend.reference import attend_and_count
@@ -56,9 +57,14 @@ class RecordedCall:
 
 
 class IndexedCache(DynamicCache):
-    """A cache that says which layer it was asked for last: modules that several layers share have one index for all of them."""
+    """A cache that says which layer it was asked for last: modules that several layers share have one index for all of them.
+    It drops no rows: recorded attention knows no windows."""
 
     asked: int | None = None
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.layers = [DynamicLayer() if type(one) is DynamicSlidingWindowLayer else one for one in self.layers]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.asked = layer_idx

@@ -65,6 +65,10 @@ class BoundedCache(TextCache, Handler):
 
     def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
         self.bind(model)
+        if (
+            self.policy.needs_logits and "logits_to_keep" in arguments
+        ):  # Gemma 4 leaves other tokens out of its last layers
+            arguments = {**arguments, "logits_to_keep": 0}
         return checked_arguments(arguments, self.get_seq_length(), in_pieces=self.context.description.in_pieces)
 
     def operations(self, x: Tensor) -> LayerOperations | None:

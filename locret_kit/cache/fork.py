@@ -44,6 +44,15 @@ def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: 
             raise CannotFork(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
 
 
+def check_budget(old: Context, new: Context) -> None:
+    """Raise CannotFork where rows that ``old`` has read would be rotated otherwise with the budget of ``new``."""
+    if not same_rotation(old.ropes or [], new.ropes or []):
+        raise CannotFork(
+            f"budget={new.settings.budget}: so many slots are rotated by other frequencies (LongRoPE) than the "
+            f"{old.settings.budget} with which the text was read: read it with more, or take fewer for the turns (history)"
+        )
+
+
 def check_queries(old: Sequence[int], new: Sequence[int], seen: int) -> None:
     """Raise CannotFork where a prompt of another length keeps another number of its newest queries, per layer."""
     # A prompt that keeps more queries would have kept some that are gone.

@@ -20,7 +20,7 @@ from ..policies.grammar import composed_of
 from ..policies.policy import Policy
 from ..settings import INT32_MAX, RunSettings
 from .context import CacheCounters, Context, Pins, Stage
-from .fork import check_lengths, check_past, check_queries
+from .fork import check_budget, check_lengths, check_past, check_queries
 from .layered import LayeredCache
 from .make import make_layers
 from .pins import check_room, first_pins, pins_of, without
@@ -186,7 +186,12 @@ class TextCache(LayeredCache):
 
     def with_budget(self, budget: int, *, stabilizers: int | None = None) -> Self:
         """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
-        turns of a conversation get room of their own. ``stabilizers``: another number of them, too."""
+        turns of a conversation get room of their own. ``stabilizers``: another number of them, too.
+
+        Raises:
+            ValueError: a budget of which places are rotated by other frequencies than those of the rows, or this cache was
+                interrupted.
+        """
         self.refuse_interrupted()
         settings, policy = replace(self.run, budget=budget), self.policy.at(self.schedule.budget)
         if stabilizers is not None:
@@ -195,6 +200,7 @@ class TextCache(LayeredCache):
             policy = replace(policy, name=composed_of(policy))
         new = type(self)(settings, policy, self.heads, prompt_length=self.schedule.prompt_length, stages=self._stages)
         new.bind(self.context.model)
+        check_budget(self.context, new.context)
         new.reread_positions = list(self.reread_positions)
         new._take_over(self)
         new._set_pins(self.pins)

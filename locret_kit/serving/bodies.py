@@ -115,6 +115,13 @@ class CompletionBody(BaseModel):
         return 0
 
 
+def tool_name(tool: object) -> str:
+    """The name of a tool that is chosen, in the form of chat completions or of responses; '' for none."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 class ChatBody(CompletionBody):
     """``POST /v1/chat/completions``."""
 
@@ -137,20 +144,33 @@ class ChatBody(CompletionBody):
             check_text(f"messages.{number}", message.content)
             for call in message.tool_calls:
                 call_of(call)
-        if self.called not in (None, *(tool.function.name for tool in self.tools)):
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
+            self._offer(self.tool_choice.get("allowed_tools", self.tool_choice))
+        if self.called not in (None, *self._names):
             raise ValueError(f"tool_choice names {str(self.called)[:64]!r}, which is none of tools")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice='required' needs tools")
         return self
 
     @property
+    def _names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools]
+
+    def _offer(self, allowed: object) -> None:
+        """Leave those tools that ``allowed_tools`` names, and its mode. Raises ValueError."""
+        mode, tools = (allowed.get(key) for key in ("mode", "tools")) if isinstance(allowed, dict) else (None, None)
+        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+            raise ValueError("tool_choice.allowed_tools must have mode='auto' or 'required', and tools")
+        names = {tool_name(tool) for tool in tools}
+        if absent := names.difference(self._names):
+            raise ValueError(f"tool_choice.allowed_tools names {min(absent)[:64]!r}, which is none of tools")
+        self.tools = [tool for tool in self.tools if tool.function.name in names]
+        self.tool_choice = mode
+
+    @property
     def called(self) -> str | None:
         """The tool that must be called; None for any."""
-        if isinstance(self.tool_choice, str):
-            return None
-        function = self.tool_choice.get("function", self.tool_choice)
-        name = function.get("name") if isinstance(function, dict) else None
-        return name if isinstance(name, str) else ""
+        return None if isinstance(self.tool_choice, str) else tool_name(self.tool_choice)
 
     @property
     def must_call(self) -> bool:

@@ -6,10 +6,10 @@ Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: 
     python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret --gguf FILE.gguf [FILE.gguf ...]
 
 llama.cpp is compiled for the processor that runs it (some seven minutes), and has flash attention, with its cache in float16
-and in 8 bits. All ways read the same tokens, by turns, in one run, one length after another; each says as many tokens,
-greedily, whatever they are. llama.cpp runs in processes of its own. A share of the bandwidth is what one token reads (weights
-as the compiled call holds them, retaining heads, and the rows of the cache), by the rate of tokens, over what copying a large
-tensor moves.
+and, for short prompts, in 8 bits. All ways read the same tokens, by turns, in one run, one length after another; each says as
+many tokens, greedily, whatever they are. llama.cpp runs in processes of its own. A share of the bandwidth is what one token
+reads (weights as the compiled call holds them, retaining heads, and the rows of the cache), by the rate of tokens, over what
+copying a large tensor moves.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Rates = tuple[float, float]
 """Tokens per second of prefill and of decoding."""
 
 _LLAMA = None
-GENERATED = 4096
-"""Longest prompt of ``model.generate``."""
+SHORT = 4096
+"""Longest prompt of all ways: longer ones are read by each file's plain cache, beside the float model."""
 
 
 def copy_bandwidth() -> float:
@@ -155,8 +155,9 @@ def measure(args: argparse.Namespace, ids: list[int]) -> list[str]:
     """Rows of the table, for one length of prompt."""
     bandwidth = copy_bandwidth()
     backbone = resolve_model(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
-    kinds = [(backbone, dtype, None) for dtype in ("float32", "bfloat16")]
-    kinds += [(str(file), "float32", bits) for file in args.gguf for bits in (None, 4)]
+    short = len(ids) <= SHORT
+    kinds = [(backbone, dtype, None) for dtype in (("float32", "bfloat16") if short else ("float32",))]
+    kinds += [(str(file), "float32", bits) for file in args.gguf for bits in ((None, 4) if short else (None,))]
     ours = {
         f"`--model {Path(name).name} --dtype {dtype}" + (f" --kv-bits {bits}`" if bits else "`"): Ours(
             args.ckpt, ids, name, dtype, bits, args.budget
@@ -165,13 +166,13 @@ def measure(args: argparse.Namespace, ids: list[int]) -> list[str]:
     }
     ways: dict[str, Callable[[int], Rates]] = {**ours}
     read = {}
-    if len(ids) <= GENERATED:
+    if short:
         full = Generate(next(iter(ours.values())).model, ids)
         ways["`model.generate`, full attention, float32"] = full
         read["`model.generate`, full attention, float32"] = full.read
     with ExitStack() as processes:
         for file in args.gguf:
-            for bits in (None, 8):
+            for bits in (None, 8) if short else (None,):
                 process = processes.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
                 process.submit(start_llama, str(file), len(ids) + args.new_tokens + 8, args.threads, bits).result()
                 name = f"llama.cpp, {file.name}, cache in {'float16' if bits is None else '8 bits'}"
