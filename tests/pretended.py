@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from locret_kit.cache import attention
+from locret_kit.cache import attend
 from locret_kit.runtime.graph_decoder import SYNCING_OPS, _shape_is_read
 
 CUDA, HOST = torch.device("cuda:0"), torch.device("cpu")
@@ -157,8 +157,8 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(common, "launch", _launch))
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
-        stack.enter_context(mock.patch.object(attention, "_lower_right_bias", _mask))
-        for probe in (attention.has_flash, attention.varlen_operator):  # what this card has, another has not
+        stack.enter_context(mock.patch.object(attend, "_lower_right_bias", _mask))
+        for probe in (attend.has_flash, attend.varlen_operator):  # what this card has, another has not
             probe.cache_clear()
             stack.callback(probe.cache_clear)
         before = torch._C._only_lift_cpu_tensors()

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from locret_kit.cache import attention
+from locret_kit.cache import attend
 from locret_kit.cache.attend import attend_rows, attend_rows_lse, lower_right, lower_right_mask, operator
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
@@ -71,9 +71,9 @@ def test_a_mask_made_in_inference_mode_serves_training():
 @pytest.fixture
 def probed():
     """What runs on a device is found out anew."""
-    attention.has_flash.cache_clear()
+    attend.has_flash.cache_clear()
     yield
-    attention.has_flash.cache_clear()
+    attend.has_flash.cache_clear()
 
 
 def meta(*shape: int) -> torch.Tensor:
@@ -83,9 +83,9 @@ def meta(*shape: int) -> torch.Tensor:
 def test_a_chunk_over_rows_goes_to_flash_attention_with_its_log_sum_exp(probed, monkeypatch):
     """Lower right, grouped queries as they are, no mask; whole texts and full precision stay PyTorch's to choose."""
     q, k, asked = meta(1, 6, 5, 96), meta(1, 2, 12, 96), []
-    real = attention._flash
-    monkeypatch.setattr(attention, "_flash", lambda *given: asked.append(given) or real(*given))
-    monkeypatch.setattr(attention, "lower_right", lambda *given: pytest.fail("a mask was made"))
+    real = attend._flash
+    monkeypatch.setattr(attend, "_flash", lambda *given: asked.append(given) or real(*given))
+    monkeypatch.setattr(attend, "lower_right", lambda *given: pytest.fail("a mask was made"))
     assert operator(META, torch.bfloat16, 96, "triton") == "flash (FA2)"
     asked.clear()
     out, lse = attend_rows_lse(q, k, k, 0.3, "triton")
@@ -103,8 +103,8 @@ def test_without_it_the_kits_own_kernel_runs_and_that_is_said_once(probed, monke
     def missing(*given):
         raise error
 
-    monkeypatch.setattr(attention, "_flash", missing)
-    monkeypatch.setattr(attention, "function", lambda name, backend: lambda *given: (name, backend))
+    monkeypatch.setattr(attend, "_flash", missing)
+    monkeypatch.setattr(attend, "function", lambda name, backend: lambda *given: (name, backend))
     for _ in range(3):
         assert attend_rows_lse(meta(1, 6, 5, 96), meta(1, 2, 12, 96), meta(1, 2, 12, 96), 0.3, "triton") == (
             "attend",
@@ -135,8 +135,8 @@ def test_a_newer_implementation_is_made_active_where_its_package_is(monkeypatch,
         if fails:
             raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(attention, "find_spec", lambda name: object() if name == package else None)
-    monkeypatch.setattr(attention, "_flash", probe)
+    monkeypatch.setattr(attend, "find_spec", lambda name: object() if name == package else None)
+    monkeypatch.setattr(attend, "_flash", probe)
     monkeypatch.setattr(torch, "zeros", lambda *size, **rest: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.append, raising=False)
@@ -144,5 +144,5 @@ def test_a_newer_implementation_is_made_active_where_its_package_is(monkeypatch,
     monkeypatch.setattr(
         torch.nn.attention, "restore_flash_attention_impl", lambda: found.append("restored"), raising=False
     )
-    attention.activate_newer.__wrapped__(torch.device("cuda"), torch.bfloat16, 96)
+    attend.activate_newer.__wrapped__(torch.device("cuda"), torch.bfloat16, 96)
     assert found == made

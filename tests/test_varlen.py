@@ -10,7 +10,7 @@ import torch
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from test_kernels_cache import model, run  # noqa: F401  (a fixture)
 
-from locret_kit.cache import attention, backend
+from locret_kit.cache import attend, backend
 from locret_kit.cache.attend import attend_heads, attend_rows, varlen_operator
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
@@ -44,7 +44,7 @@ def operator(monkeypatch):
         calls.append(len(given[0]))
         return by_hand(*given, **named)
 
-    for module in (attention, backend):
+    for module in (attend, backend):
         monkeypatch.setattr(module, "varlen_operator", lambda *given: counted)
     return calls
 
@@ -90,7 +90,7 @@ def test_windows_need_no_mask(operator, monkeypatch, window):
     q = torch.randn(2, 4, 5, 16, generator=generator)
     k, v = torch.randn(2, 2, 2, 11, 16, generator=generator)
     expected = attend_rows(q, k, v, 0.3, window)
-    monkeypatch.setattr(attention, "lower_right", lambda *given: pytest.fail("a mask was made"))
+    monkeypatch.setattr(attend, "lower_right", lambda *given: pytest.fail("a mask was made"))
     torch.testing.assert_close(attend_rows(q, k, v, 0.3, window, "triton"), expected, rtol=1e-5, atol=1e-5)
     assert operator == [10]
 
@@ -106,7 +106,7 @@ def test_where_it_does_not_run(caplog, monkeypatch):
 
         varlen_operator.cache_clear()
         caplog.clear()
-        monkeypatch.setattr(attention, "import_module", missing)
+        monkeypatch.setattr(attend, "import_module", missing)
         with caplog.at_level(logging.WARNING):
             assert [varlen_operator(META, torch.bfloat16, 96) for _ in range(3)] == [None] * 3
         (record,) = caplog.records
