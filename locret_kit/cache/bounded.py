@@ -56,7 +56,7 @@ class BoundedCache(TextCache, Handler):
     """
 
     fixed: Callable[[int], Fixed] | None = None
-    """Where a layer's token stands while it is decoded with fixed shapes (see ``runtime.graph_decoder``)."""
+    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.graph_decoder``)."""
 
     @property
     def wants_unrotated(self) -> bool:  # type: ignore[override]

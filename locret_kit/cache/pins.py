@@ -12,7 +12,7 @@ from .storage.rows import BoundedLayer
 
 
 def first_pins(settings: RunSettings) -> Pins:
-    """What the settings pin of any text."""
+    """Pins that the settings ask for in any text."""
     return ((0, FIRST),) if "first" in read_protect(settings.protect) else ()
 
 

@@ -27,7 +27,7 @@ class PositionTables:
         self._made: dict[tuple[bytes, float], tuple[Tensor, Tensor]] = {}
 
     def below(self, rope: Rope, length: int) -> tuple[Tensor, Tensor]:
-        """Of the positions below ``length`` at least."""
+        """Tables of the positions below ``length`` at least."""
         # By their numbers: texts have objects of their own for the same rotation.
         key = rope.inv_freq.float().numpy().tobytes(), rope.scaling
         if key not in self._made or len(self._made[key][0]) < length:
@@ -56,9 +56,9 @@ class Lane:
     own: list[tuple[Rope, Tensor]]
     """Rotations by which new keys are stored, and the memory ``[2, R]`` where those of the next token stand."""
     held: list[object]
-    """What addresses point to."""
+    """Objects to whose memory addresses point."""
     wider: dict[int, tuple[Tensor, Tensor]]
-    """Of layers in few bits whose tail is full: a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
+    """Layer in few bits whose tail is full -> a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
     @classmethod
     def of(cls, cache: BoundedCache, H: int, tables: PositionTables) -> Lane:
