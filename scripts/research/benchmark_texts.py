@@ -1,4 +1,4 @@
-"""Last used 2026-11-25, for scripts/research/logs/heads.md.
+"""Last used 2026-11-26, for scripts/research/logs/heads.md.
 
 Make the texts of the benchmark of heads, out of packages of Debian that anyone can install.
 
@@ -7,9 +7,9 @@ Make the texts of the benchmark of heads, out of packages of Debian that anyone 
     python scripts/research/overlap.py pydoc wording FOLDER/dev --against FOLDER/dev FOLDER/test
 
 Settings are chosen on ``dev``; what is reported is measured on ``test``, and ``later`` is for heads whose settings were chosen
-when ``test`` was known; ``latest`` for what was settled when ``later`` was, and ``newest`` when ``latest`` was. Packages are
-downloaded by apt and unpacked into a temporary folder: nothing is installed and no root is needed, and no script of theirs
-runs. The files' hashes are printed, and rows name the hash of the text that they were made of.
+when ``test`` was known; ``latest`` for what was settled when ``later`` was, ``newest`` when ``latest`` was, and ``unseen`` when
+``newest`` was. Packages are downloaded by apt and unpacked into a temporary folder: nothing is installed and no root is needed,
+and no script of theirs runs. The files' hashes are printed, and rows name the hash of the text that they were made of.
 HTML needs ``pip install '.[documents]'``.
 """
 
@@ -60,6 +60,11 @@ PARTS = {
         Source("debian-faq", "usr/share/doc/debian/FAQ/*.en.html", "questions and answers"),
         Source("postgresql-doc-15", "usr/share/doc/postgresql-doc-15/html/*.html", "a database's manual"),
     ),
+    "unseen": (
+        Source("cfi-en", "usr/share/doc/cfi-en/html/ch*web.htm", "a book about copyright and hackers: essays"),
+        Source("dict-foldoc", "usr/share/dictd/foldoc.dict.dz", "a dictionary of computing"),
+        Source("postfix-doc", "usr/share/doc/postfix/html/*_README.html", "a mail server's manual"),
+    ),
     "train": (
         Source("apache2-doc", "usr/share/doc/apache2-doc/manual/en/**/*.html", "a web server's manual"),
         Source("aptitude-doc-en", "usr/share/doc/aptitude/html/en/*.html", "a package manager's manual"),
@@ -78,7 +83,7 @@ PARTS = {
         Source("zsh-doc", "usr/share/doc/zsh-common/html/*.html", "a shell's manual"),
     ),
 }
-"""For evaluation two texts in each part, of prose and of another kind; the public domain or licences of free software."""
+"""For evaluation two or three texts in each part, of prose and of other kinds; the public domain or licences of free software."""
 
 
 def text_of(file: Path) -> str:
