@@ -4,7 +4,7 @@ One ``OracleLayer`` is the cache of one layer: a list of rows a head, each with 
 rotates them itself (by rank or by true position), attends, and evicts where Locret's algorithm 1 says. Every decision
 records the gap between what it kept and what it let go, so that a caller can tell a near tie from a wrong choice.
 
-Sources: H2O, ScissorHands, TOVA, RoCo (EasyKV), SnapKV, PyramidKV, Ada-KV, NaCl, SirLLM, KVCrush, Locret.
+Sources: H2O, ScissorHands, TOVA, RoCo (EasyKV), SnapKV, DropKV, PyramidKV, Ada-KV, NaCl, SirLLM, KVCrush, Locret.
 """
 
 from __future__ import annotations
@@ -370,6 +370,27 @@ def window(size: int, kernel: int = 7) -> Callable[[OracleLayer], Scores]:
                 near = range(max(0, s - kernel // 2), min(prefix, s + kernel // 2 + 1))
                 pooled[s] = max(raw[r] for r in near)
             out.append(pooled)
+        return out
+
+    return score
+
+
+def residual(size: int) -> Callable[[OracleLayer], Scores]:
+    """DropKV: attention of each of the newest ``size`` queries with and without the slot, squared difference of the outputs,
+    mean over the group."""
+
+    def score(layer: OracleLayer) -> Scores:
+        out = []
+        for h, rows in enumerate(layer.heads):
+            keys, values, total = layer.keys(h), np.stack([row.v for row in rows]), np.zeros(len(rows))
+            for j in range(min(size, len(rows), layer.seen)):
+                seen = len(rows) - j
+                for a in layer.group_rows(h, layer.queries[-1 - j], seen - 1, keys):
+                    for dropped in range(seen if seen > 1 else 0):
+                        rest = np.delete(a, dropped)
+                        change = a @ values[:seen] - rest / rest.sum() @ np.delete(values[:seen], dropped, axis=0)
+                        total[dropped] += change @ change / layer.setting.G
+            out.append(total.tolist())
         return out
 
     return score

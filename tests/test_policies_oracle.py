@@ -224,6 +224,8 @@ POLICIES: dict[str, Rule] = {
     "roco(newest=3,sinks=1)": Rule(oracle.mean, [oracle.deviating(0.5, 3, 1)]),
     "score=recency scope=deviation(0.5,2,1)": Rule(oracle.position, [oracle.deviating(0.5, 2, 1)]),
     "snapkv(window=6)": snap(),
+    "dropkv(window=6)": Rule(oracle.residual(6), [oracle.newest(six)]),
+    "dropkv(window=6) allocation=adaptive": Rule(oracle.residual(6), [oracle.newest(six)], head_keep=oracle.adaptive()),
     "pyramidkv(window=6)": snap(layer_keep=oracle.pyramid(six)),
     "ada-snapkv(window=6)": snap(head_keep=oracle.adaptive()),
     "ada-pyramid(window=6)": snap(layer_keep=oracle.pyramid(six), head_keep=oracle.adaptive()),
