@@ -268,7 +268,7 @@ def test_the_script_of_the_examples_runs(tmp_path):
 
 def test_the_default_sweep_of_stabilizers_stays_below_the_budget(tmp_path, monkeypatch):
     """`stabilizers budgets=[128]` once failed on its own default."""
-    for name in ("load_parts", "load_setup", "find_tasks", "write_run_config"):
+    for name in ("load_parts", "load_setup", "find_tasks", "run_config", "write_json"):
         monkeypatch.setattr(papers, name, lambda *args, **more: [])
     made = []
     monkeypatch.setattr(papers, "draw", lambda function, source, folder, name: made.append(source) or [])

@@ -22,11 +22,12 @@ import sweeps
 from matplotlib.figure import Figure
 from study import Study
 
-from locret_kit.cli.eval import write_run_config
+from locret_kit.cli.eval import CONFIG, run_config
 from locret_kit.cli.eval_setup import load_parts, load_setup
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.figures.style import draw
 from locret_kit.evals.tasks import find_tasks
+from locret_kit.files import write_json
 from locret_kit.naming import first_line
 
 
@@ -102,7 +103,7 @@ def study_of(name: str, args: argparse.Namespace, words: list[str]) -> Study:
     if sweep is None:
         sweep = [x for x in FIGURES[name].sweep if name != "stabilizers" or x < config.budgets[0]]
     if FIGURES[name].function.__module__ == "sweeps":  # these keep rows
-        write_run_config(replace(config, out=str(out)), parts)
+        write_json(out / CONFIG, run_config(replace(config, out=str(out)), parts))
     return Study(
         setup=load_setup(config, parts),
         tasks=find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples),

@@ -43,18 +43,17 @@ def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
     )  # fmt: skip
 
 
-def write_run_config(config: EvalConfig, parts: EvalParts) -> None:
-    """Write the settings that the folder's rows share, and the heads that there are rows of; rows of other settings, or of
-    other heads by the same name, are an error. Other checkpoints may come in later.
+def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
+    """Settings that the folder's rows share, and the heads that there are rows of, for its ``config.json``. Rows of other
+    settings, or of other heads by the same name, are an error. Other checkpoints may come in later.
 
     Raises:
-        ValueError: the folder holds rows of another setting or other heads; names it. OSError: it cannot be written.
+        ValueError: the folder holds rows of another setting or other heads; names it.
     """
     from dataclasses import asdict, fields
 
     from ..config.eval_options import FROZEN_KEYS
     from ..evals.engine.result_rows import read_config
-    from ..files import write_json
 
     out, path = Path(config.out), Path(config.out) / CONFIG
     if out.exists() and not out.is_dir():
@@ -80,8 +79,7 @@ def write_run_config(config: EvalConfig, parts: EvalParts) -> None:
                     f"out={config.out} holds rows of heads {name} with {what}={known[name][what]}, not {what}={value}: "
                     "choose another out"
                 )
-    now["heads"] = {**known, **heads}
-    write_json(path, now)
+    return {**now, "heads": {**known, **heads}}
 
 
 def run(argv: list[str]) -> int:
@@ -112,12 +110,15 @@ def answered(config: EvalConfig) -> Run:
     from ..evals.engine.run_spec import check_policies
 
     check_policies(config.policies, config.kv_bits)
-    from ..evals.engine.runner import answer
+    from ..evals.engine.runner import answer, check
+    from ..files import write_json
     from .eval_setup import load_parts
 
     parts = load_parts(config)
-    write_run_config(config, parts)
+    settings = run_config(config, parts)
     made = run_of(config, parts)
+    check(made)
+    write_json(made.out / CONFIG, settings)  # of a run that can begin: an error before leaves no folder
     answer(made)
     return made
 
