@@ -4,7 +4,7 @@ One ``OracleLayer`` is the cache of one layer: a list of rows a head, each with 
 rotates them itself (by rank or by true position), attends, and evicts where Locret's algorithm 1 says. Every decision
 records the gap between what it kept and what it let go, so that a caller can tell a near tie from a wrong choice.
 
-Sources: H2O, ScissorHands, TOVA, RoCo (EasyKV), SnapKV, DropKV, PyramidKV, Ada-KV, NaCl, SirLLM, KVCrush, Locret.
+Sources: H2O, ScissorHands, TOVA, RoCo (EasyKV), SnapKV, DropKV, R-KV, PyramidKV, Ada-KV, NaCl, SirLLM, KVCrush, Locret.
 """
 
 from __future__ import annotations
@@ -179,9 +179,17 @@ class OracleLayer:
         theta = self.setting.theta
         return np.stack([row.key(self.place(head, r), theta) for r, row in enumerate(self.heads[head])])
 
-    def group_rows(self, head: int, q: np.ndarray, row: int, keys: np.ndarray) -> np.ndarray:
-        """Attention ``[G, row + 1]`` of the query heads of one group: token ``q [Q, D]``, whose own slot is ``row``."""
-        G, place = self.setting.G, self.place(head, row)
+    def recent_rows(self, head: int, j: int, keys: np.ndarray) -> np.ndarray:
+        """Attention ``[G, rows - j]`` of the ``j``-th newest query, which sees all but the newest ``j`` slots: in compact
+        positions from its rank, else from its own position, whether its slot is still held or not."""
+        row = len(self.heads[head]) - 1 - j
+        place = row if self.setting.positions == "compact" else self.seen - 1 - j
+        return self.group_rows(head, self.queries[-1 - j], row, keys, place)
+
+    def group_rows(self, head: int, q: np.ndarray, row: int, keys: np.ndarray, place: int) -> np.ndarray:
+        """Attention ``[G, row + 1]`` of the query heads of one group to the slots up to ``row``: token ``q [Q, D]`` at
+        ``place``."""
+        G = self.setting.G
         out = []
         for g in range(G):
             query = rotated(q[head * G + g], place, self.setting.theta)
@@ -200,7 +208,7 @@ class OracleLayer:
             keys, values = self.keys(h), np.stack([row.v for row in rows])
             for t in range(T):
                 n = old + t + 1
-                p = self.group_rows(h, q[:, t], n - 1, keys)
+                p = self.group_rows(h, q[:, t], n - 1, keys, self.place(h, n - 1))
                 for g in range(self.setting.G):
                     out[h * self.setting.G + g, t] = p[g] @ values[:n]
                 a = p.mean(axis=0)
@@ -227,8 +235,7 @@ class OracleLayer:
             keys = self.keys(h)
             total = np.zeros(len(rows))
             for j in range(min(window, len(rows), self.seen)):
-                own = len(rows) - 1 - j
-                total[: own + 1] += self.group_rows(h, self.queries[-1 - j], own, keys).mean(axis=0)
+                total[: len(rows) - j] += self.recent_rows(h, j, keys).mean(axis=0)
             scores.append(total.tolist())
         return scores
 
@@ -385,12 +392,35 @@ def residual(size: int) -> Callable[[OracleLayer], Scores]:
             keys, values, total = layer.keys(h), np.stack([row.v for row in rows]), np.zeros(len(rows))
             for j in range(min(size, len(rows), layer.seen)):
                 seen = len(rows) - j
-                for a in layer.group_rows(h, layer.queries[-1 - j], seen - 1, keys):
+                for a in layer.recent_rows(h, j, keys):
                     for dropped in range(seen if seen > 1 else 0):
                         rest = np.delete(a, dropped)
                         change = a @ values[:seen] - rest / rest.sum() @ np.delete(values[:seen], dropped, axis=0)
                         total[dropped] += change @ change / layer.setting.G
             out.append(total.tolist())
+        return out
+
+    return score
+
+
+def joint(size: int, mix: float = 0.1, threshold: float = 0.5) -> Callable[[OracleLayer], Scores]:
+    """R-KV: a tenth of SnapKV's mean attention, less nine tenths of the softmax of mean cosine similarities, to which the newest
+    slot above the threshold adds nothing."""
+
+    def score(layer: OracleLayer) -> Scores:
+        out = []
+        for h, attention in enumerate(window(size)(layer)):
+            keys = layer.keys(h)
+            means = []
+            for i, key in enumerate(keys):
+                like = [float(key @ other / np.linalg.norm(key) / np.linalg.norm(other)) for other in keys]
+                like[i] = 0.0
+                similar = [j for j, c in enumerate(like) if c > threshold]
+                if similar:
+                    like[similar[-1]] = 0.0
+                means.append(sum(like) / len(keys))
+            redundant = softmax(np.array(means))
+            out.append([mix * a / size - (1 - mix) * float(r) for a, r in zip(attention, redundant, strict=True)])
         return out
 
     return score

@@ -224,6 +224,8 @@ POLICIES: dict[str, Rule] = {
     "roco(newest=3,sinks=1)": Rule(oracle.mean, [oracle.deviating(0.5, 3, 1)]),
     "score=recency scope=deviation(0.5,2,1)": Rule(oracle.position, [oracle.deviating(0.5, 2, 1)]),
     "snapkv(window=6)": snap(),
+    "rkv(window=6)": Rule(oracle.joint(6), [oracle.newest(six)]),
+    "score=joint(6,7,0.5,0.1) allocation=adaptive(0)": Rule(oracle.joint(6, 0.5, 0.1)),
     "dropkv(window=6)": Rule(oracle.residual(6), [oracle.newest(six)]),
     "dropkv(window=6) allocation=adaptive": Rule(oracle.residual(6), [oracle.newest(six)], head_keep=oracle.adaptive()),
     "pyramidkv(window=6)": snap(layer_keep=oracle.pyramid(six)),

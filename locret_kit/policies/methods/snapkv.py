@@ -17,9 +17,10 @@ class WindowAttention(Weight):
     pooled nor pooled from, whatever the scope protects. Source: SnapKV, arXiv 2404.14469.
 
     The newest queries of the text count, not of the last block alone: a block shorter than the window leaves the rest of it
-    to the blocks before. A query looks from the place of its rank among the newest slots; where one of those tokens was
-    evicted (no scope protects it), that is an older slot's place. A head that holds fewer slots than the window (a budget
-    below it, or a small share of an adaptive one) sums over as many of the newest queries as it has slots, and pools nothing.
+    to the blocks before. The newest query sees all slots, each one before it one slot less. In compact positions a query looks
+    from the place of its rank; where one of those tokens was evicted (no scope protects it), that is an older slot's place. A
+    head that holds fewer slots than the window (a budget below it, or a small share of an adaptive one) sums over as many of the
+    newest queries as it has slots, and pools nothing.
     """
 
     window: Positive = 32
