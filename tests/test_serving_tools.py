@@ -192,7 +192,7 @@ def test_some_tools_are_allowed(mode):
     response = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "depth"}]}
     for choice in (allowed_tools(mode, "depth"), response):
         body = ChatBody.model_validate({"messages": user("a"), "tools": [other, *TOOLS], "tool_choice": choice})
-        assert [tool["function"]["name"] for tool in body.offered] == ["depth"]
+        assert [tool.function.name for tool in body.offered] == ["depth"]
         assert body.must_call == (mode == "required") and body.called is None
 
 

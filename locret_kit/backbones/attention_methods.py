@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,30 +15,28 @@ from transformers import PreTrainedConfig
 from .spec import UnsupportedArchitecture
 from .undo import Undo
 
-Method = Callable[..., tuple[Tensor, Any]]
-"""A module's own: queries, keys and values ``[B, heads, T, D]`` and a mask to an output ``[B, heads, T, D]``."""
+Method = Callable[..., tuple[Tensor, Tensor | None]]
+"""A module's own, or what answers for it. Queries, keys, values and output are ``[B, heads, T, D]``; a mask comes last."""
 
 
-def answer_methods(
-    undo: Undo, decoder: nn.Module, config: PreTrainedConfig, name: str, answer: Callable[..., tuple[Tensor, Any]]
-) -> None:
+def answer_methods(undo: Undo, decoder: nn.Module, config: PreTrainedConfig, name: str, answer: Method) -> None:
     """Let a decoder make masks as the attention ``name`` has them, and ask ``answer(module, its own method, q, k, v, mask)`` for
     attention, until ``undo``.
 
     Raises:
         UnsupportedArchitecture: no module has such a method.
     """
-    modules: list[Any] = [module for module in decoder.modules() if _is_method(getattr(type(module), "_attn", None))]
+    modules = [module for module in decoder.modules() if _is_method(getattr(type(module), "_attn", None))]
     if not modules:
         raise UnsupportedArchitecture("its attention is not behind transformers' interface")
     undo.add(partial(setattr, config, "_attn_implementation", config._attn_implementation))
     config._attn_implementation = name
     for module in modules:
         undo.add(partial(vars(module).pop, "_attn", None))
-        module._attn = partial(answer, module, module._attn)
+        vars(module)["_attn"] = partial(answer, module, module._attn)
 
 
-def _is_method(method: Any) -> bool:
+def _is_method(method: object) -> bool:
     return callable(method) and [*signature(method).parameters][1:] == ["query", "key", "value", "attention_mask"]
 
 

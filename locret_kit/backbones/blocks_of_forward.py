@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .handler import Handler
+from .llama import DecoderOutput, Forward
 
 
-def read_blocks(handler: Handler, run: Callable[..., Any], forward: Callable[..., Any], **kwargs: Any) -> Any:
+def read_blocks(handler: Handler, run: Forward, forward: Forward, **kwargs: Any) -> DecoderOutput:
     """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
     ids = kwargs.get("input_ids")
     tokens = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
-    start, output, hidden = 0, None, []
+    start, outputs = 0, list[DecoderOutput]()
     for length in handler.blocks(tokens):
         new = slice(start, start + length)
         piece = {name: _of_tokens(value, new, tokens) for name, value in kwargs.items() if name != "attention_mask"}
-        output = run(handler, forward, **piece)
-        handler.read(output.last_hidden_state, None if ids is None else ids[:, new])
-        hidden.append(output.last_hidden_state)
+        outputs.append(run(handler, forward, **piece))
+        handler.read(outputs[-1].last_hidden_state, None if ids is None else ids[:, new])
         start += length
-    if output is not None and len(hidden) > 1:
-        output.last_hidden_state = torch.cat(hidden, dim=1)
-    return output
+    if len(outputs) > 1:
+        outputs[-1].last_hidden_state = torch.cat([output.last_hidden_state for output in outputs], dim=1)
+    return outputs[-1]
 
 
-def _of_tokens(value: Any, new: slice, tokens: int) -> Any:
+def _of_tokens(value: object, new: slice, tokens: int) -> object:
     """Part of a forward's argument that belongs to some of its tokens."""
     if isinstance(value, Tensor) and value.dim() > 1:
         if value.shape[1] == tokens:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .rope import Rope
 from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, text_config
 from .undo import Undo, replace_forward
+
+Turn = Tensor | tuple[Tensor, Tensor]
+"""Answer of a rotary module: cos and sin, or numbers of the complex plane."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Calls:
         self._known = known
         self._count: dict[int, int] = {}
 
-    def next(self, module: Any) -> tuple[AttentionCall, Tensor | None]:
+    def next(self, module: nn.Module) -> tuple[AttentionCall, Tensor | None]:
         """The call that a module makes now, and the order of channels in which its queries and keys are rotated."""
         known = self._known.get(id(module), [])
         if len(known) == 1:
@@ -159,7 +163,7 @@ class DecoderAttention:
             )
         return self.rotations
 
-    def ropes(self, model: Any, span: int) -> list[Rope]:
+    def ropes(self, model: PreTrainedModel, span: int) -> list[Rope]:
         """One ``Rope`` per layer with rows; layers that rotate alike share theirs. ``span`` (tokens) is the largest position of
         the prompt plus one: it chooses between the short and the long factors of LongRoPE and sets dynamic NTK, once, for the
         whole prompt. Raises UnsupportedArchitecture as ``require_rotations``."""
@@ -169,7 +173,7 @@ class DecoderAttention:
                 made[rotation.shared] = _rope(decoder, text_config(model), rotation.shared, span)
         return [made[rotation.shared] for rotation in self.require_rotations()]
 
-    def rotates_by_length(self, model: Any, span: int) -> bool:
+    def rotates_by_length(self, model: PreTrainedModel, span: int) -> bool:
         """Whether positions below ``span`` are rotated otherwise in a short text than in a long one."""
         return not same_rotation(self.ropes(model, 1), self.ropes(model, span))
 
@@ -203,7 +207,7 @@ def frequencies_of(module: nn.Module) -> list[str]:
 def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span: int) -> Rope:
     if not rotation.module:
         return Rope(torch.zeros(1, device=next(decoder.parameters()).device))
-    module: Any = decoder.get_submodule(rotation.module)
+    module = decoder.get_submodule(rotation.module)
     inv_freq, scaling = getattr(module, rotation.buffer), scaling_of(module, rotation.buffer)
     kind = rotation.buffer.removesuffix("inv_freq").removesuffix("_")
     rope_type = getattr(module, "rope_type", "default")
@@ -217,35 +221,39 @@ def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span
     return rotation.rope(decoder, inv_freq, scaling)
 
 
-def scaling_of(module: Any, buffer: str) -> float:
+def scaling_of(module: nn.Module, buffer: str) -> float:
     """Factor of a rotary module on cos and sin."""
     return float(getattr(module, buffer.replace("inv_freq", "attention_scaling"), 1.0))
 
 
-def answer_in_halves(undo: Undo, rotary: Any, when: Callable[[], bool]) -> None:
-    """Let a rotary module answer cos = 1, sin = 0 of every channel ``when`` wanted, until ``undo``. Its own forward is not
-    called then: of LongRoPE it makes the host wait for the largest position."""
+def unrotate(
+    undo: Undo, decoder: nn.Module, when: Callable[[], bool] = lambda: True, *, in_halves: bool = False
+) -> None:
+    """Let the rotary modules of a decoder turn no token while ``when``, until ``undo``: cos = 1 and sin = 0.
 
-    def answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    Args:
+        in_halves: as in ``DecoderAttention``. Their own forward is not called then: of LongRoPE it makes the host wait for the
+            largest position.
+    """
+
+    def answer(rotary: nn.Module, forward: Callable[..., Turn], *args: Any, **named: Any) -> Turn:
         if not when():
             return forward(*args, **named)
+        if not in_halves:
+            return _unturned(forward(*args, **named))
         x, position_ids, *kind = (*args, *named.values())
         if position_ids.dim() != 2:  # places in several dimensions
-            return unturned(forward(*args, **named))
+            return _unturned(forward(*args, **named))
         inv_freq = getattr(rotary, "_".join((*kind, "inv_freq")))  # a layer's type, where types differ
         cos_BTR = x.new_ones(*position_ids.shape, 2 * inv_freq.shape[-1])
         return cos_BTR, torch.zeros_like(cos_BTR)
 
-    replace_forward(undo, rotary, answer)
+    for rotary in rotaries_of(decoder).values():
+        replace_forward(undo, rotary, partial(answer, rotary))
 
 
-def unturned_answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """A rotary module's answer to its arguments where no token is turned."""
-    return unturned(forward(*args, **named))
-
-
-def unturned(answer: Any) -> Any:
-    """Answer of a rotary module where no token is turned: cos and sin, or numbers of the complex plane."""
+def _unturned(answer: Turn) -> Turn:
+    """An answer to the same tokens, none of which is turned."""
     if isinstance(answer, Tensor) and answer.is_complex():
         return torch.ones_like(answer)
     if isinstance(answer, tuple) and len(answer) == 2:

@@ -17,11 +17,16 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from ..files import locked
 from ..naming import first_line
 from ..processes import python
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
 """Names by which heads, documents and commands know them, wherever they lie."""
@@ -226,7 +231,7 @@ def convert(gguf_file: Path, made: Path) -> None:
     tokenizer.save_pretrained(made)
 
 
-def dequantise(gguf_file: Path, made: Path, name: str) -> Any:
+def dequantise(gguf_file: Path, made: Path, name: str) -> PreTrainedTokenizerBase:
     """Dequantise in float32, save the model in bfloat16 under a name; the tokenizer, which is not saved.
 
     Raises:
@@ -238,8 +243,8 @@ def dequantise(gguf_file: Path, made: Path, name: str) -> Any:
 
     quiet(transformers)
     say("dequantising in float32")
-    options: dict[str, Any] = {"gguf_file": gguf_file.name}
-    whole: dict[str, Any] = {"dtype": torch.float32}
+    options = {"gguf_file": gguf_file.name}
+    whole: dict[str, object] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the weights packed unless told not to
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(gguf_file.parent, **options, **whole)
@@ -255,7 +260,7 @@ def dequantise(gguf_file: Path, made: Path, name: str) -> Any:
     return AutoTokenizer.from_pretrained(gguf_file.parent, **options)
 
 
-def check_plain(model: Any, dtype: Any) -> None:
+def check_plain(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Raise ValueError unless every weight is a dense tensor of ``dtype`` in a plain torch layer."""
     from torch import nn
 
@@ -300,7 +305,7 @@ def verify(folder: Path) -> None:
         raise ValueError(f"the model goes on with {said!r} after 'The capital of France is'")
 
 
-def quiet(transformers: Any) -> None:
+def quiet(transformers: ModuleType) -> None:
     """Progress bars and warnings of loading are noise here: what matters is checked."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from locret_kernels.fused import rms_norm
 
-from .fused import is_rms_norm, is_silu
 from .gguf.packed_modules import PackedEmbedding, PackedLinear, packed_product, unpacked_rows
 from .last_layer import is_own_hook
+from .llama import Layer, is_rms_norm, is_silu
 from .probe import describe
 from .rope import rotate
 from .spec import decoder_of
@@ -101,7 +101,7 @@ class Dense:
         return any(product.form is not None for product in products)
 
 
-def dense(model: Any) -> Dense:
+def dense(model: PreTrainedModel) -> Dense:
     """The weights of a model; nothing is copied.
 
     Raises:
@@ -139,7 +139,7 @@ def dense(model: Any) -> Dense:
 
 
 @torch.no_grad()
-def check_dense(model: Any, weights: Dense) -> None:
+def check_dense(model: PreTrainedModel, weights: Dense) -> None:
     """Raise NotDense where the model's own logits of a few tokens are not those that its weights give by the form of ``Dense``:
     words may be scaled, logits capped, and heads normed otherwise."""
     description, (D,) = describe(model), {layer.key_size for layer in describe(model).spec.layers}
@@ -172,7 +172,7 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return rms_norm(x, norm.weight, norm.eps)[0]
 
 
-def _layer(layer: Any) -> DenseLayer:
+def _layer(layer: Layer) -> DenseLayer:
     attention, mlp = layer.self_attn, layer.mlp
     if len([module for module in layer.children() if is_rms_norm(module)]) != 2:
         raise NotDense("its layers have other norms than Llama's")
@@ -203,7 +203,7 @@ def _layer(layer: Any) -> DenseLayer:
     )  # fmt: skip
 
 
-def _words(module: Any) -> Product:
+def _words(module: object) -> Product:
     if type(module) is PackedEmbedding:
         return Product(module.weight, None, module.form)
     if type(module) is not nn.Embedding:
@@ -211,7 +211,7 @@ def _words(module: Any) -> Product:
     return Product(module.weight, None)
 
 
-def _product(module: Any) -> Product:
+def _product(module: object) -> Product:
     if type(module) is PackedLinear:
         return Product(module.weight, module.bias, module.form)
     if type(module) is not nn.Linear:
@@ -225,7 +225,7 @@ def _pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
     return [Product(weight, bias, both.form) for weight, bias in parts]
 
 
-def _norm(module: Any) -> Norm:
+def _norm(module: object) -> Norm:
     if not is_rms_norm(module):
         raise NotDense(f"a {type(module).__name__} among its norms")
     return Norm(module.weight, module.variance_epsilon)

@@ -11,20 +11,20 @@ import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels.fused import rms_norm, swiglu
 
 from .handler import Choice, LayerOperations
+from .llama import DecoderStack, GatedMlp, Layer, RmsNorm, is_gated, is_rms_norm, is_silu
 from .undo import Undo, replace_forward
 
 REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)
 
 
-def skip_rotations(undo: Undo, decoder: Any, choice: Choice) -> None:
+def skip_rotations(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
     """Let rotary modules answer None, and rotations pass queries and keys through then, where ``choice`` gives operations,
     until ``undo``."""
     attentions = (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
@@ -33,11 +33,11 @@ def skip_rotations(undo: Undo, decoder: Any, choice: Choice) -> None:
     replace_forward(undo, decoder.rotary_emb, partial(_no_rotation, choice))
 
 
-def _no_rotation(choice: Choice, forward: Callable[..., Any], x: Tensor, *args: Any, **named: Any) -> Any:
+def _no_rotation(choice: Choice, forward: Callable[..., object], x: Tensor, *args: object, **named: object) -> object:
     return forward(x, *args, **named) if choice(x) is None else (None, None)
 
 
-def fuse_layers(undo: Undo, decoder: Any, choice: Choice) -> None:
+def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
     """Let a decoder's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of
     the known kinds are left as they are, and so are those that accelerate moves between devices."""
     for layer in decoder.layers:
@@ -50,26 +50,7 @@ def fuse_layers(undo: Undo, decoder: Any, choice: Choice) -> None:
         replace_forward(undo, norm, partial(_norm, norm, choice))
 
 
-def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm as Llama's: it scales by its weight what was rounded before."""
-    name = type(module).__name__
-    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
-
-
-def is_gated(mlp: nn.Module) -> bool:
-    """Whether a module is an MLP as Llama's, or as Phi-3's."""
-    inward = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-    products = [getattr(mlp, name, None) for name in (*inward, "down_proj")]
-    return all(isinstance(product, nn.Module) for product in products)
-
-
-def is_silu(mlp: Any) -> bool:
-    """Whether the activation between an MLP's products is SiLU."""
-    named = (getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "act"))
-    return any(type(activation).__name__ in ("SiLU", "SiLUActivation") for activation in named)
-
-
-def _norm(norm: Any, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _norm(norm: RmsNorm, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     operations = choice(x, norm.weight)
     if operations is None or norm.weight.dtype != x.dtype:
         return forward(x)
@@ -77,8 +58,8 @@ def _norm(norm: Any, choice: Choice, forward: Callable[..., Tensor], x: Tensor) 
 
 
 def _layer(
-    layer: Any, after: Any, choice: Choice, forward: Callable[..., Any], hidden_states: Tensor, **rest: Any
-) -> Any:
+    layer: Layer, after: RmsNorm, choice: Choice, forward: Callable[..., Tensor], hidden_states: Tensor, **rest: object
+) -> Tensor:
     """A decoder layer, whose first residual is added where its sum is normalised."""
     if choice(hidden_states, after.weight) is None or layer.training or after.weight.dtype != hidden_states.dtype:
         return forward(hidden_states, **rest)
@@ -88,7 +69,7 @@ def _layer(
     return total + layer.mlp(normed)
 
 
-def _mlp(mlp: Any, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _mlp(mlp: GatedMlp, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A gated MLP, its two inward products apart or in one matrix."""
     if choice(x) is None:
         return forward(x)
@@ -103,7 +84,7 @@ def _mlp(mlp: Any, choice: Choice, forward: Callable[..., Tensor], x: Tensor) ->
 # ---- rotation by zero --------------------------------------------------------------------------------------------------
 
 _LOCK = threading.Lock()
-_WRAPPED: dict[ModuleType, tuple[Callable[..., Any], set[Undo]]] = {}
+_WRAPPED: dict[ModuleType, tuple[Callable[..., tuple[Tensor, Tensor]], set[Undo]]] = {}
 """Modelling modules whose rotation is wrapped: their own rotation, and the attachments that use the wrapped one."""
 ROTATION = "apply_rotary_pos_emb"
 
@@ -129,7 +110,7 @@ def _skip_identity(undo: Undo, module: ModuleType) -> None:
 
 def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     @wraps(rotate)
-    def passing(q: Tensor, k: Tensor, cos: Tensor | None, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def passing(q: Tensor, k: Tensor, cos: Tensor | None, *rest: object, **named: object) -> tuple[Tensor, Tensor]:
         return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
 
     return passing

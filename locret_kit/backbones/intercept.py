@@ -18,21 +18,23 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import Unpack
 
 from .attention_methods import Method, answer_methods
 from .blocks_of_forward import read_blocks
-from .decoder_attention import AttentionCall, Calls, DecoderAttention, answer_in_halves, rotaries_of, unturned_answer
+from .decoder_attention import AttentionCall, Calls, DecoderAttention, unrotate
 from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
 from .last_layer import give_rows
+from .llama import DecoderOutput, DecoderStack, Forward
 from .parallel import AllHeads, group_of
 from .probe import describe
-from .recording import softmax_of, unknown_argument
+from .recording import CallArguments, softmax_of, unknown_argument
 from .releases import cache_among
 from .slices import slice_mlps
 from .spec import decoder_of, text_config
@@ -54,8 +56,8 @@ _ACTIVE = _Active()
 
 
 def _handled(
-    handler: Handler | None, calls: Calls | None, own: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    handler: Handler | None, calls: Calls | None, own: str, forward: Forward, *args: object, **kwargs: object
+) -> DecoderOutput:
     """Run a forward whose attention calls go to ``handler``, in this thread. KeyboardInterrupt restores what was set before
     too: torch calls no forward hook after it."""
     before = _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own
@@ -67,15 +69,15 @@ def _handled(
 
 
 def _attention(
-    module: Any,
+    module: nn.Module,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,  # where transformers' own have it: who wraps them all (kvpress) passes it by place
     scaling: float | None = None,
-    **kw: Any,
-) -> tuple[Tensor, Any]:
+    **kw: Unpack[CallArguments],
+) -> tuple[Tensor, Tensor | None]:
     handler, calls = _ACTIVE.handler, _ACTIVE.calls
     if handler is None or calls is None:
         return _own_attention(module)(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kw)
@@ -89,43 +91,35 @@ def _attention(
     if order_D is not None:
         q, k = q[..., order_D], k[..., order_D]
     if call.shared:
-        out = handler.attend_shared(call.layer, q, k, v, softmax_of(module, q, scaling, kw))
+        out = handler.attend_shared(call.layer, q, k, v, softmax_of(q, scaling, kw))
     else:
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"{type(module).__name__} has {q.shape[2]} queries and {k.shape[2]} new keys")
-        out = handler.attend(call.layer, q, k, v, softmax_of(module, q, scaling, kw))
+        out = handler.attend(call.layer, q, k, v, softmax_of(q, scaling, kw))
     return out.transpose(1, 2).contiguous(), None
 
 
 def _method(
-    module: Any, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor, Any]:
+    module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     if _ACTIVE.handler is None:
         return own(q, k, v, mask)
     return _attention(module, q, k, v, mask)[0].transpose(1, 2), None
 
 
-def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Any]]:
+def _own_attention(module: nn.Module) -> Method:
     """The attention that a module's model had before it was attached."""
     own = _ACTIVE.own
     if own == "eager":
-        eager: Callable[..., tuple[Tensor, Any]] | None = getattr(
-            sys.modules[type(module).__module__], "eager_attention_forward", None
-        )
-        return eager or sdpa_attention_forward
-    found: Callable[..., tuple[Tensor, Any]] = ALL_ATTENTION_FUNCTIONS[own]
-    return found
+        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    return ALL_ATTENTION_FUNCTIONS[own]
 
 
-def _mask(*args: Any, **kwargs: Any) -> Any:
+def _mask(*args: object, **kwargs: object) -> object:
     if _ACTIVE.handler is not None:
         return None
-    own = _ACTIVE.own
-    return (
-        ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
-        if own in ALL_MASK_ATTENTION_FUNCTIONS
-        else sdpa_mask(*args, **kwargs)
-    )
+    own: Callable[..., object] = ALL_MASK_ATTENTION_FUNCTIONS.get(_ACTIVE.own, sdpa_mask)
+    return own(*args, **kwargs)
 
 
 def active_handler() -> Handler | None:
@@ -153,18 +147,6 @@ def _wants_unrotated() -> bool:
     return handler is not None and handler.wants_unrotated
 
 
-def unrotated(undo: Undo, rotary: Any, *, in_halves: bool) -> None:
-    """Let a rotary module turn nothing while a handler wants q and k before RoPE, until ``undo``."""
-    if in_halves:
-        answer_in_halves(undo, rotary, _wants_unrotated)
-        return
-
-    def answer(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        return unturned_answer(forward, *args, **named) if _wants_unrotated() else forward(*args, **named)
-
-    replace_forward(undo, rotary, answer)
-
-
 def _unrotated_operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
     """``operations`` where the forward's handler wants q and k before RoPE: rotations are left out then."""
     return operations(x, *others) if _wants_unrotated() else None
@@ -174,7 +156,7 @@ class Attachment:
     """A model whose attention is met from ``start()`` until ``detach()``, or the end of a ``with`` block, which restore it
     exactly. An interrupt of either leaves the model as it was."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._explicit = _Active()
         self._undo = Undo()
@@ -203,8 +185,7 @@ class Attachment:
             self._own = before
             self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)
-            for rotary in rotaries_of(decoder).values():
-                unrotated(undo, rotary, in_halves=description.answers_in_halves)
+            unrotate(undo, decoder, _wants_unrotated, in_halves=description.answers_in_halves)
             if description.skips_rotation:
                 skip_rotations(undo, decoder, _unrotated_operations)
             if description.fuses_layers:
@@ -217,7 +198,7 @@ class Attachment:
             undo.run()
             raise
 
-    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, forward: Forward, *args: object, **kwargs: Any) -> DecoderOutput:
         """The decoder's ``forward``, with a handler set in this thread while it runs, whatever it raises."""
         cache = cache_among(args, kwargs)
         handler = self._explicit.handler or (cache if isinstance(cache, Handler) else None)
@@ -244,7 +225,7 @@ class Attachment:
         handler.finish(output.last_hidden_state, kwargs.get("input_ids"))
         return output
 
-    def _run(self, handler: Handler, forward: Callable[..., Any], **kwargs: Any) -> Any:
+    def _run(self, handler: Handler, forward: Forward, **kwargs: object) -> DecoderOutput:
         return _handled(handler, Calls(self._known), self._own, forward, **kwargs)
 
     @contextmanager
@@ -268,7 +249,7 @@ class Attachment:
 
 
 def _calls_of(
-    decoder: Any, description: DecoderAttention, device: torch.device
+    decoder: DecoderStack, description: DecoderAttention, device: torch.device
 ) -> dict[int, list[tuple[AttentionCall, Tensor | None]]]:
     """The calls of each attention module, by its id, in the order of a forward."""
     known: dict[int, list[tuple[AttentionCall, Tensor | None]]] = {}
@@ -279,7 +260,7 @@ def _calls_of(
     return known
 
 
-def attach(model: Any) -> Attachment:
+def attach(model: PreTrainedModel) -> Attachment:
     """Route ``model``'s attention to bounded caches and observers until ``detach()``; usable in ``with``.
 
     A model is attached once and may then be used by many threads, each with caches of its own. Attach it before they start
@@ -303,7 +284,7 @@ with its frame."""
 _LOCK = threading.RLock()  # `attached` holds it while an attachment starts, which sweeps
 
 
-def _sweep(model: Any) -> None:
+def _sweep(model: PreTrainedModel) -> None:
     """Detach a model that no block uses any more."""
     with _LOCK:
         attachment, blocks = _SHARED.get(id(model), (None, ()))
@@ -313,7 +294,7 @@ def _sweep(model: Any) -> None:
 
 
 @contextmanager
-def attached(model: Any) -> Iterator[None]:
+def attached(model: PreTrainedModel) -> Iterator[None]:
     """The model attached inside the block, unless it is already. Blocks of several threads, or of several answers that are
     written by turns, may overlap: the last one detaches."""
     block = _Block()
@@ -330,6 +311,6 @@ def attached(model: Any) -> Iterator[None]:
         _sweep(model)
 
 
-def is_attached(model: Any) -> bool:
+def is_attached(model: PreTrainedModel) -> bool:
     """Whether ``model`` is attached now."""
     return bool(text_config(model)._attn_implementation == NAME)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return hidden.reshape(-1, hidden.shape[-1]).contiguous().view(hidden.shape), *rest
 
 
-def is_own_hook(hook: Callable[..., Any]) -> bool:
+def is_own_hook(hook: Callable[..., object]) -> bool:
     """Whether a module's hook is one that ``attach`` has put there."""
     return hook is _as_rows
 

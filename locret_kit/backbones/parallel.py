@@ -8,7 +8,7 @@ rank, and every rank alike. A bounded cache is small. What is divided is the wei
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from .handler import Handler, LayerOperations, Softmax
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
 
 
-def group_of(model: Any) -> ProcessGroup | None:
+def group_of(model: PreTrainedModel) -> ProcessGroup | None:
     """The ranks among which a model's heads are spread; None where each has all.
 
     Raises:

@@ -14,12 +14,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .decoder_attention import (
     AttentionCall,
@@ -29,6 +28,7 @@ from .decoder_attention import (
     frequencies_of,
     rotaries_of,
 )
+from .llama import DecoderStack
 from .recording import IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded, storage_of
 from .releases import ASKED_FOR_STATES, holds_states, layer_kinds
 from .rotations import rotations_of
@@ -50,7 +50,7 @@ TOKENS = 12
 """Tokens that are read."""
 
 
-def describe(model: Any) -> DecoderAttention:
+def describe(model: PreTrainedModel) -> DecoderAttention:
     """The description of a model's decoder, measured once per class and configuration: less than a second.
 
     Raises:
@@ -76,7 +76,7 @@ _LOCK = threading.RLock()
 _KNOWN: dict[tuple[object, ...], DecoderAttention | str] = {}
 
 
-def _key(decoder: Any, config: PreTrainedConfig) -> tuple[object, ...]:
+def _key(decoder: DecoderStack, config: PreTrainedConfig) -> tuple[object, ...]:
     words = {
         name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_version"))
     }
@@ -95,7 +95,7 @@ def _has_even_norms(decoder: nn.Module) -> bool:
 # ---- measuring -----------------------------------------------------------------------------------------------------------
 
 
-def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
+def _measured(decoder: DecoderStack, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
     """The description of a decoder, whose heads may be spread over ranks. Raises UnsupportedArchitecture that begins with its
     model type."""
     with _read_by(decoder, config):
@@ -106,7 +106,7 @@ def _measured(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAtte
 
 
 @contextmanager
-def _read_by(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
+def _read_by(decoder: DecoderStack, config: PreTrainedConfig) -> Iterator[None]:
     """A block in which a decoder reads tokens, whose errors are UnsupportedArchitecture and begin with its model type."""
     name = f"model_type={config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
@@ -126,7 +126,7 @@ def _read_by(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
         ) from error
 
 
-def outlined(model: Any) -> BackboneSpec:
+def outlined(model: PreTrainedModel) -> BackboneSpec:
     """Dimensions of a model on the meta device, whose numbers are nothing: those of a forward there, or the words of its
     configuration where a forward needs numbers (experts that are looped over).
 
@@ -167,7 +167,7 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
     )
 
 
-def _description(decoder: Any, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
+def _description(decoder: DecoderStack, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
     if any(kind.holds_state for kind in layer_kinds(config)):
         _check_states()
     device = next(decoder.parameters()).device
@@ -196,7 +196,7 @@ def _check_states() -> None:
         raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
 
 
-def _takes_positions(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:
+def _takes_positions(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:
     """Whether a decoder without a rotation goes by position ids.
 
     Raises:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
+from typing_extensions import Unpack
 
 from locret_kernels.attend.reference import attend_and_count
 
@@ -66,7 +67,9 @@ class IndexedCache(DynamicCache):
         super().__init__(config=config)
         self.layers = [DynamicLayer() if type(one) is DynamicSlidingWindowLayer else one for one in self.layers]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         self.asked = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -78,19 +81,26 @@ class Recording(threading.local):
     outputs: list[Tensor]
     replayed: list[Tensor] | None = None
     cache: IndexedCache | None = None
-    masks: dict[int, Callable[..., Any] | None]
+    masks: dict[int, Callable[..., Tensor] | None]
 
 
 NOW = Recording()
 
 
-def softmax_of(module: Any, q: Tensor, scaling: float | None, named: dict[str, Any]) -> Softmax:
+class CallArguments(TypedDict, total=False):
+    """Arguments of an attention call by name that change it; others come with them."""
+
+    softcap: float | None
+    s_aux: Tensor | None
+    is_causal: bool | None
+
+
+def softmax_of(q: Tensor, scaling: float | None, named: CallArguments) -> Softmax:
     """The softmax that an attention call asks for."""
-    sinks = named.get("s_aux")
-    return Softmax(q.shape[-1] ** -0.5 if scaling is None else scaling, named.get("softcap"), sinks)
+    return Softmax(q.shape[-1] ** -0.5 if scaling is None else scaling, named.get("softcap"), named.get("s_aux"))
 
 
-def unknown_argument(named: dict[str, Any], tokens: int) -> str | None:
+def unknown_argument(named: CallArguments, tokens: int) -> str | None:
     """An argument of an attention call that would change it and that the kit does not know; None without one."""
     for name, value in named.items():
         if isinstance(value, Tensor) and name not in IGNORED and name != "s_aux":
@@ -99,14 +109,14 @@ def unknown_argument(named: dict[str, Any], tokens: int) -> str | None:
 
 
 def record(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, **named: Any,
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **named: Unpack[CallArguments],
 ) -> tuple[Tensor, None]:  # fmt: skip
     number, cache = len(NOW.calls), NOW.cache
     index = None if cache is None else cache.asked
     if cache is not None:
         cache.asked = None
-    softmax = softmax_of(module, q, scaling, named)
+    softmax = softmax_of(q, scaling, named)
     unknown = unknown_argument(named, q.shape[2])
     NOW.calls.append(RecordedCall(module, index, q, k, v, attention_mask, softmax, unknown))
     if NOW.replayed is not None:
@@ -134,7 +144,7 @@ AttentionMaskInterface.register(NAME, record_mask)
 
 
 @contextmanager
-def observed(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
+def observed(decoder: PreTrainedModel, config: PreTrainedConfig) -> Iterator[None]:
     """Attention of a decoder recorded within the block, whose modules are in evaluation mode."""
     training, undo = [module for module in decoder.modules() if module.training], Undo()
     try:
@@ -155,7 +165,7 @@ def observed(decoder: Any, config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _record_method(
-    rows: int, module: Any, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    rows: int, module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, None]:
     if NOW.replayed is None and not q.is_meta and not is_softmax(own, q, rows):
         raise UnsupportedArchitecture(f"attention of {type(module).__name__} is scaled or masked in a way of its own")
@@ -169,11 +179,11 @@ class RecordedRun:
     calls: list[RecordedCall]
     outputs: list[Tensor]
     hidden: Tensor
-    cache: Any
+    cache: DynamicCache
 
 
 def run_recorded(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
+    decoder: nn.Module, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
 ) -> RecordedRun:
     NOW.calls, NOW.outputs, NOW.replayed = [], [], replayed
     NOW.cache = IndexedCache(config=config)

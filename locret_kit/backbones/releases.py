@@ -8,10 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig, cache_utils
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
@@ -22,12 +21,12 @@ ASKED_FOR_STATES = hasattr(Cache, "get_conv_state")
 """Whether modules ask a cache for their states; before transformers 5.21 they take them off its layers."""
 
 
-def forward(model: Any, ids_BT: Tensor, cache: Cache, **rest: Any) -> Any:
-    """The model's output for new tokens ``[B, T]`` after those that the cache has read; ``rest`` goes to its forward."""
-    return model(input_ids=ids_BT, use_cache=True, **{CACHE: cache}, **rest)
+def forward(model: PreTrainedModel, ids_BT: Tensor, cache: Cache, **rest: object) -> Tensor:
+    """Logits ``[B, T, V]`` of new tokens ``[B, T]`` after those that the cache has read; ``rest`` goes to the model's forward."""
+    return model(input_ids=ids_BT, use_cache=True, **{CACHE: cache}, **rest).logits
 
 
-def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
+def cache_among(args: Sequence[object], kwargs: Mapping[str, object]) -> Cache | None:
     """The cache among a forward's arguments, whatever its name; None without one."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
 
@@ -74,7 +73,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
     return kinds
 
 
-def holds_states(cache: Any) -> tuple[int, ...]:
+def holds_states(cache: Cache) -> tuple[int, ...]:
     """Layers of transformers' own cache that hold a state of constant size."""
     mixin = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
     return tuple(i for i, layer in enumerate(cache.layers) if isinstance(layer, mixin))

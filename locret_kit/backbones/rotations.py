@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .decoder_attention import DecoderAttention, Rotation, frequencies_of, rotaries_of, scaling_of, unturned_answer
+from .decoder_attention import DecoderAttention, Rotation, frequencies_of, rotaries_of, scaling_of, unrotate
+from .llama import DecoderStack
 from .recording import RecordedCall, RecordedRun, close, run_recorded
 from .rope import Rope, rotate
 from .spec import UnsupportedArchitecture
-from .undo import Undo, replace_forward
+from .undo import Undo
 
 
 def rotations_of(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
+    decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
 ) -> tuple[Rotation, ...] | str:
     """The rotation of every layer with rows, or why it is not known."""
     rotaries = rotaries_of(decoder)
     undo = Undo()
     try:
-        for module in rotaries.values():
-            replace_forward(undo, module, unturned_answer)
+        unrotate(undo, decoder)
         second = run_recorded(decoder, config, ids_1T, first.outputs)
     except UnsupportedArchitecture as error:
         return str(error)

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .decoder_attention import DecoderAttention, answer_in_halves, rotaries_of
+from .decoder_attention import DecoderAttention, unrotate
 from .fused import REFERENCE, fuse_layers, skip_rotations
-from .handler import Choice
+from .handler import LayerOperations
+from .llama import DecoderStack
 from .recording import NOW, IndexedCache, RecordedRun, close, run_recorded
 from .releases import CACHE
 from .rope import rotate
 from .undo import Undo
 
-Change = Callable[[Undo, Any, Choice], None]
-"""A change of a decoder that can be taken back."""
-
 
 def with_shortcuts(
-    decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
+    decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
 ) -> DecoderAttention:
     """The description of a decoder with the shortcuts that it allows."""
 
-    def run(change: Change) -> RecordedRun | None:
+    def reference(*x: Tensor) -> LayerOperations:
+        return REFERENCE
+
+    def run(change: Callable[..., None], *args: object, **named: object) -> RecordedRun | None:
         undo = Undo()
         try:
-            change(undo, decoder, lambda *x: REFERENCE)
+            change(undo, decoder, *args, **named)
             return run_recorded(decoder, config, ids_1T, first.outputs)
         except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
             return None
@@ -40,16 +40,11 @@ def with_shortcuts(
     rotations = () if isinstance(found.rotations, str) else found.rotations
     if not any(rotation.module for rotation in rotations):
         return found
-    answers = _is_unturned(run(_answer_in_halves), first, decoder, found)
+    answers = _is_unturned(run(unrotate, in_halves=True), first, decoder, found)
     standard = all(rotation.order is None for rotation in rotations)
-    skips = standard and answers and _is_unturned(run(skip_rotations), first, decoder, found)
-    fuses = skips and _is_alike(run(fuse_layers), first)
+    skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, found)
+    fuses = skips and _is_alike(run(fuse_layers, reference), first)
     return replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
-
-
-def _answer_in_halves(undo: Undo, decoder: Any, choice: Choice) -> None:
-    for rotary in rotaries_of(decoder).values():
-        answer_in_halves(undo, rotary, lambda: True)
 
 
 def _is_alike(run: RecordedRun | None, first: RecordedRun) -> bool:
@@ -60,7 +55,7 @@ def _is_alike(run: RecordedRun | None, first: RecordedRun) -> bool:
     return close(run.hidden, first.hidden, 2) and all(close(a.q, b.q) and close(a.k, b.k) for a, b in pairs)
 
 
-def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: Any, found: DecoderAttention) -> bool:
+def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: DecoderStack, found: DecoderAttention) -> bool:
     """Whether queries and keys are those before the rotation."""
     if run is None:
         return False
@@ -77,14 +72,14 @@ def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: Any, foun
     return close(run.hidden, first.hidden, 2)
 
 
-def reads_pieces(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
+def reads_pieces(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
     """Whether layers with states go on where a piece ended, with more than one token."""
     cache = IndexedCache(config=config)
     hidden = [_read(decoder, piece, cache) for piece in (ids_1T[:, :5], ids_1T[:, 5:])]
     return close(torch.cat(hidden, 1), whole.hidden, 2)
 
 
-def keeps_texts_apart(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
+def keeps_texts_apart(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
     """Whether a text goes on where it was after a piece of another one."""
     cache, other = IndexedCache(config=config), IndexedCache(config=config)
     begun = _read(decoder, ids_1T[:, :5], cache)
@@ -92,7 +87,7 @@ def keeps_texts_apart(decoder: Any, config: PreTrainedConfig, ids_1T: Tensor, wh
     return close(torch.cat((begun, _read(decoder, ids_1T[:, 5:], cache)), 1), whole.hidden, 2)
 
 
-def _read(decoder: Any, ids_1T: Tensor, cache: IndexedCache) -> Tensor:
+def _read(decoder: DecoderStack, ids_1T: Tensor, cache: IndexedCache) -> Tensor:
     """Final hidden states of more tokens of a text."""
     NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, cache
     hidden: Tensor = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: cache}).last_hidden_state

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .fused import is_gated
+from .llama import is_gated
 from .spec import decoder_of
 from .undo import Undo, replace_forward
 
@@ -30,7 +29,7 @@ def slice_mlps(undo: Undo, model: PreTrainedModel) -> None:
         replace_forward(undo, mlp, partial(_forward, mlp))
 
 
-def _forward(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **named: Any) -> Tensor:
+def _forward(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: object, **named: object) -> Tensor:
     """``forward(x)``, ``x [..., features]``, in slices where that pays. Further arguments may be of each row: not sliced then."""
     rows = x.numel() // x.shape[-1]
     if rows <= SLICE or args or named or not _gains(mlp, x):

@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..naming import nearest
+from .llama import DecoderStack
 from .releases import layer_kinds
 
 
@@ -224,9 +225,10 @@ def field_of(config: PreTrainedConfig, *names: str) -> int:
     return next((value for value in values if type(value) is int and value), 0)
 
 
-def decoder_of(model: Any) -> Any:
+def decoder_of(model: PreTrainedModel) -> DecoderStack:
     """The decoder stack (``model.model`` and its likes) below adapters of PEFT and heads of the language model."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model
     if isinstance(decoder, nn.Linear):  # a head that is called decoder (ModernBERT)
         decoder = inner.base_model

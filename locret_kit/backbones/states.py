@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .spec import BackboneSpec, text_config
@@ -29,7 +29,7 @@ class States:
         self.cache = cache
 
     @classmethod
-    def of(cls, model: Any, spec: BackboneSpec) -> States | None:
+    def of(cls, model: PreTrainedModel, spec: BackboneSpec) -> States | None:
         """Of a text of which nothing is read; None where a backbone has attention alone."""
         return cls(DynamicCache(config=text_config(model))) if spec.states else None
 
@@ -76,19 +76,19 @@ class StatefulCache(Cache):
 
     states: States | None = None
 
-    def get_conv_state(self, *args: Any, **named: Any) -> Tensor | None:
+    def get_conv_state(self, *args: int, **named: int) -> Tensor | None:
         return self._own_layers().get_conv_state(*args, **named)
 
-    def update_conv_state(self, *args: Any, **named: Any) -> Tensor:
-        return self._own_layers().update_conv_state(*args, **named)
+    def update_conv_state(self, conv_states: Tensor, *args: int, **named: int) -> Tensor:
+        return self._own_layers().update_conv_state(conv_states, *args, **named)
 
-    def get_recurrent_state(self, *args: Any, **named: Any) -> Tensor | None:
+    def get_recurrent_state(self, *args: int, **named: int) -> Tensor | None:
         return self._own_layers().get_recurrent_state(*args, **named)
 
-    def update_recurrent_state(self, *args: Any, **named: Any) -> Tensor:
-        return self._own_layers().update_recurrent_state(*args, **named)
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: int, **named: int) -> Tensor:
+        return self._own_layers().update_recurrent_state(recurrent_states, *args, **named)
 
-    def has_previous_state(self, *args: Any, **named: Any) -> bool:
+    def has_previous_state(self, *args: int | None, **named: int | None) -> bool:
         return self.states is not None and bool(self.states.cache.has_previous_state(*args, **named))
 
     def is_recording_past(self, layer_idx: int) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+
+from torch import nn
 
 
 class Undo:
@@ -38,7 +39,7 @@ class Undo:
             raise raised
 
 
-def replace_forward(undo: Undo, module: Any, forward: Callable[..., Any]) -> None:
+def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object]) -> None:
     """Let ``module`` run ``forward(its own forward, *args, **kwargs)`` until ``undo``."""
     shadowed = vars(module).get("forward")  # accelerate puts its own there
 

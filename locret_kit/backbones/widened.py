@@ -35,8 +35,9 @@ def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
     slow."""
     if model.dtype == torch.bfloat16 and lacks_bfloat16():
         for linear in decoder_of(model).modules():
-            plain = type(linear) is nn.Linear and type(linear.weight.data) is Tensor  # no codes of another library
-            if plain and not hasattr(linear, "_hf_hook"):
+            if type(linear) is not nn.Linear or hasattr(linear, "_hf_hook"):
+                continue
+            if type(linear.weight.data) is Tensor:  # no codes of another library
                 replace_forward(undo, linear, partial(_forward, linear, choice))
 
 

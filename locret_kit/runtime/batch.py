@@ -185,7 +185,7 @@ class Batch:
         """``_forward`` of one sequence, which notes the logits of every token."""
         assert sequence.cache is not None
         ids = torch.tensor([piece], device=self.model.device)
-        logits_TV = forward(self.model, ids, sequence.cache).logits[0].float()
+        logits_TV = forward(self.model, ids, sequence.cache)[0].float()
         sequence.note_prompt(logits_TV)
         return logits_TV[-1:]
 

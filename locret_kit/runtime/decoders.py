@@ -118,10 +118,10 @@ def logits_after(
         ids_1T: new tokens of the texts, end to end. counts: how many are each text's.
     """
     if len(caches) == 1:
-        return forward(model, ids_1T, caches[0], logits_to_keep=1).logits[:, -1]
+        return forward(model, ids_1T, caches[0], logits_to_keep=1)[:, -1]
     if not caches[0].context.description.packs_texts:
         own = zip(caches, ids_1T.split(list(counts), 1), strict=True)
         return torch.cat([logits_after(model, [cache], ids, [ids.shape[1]]) for cache, ids in own])
     packed = Packed(caches, counts)
     last = torch.tensor(packed.last, device=model.device)
-    return forward(model, ids_1T, packed, logits_to_keep=last).logits[0]
+    return forward(model, ids_1T, packed, logits_to_keep=last)[0]

@@ -242,13 +242,13 @@ class GraphDecoder:
         last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
         self.cache.fixed = partial(self._fixed, self.seen.int(), last_LBH + 1, last_LBH)
         try:
-            out = forward(self.model, self.ids, self.cache, logits_to_keep=1)
+            logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
         finally:
             self.cache.fixed = None
         self.seen += 1
         self.length_L += 1
         self._evict(after)
-        return out.logits[:, -1].float()
+        return logits_BTV[:, -1].float()
 
     def _fixed(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> Fixed:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""

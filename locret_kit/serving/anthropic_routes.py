@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -17,7 +17,7 @@ from .answers import AnswerStream
 from .bodies import ChatBody
 from .completions import begin
 from .errors import ANTHROPIC, Failed, error_of, status_of
-from .messages import without_nulls
+from .messages import JsonObject, without_nulls
 from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
 from .state import Server
@@ -46,7 +46,7 @@ class MessagesBody(CountBody):
     max_tokens: Annotated[int, Field(ge=1)]
 
 
-def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+def chat_fields(body: JsonObject) -> JsonObject:
     """The body of a chat completion that asks for the same. What has another type than it should stays, for its checks to say so.
 
     Raises:
@@ -79,19 +79,19 @@ def messages_of(message: object) -> list[object]:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(content, list):
         return [message]
-    said: dict[str, Any] = {"role": message.get("role"), "content": [], "tool_calls": []}
-    results: list[object] = []
+    texts, calls, results = list[object](), list[JsonObject](), list[object]()
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
-            said["tool_calls"].append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             result = block.get("content") or ""
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind not in THOUGHTS:
-            said["content"].append(block)
-    return [*results, said] if said["content"] or said["tool_calls"] or not results else results
+            texts.append(block)
+    said = {"role": message.get("role"), "content": texts, "tool_calls": calls}
+    return [*results, said] if texts or calls or not results else results
 
 
 def tool_of(number: int, tool: object) -> object:
@@ -157,7 +157,7 @@ def tokens_of(answer: AnswerStream) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def events(answer: AnswerStream, head: dict[str, Any]) -> AsyncIterator[str]:
+async def events(answer: AnswerStream, head: JsonObject) -> AsyncIterator[str]:
     """Server-sent events of a streamed answer."""
 
     def event(kind: str, **fields: object) -> str:

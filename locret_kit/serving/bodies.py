@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages
-from .messages import Message, ResponseFormat, Tool, call_of, check_text, without_nulls
+from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, check_text, without_nulls
 from .tools import knows_tools, rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
@@ -130,7 +130,7 @@ class ChatBody(CompletionBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | JsonObject = "auto"
     parallel_tool_calls: bool = True
     """Whether an answer may call more than one tool; otherwise it ends with its first call."""
     continue_final_message: bool = True
@@ -178,9 +178,9 @@ class ChatBody(CompletionBody):
         return self.tool_choice == "required" or self.called is not None
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
-        """Tools that the answer may call, as chat templates have them."""
-        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools]
+    def offered(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -198,15 +198,14 @@ class ChatBody(CompletionBody):
         last = self.messages[-1]
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
-    def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[TemplateMessage], list[JsonObject]]:
         """Messages and tools for the chat template."""
         messages = [message.rendered() for message in self.messages]
         if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
             messages.pop()  # the beginning of an answer, of which there is nothing yet
-        tools = self.offered
         if knows_tools(tokenizer.chat_template):
-            return messages, tools
-        return rewritten(messages, tools), []
+            return messages, [tool.model_dump() for tool in self.offered]
+        return rewritten(messages, self.offered), []
 
     def ids(
         self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None
@@ -243,7 +242,7 @@ class ChatBody(CompletionBody):
         )
 
 
-def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def asked(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     """Messages about a document, of which the first is a user's: system messages before it stand in it.
 
     Raises:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+JsonObject = dict[str, object]
+"""An object of a body, as JSON has it."""
 ROLES = {"developer": "system", "function": "tool"}
 """Names of roles in chat templates."""
 TEXTS = ("text", "input_text", "output_text", "refusal")
@@ -48,12 +49,22 @@ def text_of(content: object) -> str:
     return "".join(texts)
 
 
+class TemplateMessage(TypedDict, total=False):
+    """A message as chat templates have it: a role, a content, and what else there is."""
+
+    role: str
+    content: str
+    tool_calls: list[JsonObject]
+    tool_call_id: str
+    name: str
+
+
 class Message(BaseModel):
     """A message of a conversation. An answer may have calls of tools in the place of a content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str = ""
-    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
+    tool_calls: list[JsonObject] = Field(default_factory=list)
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -70,19 +81,19 @@ class Message(BaseModel):
     def _text(cls, content: object) -> str:
         return text_of(content)
 
-    def rendered(self) -> dict[str, Any]:
+    def rendered(self) -> TemplateMessage:
         """As chat templates have it."""
-        said: dict[str, Any] = {"role": ROLES.get(self.role, self.role), "content": self.content}
+        said: TemplateMessage = {"role": ROLES.get(self.role, self.role), "content": self.content}
         if self.tool_calls:
             said["tool_calls"] = [call_of(call) for call in self.tool_calls]
-        return said | {
-            name: value
-            for name, value in (("tool_call_id", self.tool_call_id), ("name", self.name))
-            if value is not None
-        }
+        if self.tool_call_id is not None:
+            said["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            said["name"] = self.name
+        return said
 
 
-def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+def call_of(call: JsonObject) -> JsonObject:
     """A call of a tool as chat templates have it: with its arguments as an object.
 
     Raises:
@@ -106,7 +117,7 @@ class Function(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: JsonObject = Field(default_factory=dict)
 
     _absent = model_validator(mode="before")(without_nulls)
 
@@ -122,8 +133,8 @@ class ResponseFormat(BaseModel):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-    bare: dict[str, Any] | None = Field(default=None, alias="schema")
+    json_schema: JsonObject | None = None
+    bare: JsonObject | None = Field(default=None, alias="schema")
     """A schema beside ``json_object``, as llama.cpp's clients send it."""
 
     _absent = model_validator(mode="before")(without_nulls)
@@ -135,8 +146,9 @@ class ResponseFormat(BaseModel):
         return self
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
+    def schema_of_answer(self) -> JsonObject | None:
         """The schema of the answer; None for any text."""
         if self.type == "text":
             return None
-        return dict(self.json_schema["schema"]) if self.json_schema is not None else self.bare or {"type": "object"}
+        schema = (self.json_schema or {}).get("schema", self.bare or {"type": "object"})
+        return schema if isinstance(schema, dict) else {"type": "object"}

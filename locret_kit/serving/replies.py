@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TypedDict
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -102,8 +102,18 @@ def delta(
     return {"index": index, "delta": {"role": "assistant", **said} if first else said, **end}
 
 
-def usage(answers: Sequence[AnswerStream], n: int) -> dict[str, object]:
-    """Tokens of a request with ``n`` answers to each prompt; ``locret`` has the cache's own figures."""
+class Usage(TypedDict):
+    """Tokens of a request, as OpenAI's protocol counts them; ``locret`` has the cache's own figures."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    locret: dict[str, int]
+
+
+def usage(answers: Sequence[AnswerStream], n: int) -> Usage:
+    """Of a request with ``n`` answers to each prompt."""
     requests = [answer.request for answer in answers]
     new = sum(len(one.sequence.tokens) for one in requests if one.sequence is not None)
     prompt = sum(len(one.ids) for one in requests[::n])
@@ -154,7 +164,7 @@ class Whole(Response):
     """
 
     def __init__(
-        self, answers: Sequence[AnswerStream], work: Coroutine[Any, Any, dict[str, object]], seconds: float
+        self, answers: Sequence[AnswerStream], work: Coroutine[None, None, dict[str, object]], seconds: float
     ) -> None:
         super().__init__(media_type="application/json")
         self.answers, self.work, self.seconds = answers, work, seconds

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -17,7 +16,7 @@ from .answers import AnswerStream
 from .bodies import ChatBody
 from .completions import begin
 from .errors import Failed
-from .messages import without_nulls
+from .messages import JsonObject, without_nulls
 from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
 from .state import Server
@@ -47,7 +46,7 @@ ECHOED: dict[str, object] = {
 class ResponsesBody(ChatBody):
     """``POST /v1/responses``. ``asked``: as the client has sent it."""
 
-    asked: dict[str, Any] = Field(default_factory=dict)
+    asked: JsonObject = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -55,7 +54,7 @@ class ResponsesBody(ChatBody):
         return chat_fields(body) if isinstance(body, dict) else body
 
 
-def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+def chat_fields(body: JsonObject) -> JsonObject:
     """The body of a chat completion that asks for the same. What has another type than it should stays, for its checks to say so.
 
     Raises:
@@ -68,7 +67,7 @@ def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"message.output_text.logprobs is not supported: {NOT_HERE['top_logprobs']}")
     fields = {name: body[name] for name in PASSED if name in body}
     given, instructions = body.get("input"), body.get("instructions")
-    messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages: object = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(given, list):
         messages = messages_of(given)
     if isinstance(messages, list) and instructions:
@@ -85,24 +84,26 @@ def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def messages_of(items: list[Any]) -> list[dict[str, Any]]:
+def messages_of(items: list[object]) -> list[JsonObject]:
     """Messages of a chat completion; calls of one answer stand in one message. Raises ValueError for items of other types."""
-    made: list[dict[str, Any]] = []
+    made, calls = list[JsonObject](), list[JsonObject]()
     for number, item in enumerate(items):
-        kind = item.get("type") or "message" if isinstance(item, dict) else None
+        if not isinstance(item, dict):
+            raise ValueError(f"input.{number}: must be an object")
+        kind = item.get("type") or "message"
         if kind == "message":
-            made.append({"role": item.get("role"), "content": item.get("content")})
+            calls = []
+            made.append({"role": item.get("role"), "content": item.get("content"), "tool_calls": calls})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not made or made[-1]["role"] != "assistant":
-                made.append({"role": "assistant"})
-            made[-1].setdefault("tool_calls", []).append(call)
+                calls = []
+                made.append({"role": "assistant", "tool_calls": calls})
+            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind == "function_call_output":
             made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind != "reasoning":
-            said = "must be an object" if kind is None else f"type {str(kind)[:40]!r} is not supported"
-            raise ValueError(f"input.{number}: {said}")
+            raise ValueError(f"input.{number}: type {str(kind)[:40]!r} is not supported")
     return made
 
 
@@ -148,7 +149,7 @@ def item_of(name: str, part: str | Call) -> dict[str, object]:
 
 def end_of(answer: AnswerStream) -> dict[str, object]:
     """What is known at an answer's end."""
-    tokens: dict[str, Any] = usage([answer], 1)
+    tokens = usage([answer], 1)
     cut = answer.reason == "length"
     return {
         "status": "incomplete" if cut else "completed",

@@ -11,7 +11,9 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from .messages import JsonObject, TemplateMessage, Tool
 
 Form = Literal["tags", "list", "object"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -36,9 +38,9 @@ def form_of(template: str | None) -> Form:
     return "list" if "[TOOL_CALLS]" in str(template) else "object"
 
 
-def rewritten(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:
     """The conversation for a template that knows no tools."""
-    made: list[dict[str, Any]] = []
+    made: list[TemplateMessage] = []
     for message in messages:
         content = message["content"]
         if message["role"] == "tool":
@@ -50,7 +52,9 @@ def rewritten(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]
         else:
             made.append({"role": message["role"], "content": content})
     if tools:
-        said = WORDS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+        said = WORDS.format(
+            tools="\n".join(json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
+        )
         if made and made[0]["role"] == "system":
             made[0] = {"role": "system", "content": f"{made[0]['content']}\n\n{said}"}
         else:
@@ -58,21 +62,21 @@ def rewritten(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]
     return made
 
 
-def schema_of_calls(tools: Sequence[dict[str, Any]], name: str | None, form: Form) -> tuple[dict[str, Any], str, str]:
+def schema_of_calls(tools: Sequence[Tool], name: str | None, form: Form) -> tuple[JsonObject, str, str]:
     """The schema of a call of one of the tools, or of the one called ``name``, and what stands before and after it."""
     arguments = "parameters" if form == "object" else "arguments"
     calls = [
         {
             "type": "object", "required": ["name", arguments], "additionalProperties": False,
             "properties": {
-                "name": {"const": tool["function"]["name"]},
-                arguments: tool["function"].get("parameters") or {"type": "object"},
+                "name": {"const": tool.function.name},
+                arguments: tool.function.parameters or {"type": "object"},
             },
         }
         for tool in tools
-        if name in (None, tool["function"]["name"])
+        if name in (None, tool.function.name)
     ]  # fmt: skip
-    call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    call: JsonObject = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if form == "list":
         return {"type": "array", "minItems": 1, "maxItems": 1, "items": call}, "", ""
     return (call, f"{OPEN}\n", f"\n{CLOSE}") if form == "tags" else (call, "", "")
@@ -88,14 +92,14 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> JsonObject:
         """The arguments as an object; empty where the model wrote none."""
         with suppress(ValueError, RecursionError):
             if isinstance(values := json.loads(self.arguments), dict):
                 return values
         return {}
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> JsonObject:
         """As the protocol has it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 

@@ -6,12 +6,15 @@ Control tokens are the template's alone: whatever it is given goes through ``tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..settings import read_protect
 from .spans import Span, encode, token_span
 from .untrusted import defused, defused_values
 from .work_limit import check_template, limited_steps
+
+Messages = Sequence[Mapping[str, object]]
+"""Messages as chat templates have them, each with a role, a content, and what else there is."""
 
 
 def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
@@ -99,7 +102,12 @@ def render_first(tokenizer, question: str, system: str | None = None) -> str:
 
 
 def render_messages(
-    tokenizer, messages: Sequence[dict], *, about: bool = False, tools: Sequence[dict] = (), continued: bool = False
+    tokenizer,
+    messages: Messages,
+    *,
+    about: bool = False,
+    tools: Sequence[Mapping[str, object]] = (),
+    continued: bool = False,
 ) -> tuple[str, str]:
     """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
     stands, with a blank line, before the first user message's text (``about``).
@@ -120,7 +128,10 @@ def render_messages(
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a question about a document needs a user message")
-    marker, changed = _marker([message["content"] for message in messages]), [dict(message) for message in messages]
+    marker, changed = (
+        _marker([str(message["content"]) for message in messages]),
+        [dict(message) for message in messages],
+    )
     changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
     text = render(tokenizer, changed, generation=True, tools=tools, continued=continued)
     return _split(text, marker, "the document")
@@ -155,10 +166,10 @@ def has_template(tokenizer) -> bool:
 
 def render(
     tokenizer,
-    messages: Sequence[dict],
+    messages: Messages,
     generation: bool = False,
     *,
-    tools: Sequence[dict] = (),
+    tools: Sequence[Mapping[str, object]] = (),
     continued: bool = False,
 ) -> str:
     """The chat template's text of a conversation.
@@ -187,7 +198,7 @@ def render(
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
-def _with_reasoning(tokenizer, message: dict) -> dict:
+def _with_reasoning(tokenizer, message: Mapping[str, object]) -> Mapping[str, object]:
     """An answer with its reasoning apart, for a template that knows it apart: it would look for the tokens around it, which no
     text spells any more."""
     content, end = message.get("content"), "</think>"
@@ -216,7 +227,7 @@ def _split(text: str, marker: str, what: str) -> tuple[str, str]:
 
 def around_message(tokenizer, messages: Sequence[dict], index: int) -> tuple[str, str]:
     """The rendering before and after message `index`."""
-    marker = _marker([message["content"] for message in messages])
+    marker = _marker([str(message["content"]) for message in messages])
     changed = [dict(message) for message in messages]
     changed[index]["content"] = marker
     return _split(render(tokenizer, changed), marker, f"messages[{index}] ({changed[index]['role']})")

@@ -152,9 +152,9 @@ class PoolTraining(FrozenTraining):
         text = torch.tensor([ids], device=self.device)
         while counted and done < len(ids) - 1:
             end = min(done + s.piece(done), len(ids) - 1)
-            out = forward(self.backbone, text[:, done:end], cache, logits_to_keep=0 if done >= first else 1)
+            logits_BTV = forward(self.backbone, text[:, done:end], cache, logits_to_keep=0 if done >= first else 1)
             if done >= first:
-                logits = out.logits[0].to(torch.promote_types(out.logits.dtype, torch.float32))
+                logits = logits_BTV[0].to(torch.promote_types(logits_BTV.dtype, torch.float32))
                 loss = F.cross_entropy(logits, text[0, done + 1 : end + 1], reduction="sum")
                 total += float(loss.detach())
                 if backward is not None:

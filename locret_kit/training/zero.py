@@ -67,7 +67,7 @@ class ZeroStrategy(ReplicatedStrategy):
         )
         self.model = self.engine
         if self.stage == 3:
-            decoder = decoder_of(self.lightning_module.backbone)  # type: ignore[union-attr]
+            decoder = decoder_of(self.lightning_module.backbone)  # type: ignore[arg-type, union-attr]
             # Shards weight by weight, where `initialize` alone would first put the whole backbone on each device.
             deepspeed.zero.Init(module=decoder, config_dict_or_path=self.config())
             deepspeed.initialize(model=decoder, config=self.config(), dist_init_required=False)

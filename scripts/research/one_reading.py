@@ -126,7 +126,7 @@ def given(
             if i is not None:
                 keep_chosen(mine, rule, scores[i], budget - tail)
             step = torch.tensor([rest], device=model.device)
-            logits_TV = forward(model, step, mine, logits_to_keep=len(continuation)).logits[0]
+            logits_TV = forward(model, step, mine, logits_to_keep=len(continuation))[0]
             mine_T = logits_TV.argmax(-1)
             chosen_T = mine_T if chosen_T is None else chosen_T
             yield Given(

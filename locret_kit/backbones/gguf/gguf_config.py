@@ -27,11 +27,13 @@ NEUTRAL = {
 NO_HEAD_DIM = ("qwen2", "phi3", "smollm3")
 """Types of models whose configurations have no field for the size of a head, where it is the usual one."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3 = dict[str, float](low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 """The scaling of all Llama 3.1, 3.2 and 3.3 but for its factor, which the file gives as factors of frequencies."""
 ORIGINAL = "rope.scaling.original_context_length"
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ConfigFields = dict[str, object]
+"""Fields of transformers' configuration by their names."""
 CLOSE = 1e-4
 """Relative difference of numbers that are the same."""
 
@@ -43,7 +45,7 @@ class ModelFields:
     file: GgufFile
     read: set[str] = field(default_factory=set)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """A number; of an array whose numbers are alike, that one.
 
         Raises:
@@ -92,8 +94,9 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
     fields = ModelFields(file)
     values = {**_common(fields), **ARCHITECTURES[file.architecture](fields)}
     fields.check_unread()
-    model_type = values.pop("model_type")
-    if model_type in NO_HEAD_DIM and values["head_dim"] == values["hidden_size"] // values["num_attention_heads"]:
+    model_type = str(values.pop("model_type"))
+    usual = fields.get("embedding_length") // fields.get("attention.head_count")
+    if model_type in NO_HEAD_DIM and fields.head_dim == usual:
         del values["head_dim"]  # as in the model's own configuration
     config = AutoConfig.for_model(model_type, **values)
     config._name_or_path = name
@@ -101,7 +104,7 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
     return config
 
 
-def _common(fields: ModelFields) -> dict[str, Any]:
+def _common(fields: ModelFields) -> ConfigFields:
     tensors, everything = fields.file.tensors, fields.file.fields
     if "token_embd.weight" not in tensors:
         raise ValueError("token_embd.weight is missing")
@@ -129,7 +132,7 @@ def _common(fields: ModelFields) -> dict[str, Any]:
 # ---- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def _rope(fields: ModelFields, *, partial: bool = False) -> dict[str, Any]:
+def _rope(fields: ModelFields, *, partial: bool = False) -> ConfigFields:
     """``rope_parameters``."""
     size = fields.head_dim
     rotated = fields.get("rope.dimension_count", size)
@@ -141,7 +144,7 @@ def _rope(fields: ModelFields, *, partial: bool = False) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-def _scaling(fields: ModelFields, rotated: int) -> dict[str, Any]:
+def _scaling(fields: ModelFields, rotated: int) -> ConfigFields:
     kind, tensors = fields.get("rope.scaling.type", "none"), fields.file.tensors
     factor, stretch = fields.get("rope.scaling.factor", 1.0), fields.get("rope.scaling.attn_factor", 1.0)
     original = fields.get(ORIGINAL, fields.get("context_length"))
@@ -158,21 +161,21 @@ def _scaling(fields: ModelFields, rotated: int) -> dict[str, Any]:
     raise ValueError(f"rope.scaling.type={kind!r} with factor {factor} and attn_factor {stretch} cannot be restored")
 
 
-def _llama3(factors: Tensor, theta: float, rotated: int) -> dict[str, Any]:
+def _llama3(factors: Tensor, theta: float, rotated: int) -> ConfigFields:
     """The scaling of which the frequencies' factors are."""
-    rope: dict[str, Any] = {"rope_type": "llama3", "factor": round(float(factors.max()), 4), **LLAMA3}
+    factor = round(float(factors.max()), 4)
     lengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    low, high, whole = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    low, high, whole = LLAMA3.values()
     share = ((whole / lengths - low) / (high - low)).clamp(0, 1)
-    wanted = 1 / ((1 - share) / rope["factor"] + share)
+    wanted = 1 / ((1 - share) / factor + share)
     if factors.shape != wanted.shape or not torch.allclose(factors.double(), wanted, rtol=CLOSE):
         raise ValueError(f"{FACTORS}: factors of frequencies that are not Llama 3's cannot be restored")
-    return rope
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
-def _longrope(fields: ModelFields, original: int, stretch: float) -> dict[str, Any]:
+def _longrope(fields: ModelFields, original: int, stretch: float) -> ConfigFields:
     long, short = (fields.file.tensor(name).float() for name in (LONG, SHORT))
-    rope: dict[str, Any] = dict(
+    rope: ConfigFields = dict(
         rope_type="longrope",
         long_factor=[round(x, 6) for x in long.tolist()],
         short_factor=[round(x, 6) for x in short.tolist()],
@@ -186,12 +189,12 @@ def _longrope(fields: ModelFields, original: int, stretch: float) -> dict[str, A
 # ---- architectures -----------------------------------------------------------------------------------------------------
 
 
-def _biases(fields: ModelFields) -> dict[str, Any]:
+def _biases(fields: ModelFields) -> ConfigFields:
     names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     return {field: name in fields.file.tensors for field, name in names.items()}
 
 
-def _llama(fields: ModelFields) -> dict[str, Any]:
+def _llama(fields: ModelFields) -> ConfigFields:
     """Llama and what computes as it does: of Mistral's models the name alone tells them."""
     words = " ".join(str(fields.file.fields.get(f"general.{key}", "")) for key in ("basename", "name")).lower()
     if "mistral" in words or "ministral" in words:
@@ -199,19 +202,19 @@ def _llama(fields: ModelFields) -> dict[str, Any]:
     return {**_biases(fields), **_rope(fields)}
 
 
-def _qwen2(fields: ModelFields) -> dict[str, Any]:
+def _qwen2(fields: ModelFields) -> ConfigFields:
     return _rope(fields)
 
 
-def _qwen3(fields: ModelFields) -> dict[str, Any]:
+def _qwen3(fields: ModelFields) -> ConfigFields:
     return {"attention_bias": _biases(fields)["attention_bias"], **_rope(fields)}
 
 
-def _smollm3(fields: ModelFields) -> dict[str, Any]:
+def _smollm3(fields: ModelFields) -> ConfigFields:
     return {**_biases(fields), **_rope(fields)}  # every fourth layer has no rotation, here as in llama.cpp
 
 
-def _phi3(fields: ModelFields) -> dict[str, Any]:
+def _phi3(fields: ModelFields) -> ConfigFields:
     return {
         "sliding_window": fields.get("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": fields.get(ORIGINAL, fields.get("context_length")),
@@ -219,7 +222,7 @@ def _phi3(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def _gemma3(fields: ModelFields) -> dict[str, Any]:
+def _gemma3(fields: ModelFields) -> ConfigFields:
     layers, hidden, heads = (fields.get(name) for name in ("block_count", "embedding_length", "attention.head_count"))
     pattern = fields.get("attention.sliding_window_pattern", 6)
     if type(pattern) is not int:
@@ -238,7 +241,7 @@ def _gemma3(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES: dict[str, Callable[[ModelFields], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[ModelFields], ConfigFields]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3, "smollm3": _smollm3,
 }  # fmt: skip
 """Architecture, as llama.cpp calls it -> its own fields."""

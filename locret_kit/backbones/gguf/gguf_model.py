@@ -7,7 +7,6 @@ names, llama.cpp's ``convert_hf_to_gguf.py`` for what it changes.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -54,7 +53,7 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
         ValueError: a tensor that the architecture does not have, lacks, or has in another shape; it is named.
     """
     with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, place in file.tensors.items():
         if name in SCALINGS:
@@ -77,10 +76,12 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
         elif isinstance(module, nn.Embedding):
             scale = float(dict(module.named_buffers()).get("embed_scale", torch.tensor(1.0)))
             model.set_submodule(path, PackedEmbedding(data, place.form, dtype, scale))
-        else:
+        elif isinstance(module, nn.Linear):
             packed = PackedLinear(data, place.form)
             packed.bias = module.bias
             model.set_submodule(path, packed)
+        else:
+            raise ValueError(f"{name} is of type {place.form}, which a {type(module).__name__} cannot have")
     _tie(model, config)
     if absent := [name for name, weight in model.named_parameters() if weight.is_meta]:
         raise ValueError(f"weights are missing: {', '.join(absent[:3])}" + " and more" * (len(absent) > 3))
@@ -105,7 +106,7 @@ def unpaired(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _tie(model: Any, config: PreTrainedConfig) -> None:
+def _tie(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Let the last layer be the table of words where the file has no matrix of its own for it."""
     if config.tie_word_embeddings:
         words = model.get_input_embeddings()

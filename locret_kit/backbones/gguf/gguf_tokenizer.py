@@ -7,8 +7,6 @@ that are not in ``SPLITS`` are refused: other splits give other tokens than the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -60,7 +58,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
         raise ValueError(f"tokenizer.ggml.model={kind!r} must be 'gpt2' or 'llama'")
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    special: dict[str, Any] = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens)}
+    special = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens)}
     # Files of before that field: a vocabulary of SentencePiece begins a text by the token for it.
     begins, ends = (
         file.fields.get(f"tokenizer.ggml.add_{name}_token", default)
@@ -89,7 +87,9 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenize
     }
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
     split = SPLITS[str(pre)]
-    pieces: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGITS_APART else []
+    pieces: list[pre_tokenizers.PreTokenizer] = (
+        [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGITS_APART else []
+    )
     if split is not None:
         pieces.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
     pieces.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))

@@ -93,7 +93,7 @@ def score_continuation(
     for n, token in enumerate(continuation):
         if n:
             piece = torch.tensor([[continuation[n - 1]]], device=model.device)
-            logits_V = forward(model, piece, cache, logits_to_keep=1).logits[0, -1]
+            logits_V = forward(model, piece, cache, logits_to_keep=1)[0, -1]
         total += float(nll_of(logits_V[None], [token]))
         hits += int(logits_V.argmax()) == token
     return total, hits
@@ -115,7 +115,7 @@ def nll_reading(model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int],
         while done < len(ids):
             step = min(cache.schedule.piece(done), len(ids) - done, BLOCK)
             piece = torch.tensor([list(ids[done : done + step])], device=model.device, dtype=torch.long)
-            logits = forward(model, piece, cache).logits[0]
+            logits = forward(model, piece, cache)[0]
             first = max(skip - 1, done)  # logits at i are for token i + 1
             last = min(done + step, len(ids) - 1)
             if first < last:

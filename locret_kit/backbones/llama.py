@@ -1,0 +1,77 @@
+"""Modules of a decoder of Llama's form, with the members that are read by name: modules of another form lack some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeGuard
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class RmsNorm(nn.Module):
+    """A norm that scales by its weight what was rounded before."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+
+class GatedMlp(nn.Module):
+    """An MLP whose two inward products are apart, or in one matrix as Phi-3's."""
+
+    gate_up_proj: nn.Module
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+
+class Attention(nn.Module):
+    """Attention with its four products."""
+
+    config: PreTrainedConfig
+    head_dim: int
+    scaling: float
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, each with a norm before it and a residual around both."""
+
+    input_layernorm: nn.Module
+    self_attn: Attention
+    post_attention_layernorm: nn.Module
+    mlp: GatedMlp
+
+
+class DecoderStack(PreTrainedModel):
+    """A stack of layers, without a head of the language model."""
+
+    layers: Sequence[Layer]
+    rotary_emb: nn.Module
+
+
+class DecoderOutput(Protocol):
+    """Of a forward of the stack."""
+
+    last_hidden_state: Tensor
+
+
+Forward = Callable[..., DecoderOutput]
+
+
+def is_rms_norm(module: object) -> TypeGuard[RmsNorm]:
+    """Whether a module is a norm as Llama's."""
+    name = type(module).__name__
+    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
+
+
+def is_gated(mlp: nn.Module) -> TypeGuard[GatedMlp]:
+    """Whether a module is an MLP as Llama's, or as Phi-3's."""
+    inward = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    products = [getattr(mlp, name, None) for name in (*inward, "down_proj")]
+    return all(isinstance(product, nn.Module) for product in products)
+
+
+def is_silu(mlp: nn.Module) -> bool:
+    """Whether the activation between an MLP's products is SiLU."""
+    named = (getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "act"))
+    return any(type(activation).__name__ in ("SiLU", "SiLUActivation") for activation in named)
