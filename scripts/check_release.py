@@ -125,8 +125,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.folder is not None:
         return check_contents(args.folder)
-    environment = [name for name in os.environ if name.startswith("PYTHON")]  # the checkout is not to be found
-    for name in environment:
+    for name in [name for name in os.environ if name.startswith("PYTHON")]:  # the checkout is not to be found
         del os.environ[name]
     with tempfile.TemporaryDirectory() as work:
         return check_answer(Path(work), args.transformers)

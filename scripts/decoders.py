@@ -36,6 +36,8 @@ from tiny_decoders.checks import Subject, verdict  # noqa: E402
 from tiny_decoders.needed import Sizes  # noqa: E402
 from tiny_decoders.rows import DECODERS, Row, rows  # noqa: E402
 
+from locret_kit.evals.tables import Table, escaped  # noqa: E402
+
 ROWS, PAGE = (ROOT / "docs" / "reference" / name for name in ("models.jsonl", "models.md"))
 LIMIT = 240
 """Seconds of one row."""
@@ -159,27 +161,27 @@ def page(records: Sequence[Record], version: str) -> str:
         INTRODUCTION.format(version=version),
         f"Of {len(of_text)} decoders of text: " + ", ".join(f"{name} {n}" for name, n in counts.items()) + ".",
         "## What works",
-        *_table([r for r in built if any(state(r, checks)[0] == "exact" for checks in GROUPS.values())]),
+        _table([r for r in built if any(state(r, checks)[0] == "exact" for checks in GROUPS.values())]),
         "## What is refused, and why",
-        *_sentences(built, ("refused",)),
+        _sentences(built, ("refused",)) or "None.",
     ]
     if wrong := _sentences(built, BAD):
-        text += ["## What is not right yet", *wrong]
+        text += ["## What is not right yet", wrong]
     if missing := [r for r in records if "not built" in r]:
-        text += ["## Not built", "\n".join(f"- `{r['name']}`: {_plain(r['not built'])}" for r in missing)]
+        text += ["## Not built", "\n".join(f"- `{r['name']}`: {escaped(r['not built'])}" for r in missing)]
     return "\n\n".join(text) + "\n"
 
 
-def _table(records: Sequence[Record]) -> list[str]:
+def _table(records: Sequence[Record]) -> str:
     words = {"exact": "yes", "refused": "no", **dict.fromkeys(BAD, "**not right**")}
-    lines = [["model", "class", *GROUPS], ["---"] * (2 + len(GROUPS))]
-    for record in records:
-        cells = [words[state(record, checks)[0]] for checks in GROUPS.values()]
-        lines.append([f"`{record['name']}`", f"`{record['class']}`", *cells])
-    return ["\n".join(f"| {' | '.join(line)} |" for line in lines)] if records else ["None."]
+    lines = [
+        [f"`{one['name']}`", f"`{one['class']}`", *(words[state(one, checks)[0]] for checks in GROUPS.values())]
+        for one in records
+    ]
+    return Table(["model", "class", *GROUPS], lines).markdown().rstrip() if records else "None."
 
 
-def _sentences(records: Sequence[Record], kinds: Sequence[str]) -> list[str]:
+def _sentences(records: Sequence[Record], kinds: Sequence[str]) -> str:
     """Sentences of these kinds, each with the rows and the columns that get it."""
     places: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -188,18 +190,14 @@ def _sentences(records: Sequence[Record], kinds: Sequence[str]) -> list[str]:
             if kind in kinds:
                 sentence = sentence.replace(repr(record["model_type"]), "...")
                 places[sentence if kind == "refused" else f"{kind}: {sentence}"][record["name"]].append(column)
-    lines = ["| sentence | models |", "| --- | --- |"]
+    lines = []
     for sentence, by_name in places.items():
         named = (
             f"`{name}`" + ("" if len(columns) == len(GROUPS) else f" ({'; '.join(columns)})")
             for name, columns in by_name.items()
         )
-        lines.append(f"| {_plain(sentence)} | {', '.join(named)} |")
-    return ["\n".join(lines)] if places else []
-
-
-def _plain(sentence: str) -> str:
-    return sentence.replace("|", "&#124;").replace("<", "&lt;")
+        lines.append([sentence, ", ".join(named)])
+    return Table(["sentence", "models"], lines).markdown().rstrip() if lines else ""
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -227,11 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         import locret_kit.training.module  # noqa: F401  (once, for all processes)
 
-        before = (
-            {}
-            if file is None or not file.exists()
-            else {r["name"]: r for r in map(json.loads, file.read_text().splitlines())}
-        )
+        before = {r["name"]: r for r in (read(file) if file is not None and file.exists() else ())}
         for record in verdicts(chosen, asked, args.seed, args.jobs, args.limit):
             before[record["name"]] = record
             if file is None:
@@ -243,17 +237,16 @@ def main(argv: list[str] | None = None) -> int:
         records = [before[name] for name in chosen]
     else:
         assert file is not None, "--page needs rows"
-        records = [json.loads(line) for line in file.read_text().splitlines()]
+        records = read(file)
     if file == ROWS or args.page:
-        PAGE.write_text(page([json.loads(line) for line in ROWS.read_text().splitlines()], transformers.__version__))
-    return int(
-        any(
-            state(record, checks)[0] in BAD
-            for record in records
-            for checks in GROUPS.values()
-            if "not built" not in record
-        )
-    )
+        PAGE.write_text(page(read(ROWS), transformers.__version__))
+    built = [record for record in records if "not built" not in record]
+    return int(any(state(record, checks)[0] in BAD for record in built for checks in GROUPS.values()))
+
+
+def read(file: Path) -> list[Record]:
+    """The records of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def summary(record: Record) -> str:

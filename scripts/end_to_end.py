@@ -137,15 +137,12 @@ class Run:
         budget = self.setting.budget if budget is None else budget
         return operations(self.config, replace(self.setting.with_run(budget=budget), context=tokens)) / self.flops
 
-    def work(self) -> float:
-        """Seconds that a whole prefill and the short one before it take at the ceiling."""
-        return self.floor(self.setting.context) + self.floor(short(self.setting))
-
     def expected(self, policy: str = "locret") -> float:
         """Seconds that ``whole`` will take, from what was measured; 0 where it was."""
         if policy in self.seconds:
             return 0.0
-        first = self.seconds.get("locret") or COMPILING + self.work() / self.share
+        work = self.floor(self.setting.context) + self.floor(short(self.setting))  # and the short one before it
+        first = self.seconds.get("locret") or COMPILING + work / self.share
         if policy == "locret":
             return first
         known = [s for name, s in self.seconds.items() if name != "locret"]
@@ -162,11 +159,6 @@ def operations(config: Any, setting: Setting) -> float:
         pairs += T * min(start, setting.budget) + T * (T + 1) / 2
     attention = 4 * spec.n_layers * spec.n_heads * spec.head_dim * pairs
     return attention + 2 * tokens * (backbone.parameters - tables + head_parameters(spec, setting.width))
-
-
-def bytes_read(config: Any, dtype: str, rows: int) -> int:
-    """Bytes that a decoded token must read."""
-    return speed.bytes_read(BackboneSizes.of(config), config.tie_word_embeddings, dtype, rows)
 
 
 def predicted(run: Run) -> speed.Speed | None:
@@ -356,7 +348,7 @@ def prefilling(run: Run) -> Iterator[Figure]:
 
 def decoding(run: Run) -> Iterator[Figure]:
     """A token at a full cache: after the whole prompt, and after 8,192 tokens or the fewest that fill the cache."""
-    s = run.setting
+    s, sizes = run.setting, BackboneSizes.of(run.config)
     contexts = (s.context, min(s.context, 8192 if s.budget < 8192 else s.budget + 2 * s.chunk))
     took: dict[tuple[int, str], float] = {}
     for context in dict.fromkeys(contexts):
@@ -377,7 +369,7 @@ def decoding(run: Run) -> Iterator[Figure]:
                 continue
             yield Figure(name, 1e3 * seconds, "ms/token", f"{rows} rows per head")
             if context == s.context:
-                floor = bytes_read(run.config, s.dtype, rows) / run.bandwidth
+                floor = speed.bytes_read(sizes, run.config.tie_word_embeddings, s.dtype, rows) / run.bandwidth
                 share, least = 100 * floor / seconds, f"{1e3 * floor:.4g} ms"
                 yield Figure(f"decode at a full cache, {form}, of the copy floor", share, "%", least)
     if (told := predicted(run)) is not None:

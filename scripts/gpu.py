@@ -30,7 +30,6 @@ from transformers import AutoConfig, PretrainedConfig
 from locret_kernels.cases import Shape
 from locret_kernels.provenance import origin
 from locret_kit.backbones.load import pick_device
-from locret_kit.cli.plan import resolve
 from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import Setting
 from locret_kit.planning.memory import cap_gpu_memory
@@ -44,7 +43,6 @@ import targets  # noqa: E402
 from targets import CAP, TOKENS  # noqa: E402
 
 PARTS = ("prefill", "decode", "peers", "full", "ops")
-MODELS = (*bench.SHAPES, "tiny")
 MINUTES = 9.0
 PREFILL = frozenset({"select_rows", "kept_rows", "compact_rows", "rotate_rows"})
 STATISTICS = PREFILL | {"attend", "column_stats"}
@@ -130,11 +128,7 @@ def subject(name: str, tokens: int, dtype: str) -> tuple[PretrainedConfig, Setti
         run = RunSettings(budget=256, chunk=128)
         config, setting = AutoConfig.for_model("llama", **TINY), Setting(tokens, run, dtype, d_hidden=32)
     else:
-        config, recipe = resolve(name)
-        run = RunSettings.of(
-            {name: recipe.get(f"infer.{name}") for name in ("budget", "chunk", "stabilizers", "local_len")}
-        )
-        setting = Setting(tokens, run, dtype, recipe["heads.d_hidden"])
+        config, setting = targets.setting_of(name, tokens, dtype)
     if tokens < (least := e2e.short(setting) // setting.chunk * setting.chunk):
         raise ValueError(f"tokens={tokens} must be at least {least} for {name}: {setting}")
     return config, setting
@@ -254,7 +248,7 @@ def operations(table: Table, shapes: dict[str, Shape], device: torch.device) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", nargs="+", default=list(bench.SHAPES), choices=MODELS)
+    p.add_argument("--model", nargs="+", default=list(bench.SHAPES), choices=(*bench.SHAPES, "tiny"))
     p.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
     p.add_argument("--tokens", type=int, default=TOKENS, help=f"of the prompt (default {TOKENS})")
     p.add_argument(

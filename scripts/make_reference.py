@@ -143,7 +143,7 @@ def type_of(annotation: object) -> str:
     return re.sub(r" (and at most 2147483647|and below 2147483648|\(at most 2147483647\))", "", allowed(annotation))
 
 
-def fields_table(schema: type, header: str = "field") -> str:
+def fields_table(schema: type) -> str:
     """The fields of a dataclass: name, type, meaning."""
     said, rows = docstrings(schema), []
     try:
@@ -152,9 +152,9 @@ def fields_table(schema: type, header: str = "field") -> str:
         known = {}
     for item in fields(schema):
         bounds = item.name in known and (any(metadata_of(known[item.name])) or choices(known[item.name]))
-        kind = type_of(known[item.name]) if bounds else words(item.type)
+        kind = type_of(known[item.name]) if bounds else f"`{item.type}`"
         rows.append((f"`{item.name}`", kind, plain(said.get(item.name, ""))))
-    return table((header, "type", "meaning"), rows)
+    return table(("field", "type", "meaning"), rows)
 
 
 def attributes(made: type) -> str:
@@ -167,11 +167,6 @@ def attributes(made: type) -> str:
         if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
     ]
     return table(("attribute", "type", "meaning"), rows) if rows else ""
-
-
-def words(annotation: object) -> str:
-    """An annotation as it stands in the code."""
-    return f"`{annotation}`" if isinstance(annotation, str) else f"`{getattr(annotation, '__name__', annotation)}`"
 
 
 # ---- pages ---------------------------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def test_the_page(script):
     assert "| `a` | `A` | yes | yes | yes | yes | yes | yes | yes | yes |" in text
     assert "| `b` | `B` | yes | yes | no | no | yes | yes | yes | yes |" in text
     assert "| `c` | `C` | **not right** | yes | yes | yes | yes | yes | yes | yes |" in text
-    assert "| model_type=... rotates &#124; otherwise | `b` (heads, compact; heads, original) |" in text
+    assert "| model_type=... rotates \\| otherwise | `b` (heads, compact; heads, original) |" in text
     assert "| wrong: by 2 | `c` (policies) |" in text and "- `d`: ImportError: timm" in text
 
 

@@ -403,17 +403,18 @@ def test_the_documented_results_are_those_of_the_committed_rows(capsys):
 
 def test_results_script(tmp_path, capsys):
     files = {
-        "docs/results/facts.md": ["facts"], "docs/results/questions.md": ["questions"],
+        "docs/results/facts.md": ["facts", "second"], "docs/results/questions.md": ["questions"],
         "scripts/research/logs/needles.md": ["needles"],
         "scripts/research/logs/recall.md": ["recall", "sparse"], "docs/results/speed.md": ["gpu"],
     }  # fmt: skip
-    rows, tables = tmp_path / "rows.jsonl", tmp_path / "checkpoints" / RESULTS.HEADS / "RESULTS.md"
+    rows, tables = (tmp_path / "checkpoints" / RESULTS.HEADS / name for name in ("results.jsonl", "RESULTS.md"))
+    rows.parent.mkdir(parents=True)
     rows.write_text(ROW.to_json() + "\n")
     for name, markers in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         tables_of = [f"<!-- {marker}:begin -->\nold\n<!-- {marker}:end -->\n" for marker in markers]
         (tmp_path / name).write_text(f"top\n{''.join(tables_of)}bottom\n")
-    arguments = ["--root", str(tmp_path), "--rows", str(rows), "--gpu-rows"]
+    arguments = ["--root", str(tmp_path)]
     assert RESULTS.main([*arguments, "--check"]) == 1 and not tables.exists()
     assert "needles.md and " in capsys.readouterr().err
     assert RESULTS.main(arguments) == 0 and RESULTS.main([*arguments, "--check"]) == 0
@@ -444,7 +445,7 @@ def test_the_short_table_of_needles(tmp_path):
     rows += [replace(row, policy="lookahead-locret", score=0.5) for row in ours[:4]]
     rows += [replace(row, policy="rereading-locret", dtype="bfloat16") for row in ours]
     rows += [replace(row, length=4096) for row in ours[:7]]
-    lines = RESULTS.short(RESULTS.summarize(rows)).splitlines()
+    lines = RESULTS.log_tables.needle_table(RESULTS.summarize(rows)).splitlines()
     shown = f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | 0.50 (n=4) | 1.00‡ | - | - |"
     assert lines[2:] == [f"{shown} 1.00: compactor, keydiff |", "", f"‡ in bfloat16, all else in {ROW.dtype}"]
 
@@ -458,7 +459,7 @@ def test_the_table_of_recall_counts_the_rows_that_come_back():
     back = [replace(row, prefill_s=8.0, decode_s=3.0) for row in back]
     rows += [*back[:2], replace(back[2], prompt_hash="another text"), replace(back[0], policy="recall", sample=7)]
     rows.append(replace(ours[0], policy="streaming", heads="-"))
-    lines = RESULTS.recall_tables.recall_table(rows, RESULTS.HEADS).splitlines()
+    lines = RESULTS.log_tables.recall_table(rows, RESULTS.HEADS).splitlines()
     where = f"| {ROW.task} | {ROW.haystack} | {RESULTS.size(ROW.length)} | 512 |"
     assert lines[2:] == [
         f"{where} `recall` | 1 of 1 | - | - | - | - |",
@@ -470,8 +471,8 @@ def test_the_table_of_sparse_prefill_compares_times_of_one_day():
     dense = [replace(ROW, policy="full", heads="-", budget=0, score=1.0, prefill_s=4.0, sample=i) for i in range(2)]
     dense = [replace(row, date="2026-01-02T03:04:05+00:00", model="folder/model") for row in dense]
     sparse = [replace(row, policy="xattention", score=0.0, prefill_s=2.0, computed_share=0.25) for row in dense]
-    lines = RESULTS.recall_tables.sparse_table([*dense, sparse[0], replace(sparse[1], date="2026-01-03")]).splitlines()
+    lines = RESULTS.log_tables.sparse_table([*dense, sparse[0], replace(sparse[1], date="2026-01-03")]).splitlines()
     where = f"| model | {ROW.task} | {ROW.haystack} | {RESULTS.size(ROW.length)} | `xattention` |"
     assert lines[2:] == [f"{where} 0 of 2 | 2 of 2 | 0.25 | 0.50 |"]
-    alone = RESULTS.recall_tables.sparse_table([replace(sparse[0], prefill_s=1.0)]).splitlines()
+    alone = RESULTS.log_tables.sparse_table([replace(sparse[0], prefill_s=1.0)]).splitlines()
     assert alone[2:] == [f"{where} 0 of 1 | - | 0.25 | - |"]

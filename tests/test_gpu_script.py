@@ -200,7 +200,9 @@ def test_work_of_the_real_models(name, gflop, gib):
     )
     weights = layers * (2 * q + 2 * size * heads * D + mlp + 2 * size) + config.vocab_size * size + size
     rows = 2 * layers * heads * D * setting.budget
-    assert e2e.bytes_read(config, "bfloat16", setting.budget) == 2 * (weights + rows)
+    assert e2e.speed.bytes_read(
+        e2e.BackboneSizes.of(config), config.tie_word_embeddings, "bfloat16", setting.budget
+    ) == 2 * (weights + rows)
     assert 2 * (weights + rows) / 2**30 == pytest.approx(gib, rel=1e-3)
 
 
@@ -223,7 +225,7 @@ def test_what_is_reached_of_the_targets(tmp_path):
     made = {figure.name.replace("dynamic", form) for form in ("dynamic", "graph") for figure in e2e.decoding(run)}
     made |= {figure.name for step in gpu.steps(["prefill", "peers", "full"])[1:] for figure in step.figures(run)}
     assert set(gpu.targets.TARGETS) - made == {"peak memory, allocated against planned"}  # of a CUDA device's allocator
-    assert gpu.targets.to_markdown([]).count("| not measured yet | not measured yet |") == len(gpu.targets.TARGETS)
+    assert gpu.targets.to_markdown([], {}).count("| not measured yet | not measured yet |") == len(gpu.targets.TARGETS)
     where = {**gpu.origin(CPU), "device": "Some card", "transformers": "1"}
     for value, context, cap in (
         (3.0, 131072, "24GiB"),
@@ -235,7 +237,7 @@ def test_what_is_reached_of_the_targets(tmp_path):
             "phi3-mini", "full", "prefill against full attention", value, "", "", "", context, "", cap, **where
         )
         gpu.bench.append(tmp_path / "rows.csv", row)
-    shown = gpu.targets.to_markdown(rows_of(tmp_path / "rows.csv"))
+    shown = gpu.targets.to_markdown(rows_of(tmp_path / "rows.csv"), {})
     assert (
         "| prefill against full attention (times faster) | at least 2.5 and at least 1.8 | 2.25 | not measured yet |"
         in shown

@@ -58,16 +58,13 @@ def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Ten
 
 
 def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
-    """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already."""
-    one = q.shape[2] == 1 and rows.reads_flat and prefill_mask(ctx, rows) is None
-    return (attend_token if one else attend_chunk)(ctx, layer, rows, q)
-
-
-def attend_chunk(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
-    """Attention ``[B, Q, T, D]`` of a block that is stored already: a call per part, heads of equal length, or one for heads of
-    different lengths where PyTorch has it."""
+    """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already. One token takes a call for all heads; a block
+    takes one per part, heads of equal length, or one for heads of different lengths where PyTorch has it."""
+    masked = prefill_mask(ctx, rows) is not None
+    if q.shape[2] == 1 and rows.reads_flat and not masked:
+        return attend_token(ctx, layer, rows, q)
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
-    plain = not rows.statistics and not narrows and prefill_mask(ctx, rows) is None and rows.softmax.is_plain
+    plain = not rows.statistics and not narrows and not masked and rows.softmax.is_plain
     if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(q):
         return _attend_ragged(ctx, layer, rows, rows.layout, q)
     out, G = [], q.shape[1] // rows.layout.H
@@ -78,7 +75,7 @@ def attend_chunk(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Ten
 
 
 def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
-    """``attend_chunk`` over all heads of a layer at once."""
+    """``attend_newest`` of a block over all heads of a layer at once."""
     keys, values = (rows.codec.read(name, (slice(0, len(rows.positions)),)) for name in ("keys", "values"))
     starts_P, lengths_P, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
     if rope is not None:

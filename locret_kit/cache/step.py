@@ -68,7 +68,8 @@ def read_block(
     seen = rows.seen if fixed is None else fixed.seen
     if score_BHT is None:
         score_BHT = entry_scores(ctx, layer, rows, seen, q, k, v)
-    rows.remember(q)  # as it came: scores rotate the newest queries for the rows that are left
+    if rows.recent:
+        rows.remember(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
         tables, T = ctx.tables.between(rope, seen, q.shape[2], q), q.shape[2]
         of_queries = tables if rope.queries is None else ctx.tables.between(rope.queries, seen, T, q)

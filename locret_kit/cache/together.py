@@ -93,7 +93,8 @@ def decode_together(
         score_NH1 = torch.cat(found)
     # As they came: a score rotates the newest queries for the rows that an eviction leaves.
     for mine, n in zip(rows, alone, strict=True):
-        mine.remember(q_NQ1D[n])
+        if mine.recent:
+            mine.remember(q_NQ1D[n])
     places = step.places(pool, pages, rows)
     if (rope := ctx.write_rope(layer, one)) is not None:
         seen = tuple(mine.seen for mine in rows)

@@ -135,9 +135,9 @@ class Allocation(Part, Protocol):
         return [budget] * layers
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        """Slots ``[B, H]`` (int64) of each head; the sum over heads is ``H * keep``, and no head gets more than it holds.
-        The scores are what ``measured`` makes of them."""
-        return valid_BHS.sum(-1).clamp(max=keep)
+        """Slots ``[B, H]`` (int64) of each head, where they are ``ragged``; the sum over heads is ``H * keep``, and no head gets
+        more than it holds. The scores are what ``measured`` makes of them."""
+        raise NotImplementedError
 
     def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
         """Worth that ``head_budgets`` of an allocation compares: by default scores that are comparable across heads."""
@@ -171,7 +171,7 @@ class Selection(Part, Protocol):
     ) -> Tensor:
         """Boolean ``[B, H, S]`` with exactly ``budgets_BH`` True in each head, none of them padding. By default protected
         slots first, then by score; ties go to the newer slot, so runs repeat exactly."""
-        return best_of(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots.backend)
+        return function("select_rows", slots.backend)(scores_BHS, protected_BHS, valid_BHS, budgets_BH)
 
 
 @dataclass(frozen=True)

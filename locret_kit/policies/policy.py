@@ -168,8 +168,10 @@ class Policy:
         if scores_BHS is None:
             scores_BHS = self.score.score_slots(slots)
         protected_BHS = self.protected(slots)
-        measured_BHS = self.allocation.measured(self.score, scores_BHS, slots) if self.ragged else scores_BHS
-        budgets_BH = self.allocation.head_budgets(measured_BHS, protected_BHS, slots.valid, slots.keep)
+        budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
+        if self.ragged:
+            measured_BHS = self.allocation.measured(self.score, scores_BHS, slots)
+            budgets_BH = self.allocation.head_budgets(measured_BHS, protected_BHS, slots.valid, slots.keep)
         valid_BHS, pinned_BHS = slots.valid, slots.pinned
         if self.selection.by_query_head:
             slots = replace(slots, verdicts=partial(self.verdicts, slots, scores_BHS))

@@ -223,9 +223,7 @@ class BoundedLayer(CacheLayerMixin):
         self.since_eviction -= tokens
 
     def remember(self, q_BQTD: Tensor) -> None:
-        """Keep the newest ``recent`` queries at hand."""
-        if not self.recent:
-            return
+        """Keep the newest ``recent`` queries at hand, where that is any."""
         if not hasattr(self, "queries"):
             B, Q, _, D = q_BQTD.shape
             with torch.inference_mode(False):

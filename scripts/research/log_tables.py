@@ -1,4 +1,4 @@
-"""Tables of what comes back and of sparse prefill, text by text, from the rows of `scripts/results.py`."""
+"""Tables of the logs from the rows of `scripts/results.py`: needles, and text by text what comes back and sparse prefill."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from locret_kit.evals.cells import size
+from locret_kit.evals.cells import Cell, size
 from locret_kit.evals.engine.result_rows import Row, label_of
 from locret_kit.evals.engine.run_spec import RANDOM_HEADS, reads_alone
-from locret_kit.evals.tables import Table
+from locret_kit.evals.report.summary import usual_dtype
+from locret_kit.evals.tables import MARKS, Table
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy
 
+HEADS, PAPER = "smollm2-135m-locret", "smollm2-135m-paper"
+"""Heads that ship, and those of Locret's own target and loss."""
+NEEDLES = ("R.PassKey", "R.Number")
+POLICIES = ("locret", "lookahead-locret", "rereading-locret")
+"""Of the heads that ship; a line is where the first was measured."""
+RECALL = "recall(reading=false)"
+MIN_EXAMPLES = 8
+"""Examples that a line of the table of needles has at least."""
+(_, PRECISION) = MARKS
+"""Mark of a figure in another precision."""
 Place = tuple[str, str, int, int]
 """Task, text, tokens and rows on the device."""
 SAME_FIELDS = ("chunk", "positions", "ending", "wording", "offset", "dtype", "sample")
@@ -21,7 +32,8 @@ SAME_FIELDS = ("chunk", "positions", "ending", "wording", "offset", "dtype", "sa
 
 def device_rows(policy: str, slots: int) -> int:
     """Rows of each key/value head: those that the policy may keep, and those that come back."""
-    part = parse_policy(policy).at(slots).recall
+    made = _parsed(policy)
+    part = None if made is None else made.at(slots).recall
     return slots + (0 if part is None else part.take * part.size)
 
 
@@ -40,6 +52,55 @@ def is_sparse(policy: str) -> bool:
 def _parsed(policy: str) -> Policy | None:
     """None for what stands beside policies in a table: an oracle, retrieval, or heads that were not trained."""
     return None if reads_alone(policy) or policy == RANDOM_HEADS else parse_policy(policy)
+
+
+RECALLED_ROWS = device_rows(RECALL, 1) - 1
+"""Rows of it that come back; the others are the budget."""
+
+
+def needle_table(cells: Sequence[Cell]) -> str:
+    """One line per needle: full attention, the heads that ship, the paper's recipe, and the best that trains nothing, all with
+    as many rows on the device."""
+    found = {(c.task, c.haystack, c.length, c.budget, c.policy, c.heads): c for c in cells if c.mean is not None}
+    head = ["needle", "text", "tokens", "slots", "n", "full attention", *(f"`{name}`" for name in (*POLICIES, RECALL))]
+    lines = []
+    ours = [c for c in cells if (c.policy, c.heads) == ("locret", HEADS) and c.task in NEEDLES and c.n >= MIN_EXAMPLES]
+    usual = usual_dtype(ours)
+    for cell in sorted(ours, key=lambda c: (NEEDLES.index(c.task), c.haystack, c.length, c.budget)):
+        where = cell.task, cell.haystack, cell.length
+        others = [
+            found.get((*where, 0, "full", "-")),
+            *(found.get((*where, cell.budget, name, HEADS)) for name in POLICIES),
+            found.get((*where, cell.budget - RECALLED_ROWS, RECALL, HEADS)),
+            found.get((*where, cell.budget, "locret", PAPER)),
+        ]
+        shares = [_share(other, cell.n, usual) for other in others]
+        names = [cell.task, cell.haystack, size(cell.length), f"{cell.budget:,}", str(cell.n)]
+        lines.append([*names, *shares, _best(cell, cells, usual)])
+    text = Table([*head, "the paper's recipe", "best without training"], lines).markdown()
+    others = " or ".join(sorted({cell.dtype for cell in cells} - {usual}))
+    return f"{text}\n{PRECISION} in {others}, all else in {usual}\n" if PRECISION in text else text
+
+
+def _share(cell: Cell | None, n: int, usual: str) -> str:
+    """A mean, marked where it is of another number of texts or in another precision than usual."""
+    if cell is None or cell.mean is None:
+        return "-"
+    mark = "" if cell.dtype == usual else PRECISION
+    return f"{cell.mean:.2f}{mark}" + ("" if cell.n == n else f" (n={cell.n})")
+
+
+def _best(ours: Cell, cells: Sequence[Cell], usual: str) -> str:
+    """The named policies without heads that do best where ours was measured."""
+    where = ours.task, ours.haystack, ours.length, ours.budget
+    peers = [c for c in cells if (c.task, c.haystack, c.length, c.budget) == where and c.mean is not None]
+    peers = [c for c in peers if c.heads == "-" and " " not in c.policy]
+    if not peers:
+        return "-"
+    top = max(c.mean or 0.0 for c in peers)
+    best = [c for c in peers if c.mean == top]
+    names = ", ".join(c.policy for c in best) if top else f"all {len(best)}"
+    return f"{_share(best[0], ours.n, usual)}: {names}"
 
 
 def recall_table(rows: Sequence[Row], heads: str) -> str:
