@@ -53,6 +53,14 @@ class RowRotation:
     span: int = 0
     seen: Tensor | None = None
     """Tokens of the text, the newest included (integer without axes); with a span above 0."""
+    newest: tuple[Tensor, Tensor] | None = None
+    """cos and sin of the newest tokens, where they are at hand: of rows that are placed by their rank."""
+
+    @staticmethod
+    def tables_at(place_BH: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[P, 1, 1, R]`` of a place in each of the ``P = B * H`` heads."""
+        place_P = place_BH.flatten()
+        return cos_SR[place_P][:, None, None], sin_SR[place_P][:, None, None]
 
     def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
         """Where the newest token of each head is ``[B, H]``, and the rows where that is above their rank ``[N]``."""
@@ -79,11 +87,13 @@ def decode_rows(
     comes before RoPE, as the keys are."""
     q_BQD, rotation = q_BQ1D.squeeze(2), None  # one token: no axis of its own
     if turn is not None:
-        newest_BH, place_N = turn.places(flat)
-        group_PG1D = q_BQ1D.reshape(newest_BH.numel(), -1, 1, q_BQ1D.shape[-1])  # P = B * H: a group turns alike
-        at_P = newest_BH.flatten()
-        cos, sin = (table[at_P][:, None, None] for table in (turn.q_cos_SR, turn.q_sin_SR))  # [P, 1, 1, R]
-        q_BQD = function("rotate_rows", backend)(group_PG1D, cos, sin).view(q_BQD.shape)
+        newest, place_N = turn.newest, None
+        if newest is None:
+            newest_BH, place_N = turn.places(flat)
+            newest = turn.tables_at(newest_BH, turn.q_cos_SR, turn.q_sin_SR)
+        # P = B * H: a group turns alike
+        group_PG1D = q_BQ1D.reshape(flat.lengths_BH.numel(), -1, 1, q_BQ1D.shape[-1])
+        q_BQD = function("rotate_rows", backend)(group_PG1D, *newest).view(q_BQD.shape)
         rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
     decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)

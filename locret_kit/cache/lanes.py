@@ -22,7 +22,7 @@ from ..heads import RetainingHeads, loaded
 from ..settings import RunSettings
 from .bounded import BoundedCache
 from .context import Stage
-from .view import shared_scores
+from .view import score_alike, shared_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +35,9 @@ Span = tuple[int, int, int]
 
 class Lanes(Cache, Handler):
     """Handler of forwards with several texts. ``spans`` says where the new tokens of each stand."""
+
+    position_BT: Tensor
+    """Position of each new token in its own text; 0 at padding."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -59,13 +62,12 @@ class Lanes(Cache, Handler):
             if start < end:
                 yield lane, row, slice(start, end)
 
-    def _positions(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Position of each new token in its own text ``[B, T]``, for backbones that rotate by themselves; 0 at padding."""
-        positions = torch.zeros(*shape, dtype=torch.long, device=device)
+    def _place(self, shape: Sequence[int], device: torch.device) -> None:
+        """Find the position of each new token of a forward ``[B, T]``."""
+        self.position_BT = torch.zeros(*shape, dtype=torch.long, device=device)
         for lane, row, new in self._texts():
             seen = lane.get_seq_length()
-            positions[row, new] = torch.arange(seen, seen + new.stop - new.start, device=device)
-        return positions
+            self.position_BT[row, new] = torch.arange(seen, seen + new.stop - new.start, device=device)
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         """Attention output ``[B, Q, T, D]``: each text's own; zeros at padding."""
@@ -74,7 +76,9 @@ class Lanes(Cache, Handler):
             return self.lanes[0].attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
         # Columns of padding stay zero: no text reads them. Heads of a token lie side by side, as the backbone reads them.
         out = q_BQTD.new_zeros(B, T, Q, v_BHTD.shape[-1]).transpose(1, 2)
-        scores_BHT = shared_scores([lane.context for lane in self.lanes], layer, q_BQTD, k_BHTD, v_BHTD)
+        contexts, scores_BHT = [lane.context for lane in self.lanes], None
+        if score_alike(contexts):
+            scores_BHT = shared_scores(contexts[0], layer, q_BQTD, k_BHTD, v_BHTD, self.position_BT)
         for lane, row, new in self._texts():
             # [B, heads, T, D] -> the text's own [1, heads, t, D]
             q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
@@ -144,7 +148,8 @@ class Packed(Lanes):
             lane.bind(model)
             if len(self.lanes) > 1:
                 refuse_packing(lane)
-        return {**kwargs, "position_ids": self._positions(ids.shape, ids.device), "attention_mask": None}
+        self._place(ids.shape, ids.device)
+        return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -210,7 +215,8 @@ class BatchCache(Lanes):
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
         self.spans = [(row, T - count, T) for row, count in enumerate(counts)]
         self.columns += T
-        return {**kwargs, "position_ids": self._positions((B, T), given.device), "attention_mask": None}
+        self._place((B, T), given.device)
+        return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included."""

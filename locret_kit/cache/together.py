@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..backbones.rope import Rope
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
+from .geometry.rotation import RotationTables
 from .step import evict_if_due, make_room
 from .storage.row_pool import RowPool
 from .storage.rows import BoundedLayer
 from .view import entry_scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Places:
     """Where the next token of each text goes, and what it sees."""
 
@@ -26,7 +28,7 @@ class Places:
     starts_NH: Tensor
     lengths_NH: Tensor
     """Rows that it sees, its own included."""
-    seen_N: Tensor
+    seen_N1: Tensor
     """Tokens of each text before it (int32)."""
     longest: int
 
@@ -36,6 +38,7 @@ class Step:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Places] = {}
+        self._turns: dict[tuple[Places, int], RowRotation] = {}
 
     def places(self, pool: RowPool, pages: Sequence[int], rows: Sequence[BoundedLayer]) -> Places:
         """Places of the next token of texts in such pages."""
@@ -51,8 +54,17 @@ class Step:
             lengths_NH = (rows_N + 1)[:, None].expand_as(starts_NH).contiguous()
             longest = 1 + max(rows for _, _, rows, _ in numbers)
             at_NH = starts_NH + rows_N[:, None]
-            self._made[numbers] = Places(at_NH, starts_NH, lengths_NH, seen_N.int(), longest)
+            self._made[numbers] = Places(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
         return self._made[numbers]
+
+    def turn(self, places: Places, rope: Rope, tables: RotationTables, like: Tensor) -> RowRotation:
+        """Rotation of rows that are placed by their rank alone, see ``kind``."""
+        key = places, id(rope)
+        if key not in self._turns:
+            cos_sin, of_queries = (tables.upto(one, places.longest, like) for one in (rope, rope.of_queries))
+            newest = RowRotation.tables_at(places.lengths_NH - 1, *of_queries)
+            self._turns[key] = RowRotation(*cos_sin, *of_queries, newest=newest)
+        return self._turns[key]
 
 
 def kind(ctx: Context) -> Hashable | None:
@@ -71,51 +83,47 @@ def decode_together(
     pool: RowPool,
     pages: Sequence[int],
     step: Step,
-    q_NQ1D: Tensor,
-    k_NH1D: Tensor,
-    v_NH1D: Tensor,
-    score_NH1: Tensor | None = None,
+    q_NQD: Tensor,
+    k_NHD: Tensor,
+    v_NHD: Tensor,
+    score_NH: Tensor | None = None,
 ) -> Tensor:
-    """Attention output ``[N, Q, 1, D]`` of one new token of each text, which become rows; texts evict where it is due.
+    """Attention output ``[N, Q, D]`` of one new token of each text, which become rows; texts evict where it is due.
 
     Args:
-        contexts: of one ``kind``. rows, pages: of each text in this layer. score_NH1: entry scores, where they are known.
+        contexts: of one ``kind``. rows, pages: of each text in this layer. score_NH: entry scores, where they are known.
     """
     ctx, one = contexts[0], rows[0]
     texts = list(zip(contexts, rows, strict=True))
     # Room first: an eviction moves rows, and places are numbers of rows.
     for own, mine in texts:
         make_room(own, layer, mine, 1)
-    alone = [slice(n, n + 1) for n in range(len(texts))]
-    if score_NH1 is None:
-        each = zip(texts, alone, strict=True)
-        found = [entry_scores(own, layer, mine, mine.seen, q_NQ1D[n], k_NH1D[n], v_NH1D[n]) for (own, mine), n in each]
-        score_NH1 = torch.cat(found)
+    if score_NH is None:
+        alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
+        made = [entry_scores(own, layer, mine, mine.seen, q, k, v) for (own, mine), q, k, v in alone]
+        score_NH = torch.cat(made)[..., 0]
     # As they came: a score rotates the newest queries for the rows that an eviction leaves.
-    for mine, n in zip(rows, alone, strict=True):
+    for n, mine in enumerate(rows):
         if mine.recent:
-            mine.remember(q_NQ1D[n])
-    places = step.places(pool, pages, rows)
+            mine.remember(q_NQD[n : n + 1, :, None])
+    places, q_NQ1D = step.places(pool, pages, rows), q_NQD[:, :, None]
     if (rope := ctx.write_rope(layer, one)) is not None:
         seen = tuple(mine.seen for mine in rows)
-        k_NH1D = ctx.backend.rotate(k_NH1D, *(x[:, None, None] for x in ctx.tables.each(rope, seen, q_NQ1D)))
-        q_NQ1D = ctx.backend.rotate(q_NQ1D, *(x[:, None, None] for x in ctx.tables.each(rope.of_queries, seen, q_NQ1D)))
+        cos_sin, of_queries = (ctx.tables.each(part, seen, q_NQD) for part in (rope, rope.of_queries))
+        k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *(x[:, None, None] for x in cos_sin))[:, :, 0]
+        q_NQ1D = ctx.backend.rotate(q_NQ1D, *(x[:, None, None] for x in of_queries))
     # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
-    pool.put(places.at_NH, k_NH1D[:, :, 0], v_NH1D[:, :, 0], score_NH1[..., 0], places.seen_N[:, None])
-    for mine in rows:
-        mine.count(1)
+    pool.put(places.at_NH, k_NHD, v_NHD, score_NH, places.seen_N1)
     statistics = ctx.statistics if one.window is None else ()
     stats = pool.stats[: len(statistics) * (1 + ctx.group)]
     flat = VarlenRows(
         (pool.keys, pool.values), pool.positions, stats, places.starts_NH, places.lengths_NH, places.longest
     ).newest(one.window)
-    turn = None
-    # By rank alone, see `kind`: the lengths of the heads are all that must be known.
-    if (rope := ctx.read_rope(layer, one)) is not None:
-        tables = (ctx.tables.upto(one, flat.longest, q_NQ1D) for one in (rope, rope.of_queries))
-        turn = RowRotation(*next(tables), *next(tables))
+    rope = ctx.read_rope(layer, one)
+    turn = None if rope is None else step.turn(places, rope, ctx.tables, q_NQD)
     out = decode_rows(q_NQ1D, flat, one.scaling, ctx.backend.name, statistics, turn, ctx.group)
     # Each by its own schedule; what moves lies in its own page.
     for own, mine in texts:
+        mine.count(1)
         evict_if_due(own, layer, mine)
-    return out
+    return out[:, :, 0]

@@ -137,19 +137,35 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
     return rotate(q, cos, sin)
 
 
-def shared_scores(
-    contexts: Sequence[Context], layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor
-) -> Tensor | None:
-    """Entry scores ``[B, H, T]`` of new tokens of several texts, made at once; None where each text's are its own."""
+def score_alike(contexts: Sequence[Context]) -> bool:
+    """Whether the new tokens of these texts may be scored in one call, ``shared_scores``."""
     ctx = contexts[0]
-    score, heads = ctx.policy.score, ctx.heads
-    # Equal parts and the same heads: then one call of the heads serves every text.
-    alike = all(own.policy.score == score and own.heads is heads for own in contexts)
-    if not (score.per_token and alike and ctx.spec.windows[layer] is None):
-        return None
-    head = heads[layer] if heads is not None else None
-    entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, ctx.settings.seed, linear=ctx.backend.linear)
-    return score.score_new_tokens(entry)
+    score = ctx.policy.score
+    if not (score.per_token or not score.scores_new_tokens):
+        return False
+    # Equal parts, and the same heads and draws: then one call serves every text.
+    mine = score, ctx.settings.seed
+    return all(own.heads is ctx.heads and (own.policy.score, own.settings.seed) == mine for own in contexts)
+
+
+def shared_scores(
+    ctx: Context, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, position_BT: Tensor
+) -> Tensor:
+    """Entry scores ``[B, H, T]`` of new tokens of several texts, each at its ``position`` in its own. Their contexts
+    ``score_alike``, and ``ctx`` is one of them."""
+    score, score_BHT = ctx.policy.score, None
+    if ctx.spec.windows[layer] is None and score.scores_new_tokens:
+        head = ctx.heads[layer] if ctx.heads is not None else None
+        made_by = {"head": head, "seed": ctx.settings.seed, "linear": ctx.backend.linear}
+        score_BHT = score.score_new_tokens(
+            Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, **made_by, places=position_BT[:, None])
+        )
+    return _unscored(k_BHTD) if score_BHT is None else score_BHT
+
+
+def _unscored(k_BHTD: Tensor) -> Tensor:
+    """Scores ``[B, H, T]`` that nobody reads."""
+    return torch.zeros((), device=k_BHTD.device).expand(k_BHTD.shape[:3])
 
 
 def score_by_logits(
@@ -193,7 +209,5 @@ def entry_scores(
             linear=ctx.backend.linear,
         )
         score_BHT = ctx.policy.score.score_new_tokens(entry)
-    if score_BHT is None:
-        score_BHT = torch.zeros((), device=k.device).expand(k.shape[:3])
     ctx.counters.score_s += time.perf_counter() - began
-    return score_BHT
+    return _unscored(k) if score_BHT is None else score_BHT

@@ -58,7 +58,8 @@ class Score(Part, Protocol):
     needs_logits: ClassVar[bool] = False
     """Reads the backbone's probability of each token."""
     per_token: ClassVar[bool] = False
-    """A new token's score follows from its q, k and v and the retaining head alone: several texts are scored in one call."""
+    """A new token's score follows from its q, k, v, its position (``Entry.positions``) and the retaining head alone: tokens of
+    several texts are scored in one call."""
     by_query_head: ClassVar[bool] = False
     """May be asked again with the statistics and queries of a single query head per group."""
     statistics: ClassVar[frozenset[str]] = frozenset()
@@ -77,6 +78,11 @@ class Score(Part, Protocol):
     def score_new_tokens(self, entry: Entry) -> Tensor | None:
         """Scores ``[B, H, T]`` (float32) fixed when tokens enter, found in ``Slots.entry_scores``; None without any."""
         return None
+
+    @property
+    def scores_new_tokens(self) -> bool:
+        """Whether ``score_new_tokens`` does more than this one."""
+        return type(self).score_new_tokens is not Score.score_new_tokens
 
     def score_slots(self, slots: Slots) -> Tensor:
         """Scores ``[B, H, S]`` (float32) at an eviction; larger is kept. Anything at padding."""

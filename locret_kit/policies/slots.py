@@ -32,7 +32,7 @@ class Entry:
 
     layer: int
     position: int
-    """Position in the text of the first new token."""
+    """Position in the text of the first new token; of tokens of several texts see ``positions``."""
     q: Tensor
     """``[B, Q, T, D]`` before RoPE where the rotation is known."""
     k: Tensor
@@ -48,6 +48,15 @@ class Entry:
     """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
     linear: Linear = F.linear
     """Who computes the products of a retaining head."""
+    places: Tensor | None = None
+    """``positions``, where tokens of several texts stand side by side."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each new token in its text: integers that broadcast to ``[B, H, T]``."""
+        if self.places is not None:
+            return self.places
+        return self.position + torch.arange(self.k.shape[2], device=self.k.device)
 
 
 def _nothing() -> Tensor:

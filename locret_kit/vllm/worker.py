@@ -31,7 +31,7 @@ from ..cache.storage.rows import BoundedLayer
 from ..cache.storage.scratch import Scratch
 from ..cache.storage.transfer import export_rows, restore_rows
 from ..cache.together import Step, decode_together, kind
-from ..cache.view import shared_scores
+from ..cache.view import score_alike, shared_scores
 from .ranks import Ranks, config_of_rank, heads_of_rank
 from .request_pages import page_shape
 from .server_settings import ServerSettings
@@ -206,24 +206,23 @@ class Worker:
             return
         rows = [self.layer(text, number, turn.page) for turn, text in zip(batch.turns, texts, strict=True)]
         for mine in rows:
-            mine.scaling = scaling
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
-        contexts = batch.contexts
-        end = batch.turns[-1].end
-        scores = shared_scores(contexts, number, q[:, :, :end], k[:, :, :end], v[:, :, :end])
-        for together in batch.together:
-            at = batch.places(together, q.device)
-            score = None if scores is None else scores[0].T[at][..., None]
-            new_q, new_k, new_v = (x[at][:, :, None] for x in (q_NQD, k_NHD, v_NHD))
-            out = decode_together(
-                [contexts[i] for i in together], number, [rows[i] for i in together], pool,
-                [batch.turns[i].page for i in together], batch.step, new_q, new_k, new_v, score,
+            if mine.scaling != scaling:
+                mine.scaling = scaling
+        # [1, heads, N, D], without the padding that may follow the last text.
+        q, k, v = (x[: batch.end].transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))
+        scores = None
+        if batch.scored_alike:
+            scores = shared_scores(batch.contexts[0], number, q, k, v, batch.positions(q.device))
+        for group in batch.together:
+            at = group.at
+            out_NQD[at] = decode_together(
+                group.contexts, number, [rows[i] for i in group.turns], pool, group.pages, batch.step,
+                q_NQD[at], k_NHD[at], v_NHD[at], None if scores is None else scores[0].T[at],
             )  # fmt: skip
-            out_NQD[at] = out[:, :, 0]
         for i in batch.alone:
             new = slice(batch.turns[i].start, batch.turns[i].end)
             score = None if scores is None else scores[:, :, new]
-            out = read_tokens(contexts[i], number, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
+            out = read_tokens(batch.contexts[i], number, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
             out_NQD[new] = out[0].transpose(0, 1)
 
 
@@ -233,21 +232,34 @@ def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
     return x.narrow(2 if name == "stats" else 1, ranks.rank * heads, heads)
 
 
+@dataclass(frozen=True)
+class DecodingGroup:
+    """Turns of one token that are decoded in one call."""
+
+    turns: list[int]
+    contexts: list[Context]
+    pages: list[int]
+    at: Tensor | slice
+    """Their rows of the batch."""
+
+
 class StepBatch:
     """The plan of a step, the same for all of its layers: made by the builder of attention metadata.
 
     Attributes:
-        together: turns of one token, those of a list decoded in one call. alone: the others.
+        end: rows of the batch that are tokens. contexts: of each turn. scored_alike: whether all tokens are scored in one call.
+        alone: turns that are read each by itself.
     """
 
     def __init__(self, turns: list[RequestTurn]) -> None:
-        self.turns = turns
+        self.turns, self.end = turns, turns[-1].end if turns else 0
         self.step = Step()
         self.contexts: list[Context] = []
-        self.together: list[list[int]] = []
+        self.scored_alike = False
+        self.together: list[DecodingGroup] = []
         self.alone: list[int] = []
         self._texts: list[PagedText] | None = None
-        self._places: dict[tuple[int, ...], Tensor | slice] = {}
+        self._position_1N: Tensor | None = None
 
     def texts(self, worker: Worker) -> list[PagedText]:
         """The request of each turn. The first layer finds them: by then documents are loaded."""
@@ -255,6 +267,7 @@ class StepBatch:
             worker.tables.clear()
             self._texts = [worker.text(turn) for turn in self.turns]
             self.contexts = [text.context for text in self._texts]
+            self.scored_alike = bool(self.contexts) and score_alike(self.contexts)
             kinds: dict[Hashable, list[int]] = {}
             for i, (turn, text) in enumerate(zip(self.turns, self._texts, strict=True)):
                 new, alike = turn.end - turn.start, kind(text.context)
@@ -263,14 +276,21 @@ class StepBatch:
                     kinds.setdefault(alike, []).append(i)
                 else:
                     self.alone.append(i)
-            self.together = list(kinds.values())
+            self.together = [self._group(turns, worker.model.device) for turns in kinds.values()]
         return self._texts
 
-    def places(self, turns: list[int], device: torch.device) -> Tensor | slice:
-        """Rows of the batch of such turns."""
-        key = tuple(self.turns[i].start for i in turns)
-        if key == tuple(range(key[0], key[0] + len(key))):
-            return slice(key[0], key[0] + len(key))
-        if key not in self._places:
-            self._places[key] = torch.tensor(key, device=device)
-        return self._places[key]
+    def _group(self, turns: list[int], device: torch.device) -> DecodingGroup:
+        starts = [self.turns[i].start for i in turns]
+        first, end = starts[0], starts[0] + len(starts)
+        # Tokens side by side, as they mostly are, need no index.
+        at = slice(first, end) if starts == list(range(first, end)) else torch.tensor(starts, device=device)
+        return DecodingGroup(turns, [self.contexts[i] for i in turns], [self.turns[i].page for i in turns], at)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Position ``[1, N]`` of each token in its text."""
+        if self._position_1N is None:
+            places = [0] * self.end
+            for turn in self.turns:
+                places[turn.start : turn.end] = range(turn.seen, turn.seen + turn.end - turn.start)
+            self._position_1N = torch.tensor([places], device=device)
+        return self._position_1N

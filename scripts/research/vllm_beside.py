@@ -1,6 +1,6 @@
 """vLLM with its own cache, with a bounded one, and ``locret-serve``, side by side on a CPU.
 
-    .venv-vllm/bin/python scripts/research/vllm_beside.py decode          # 16 requests at once, offline; CPU seconds
+    .venv-vllm/bin/python scripts/research/vllm_beside.py decode --prompt 1000 --budget 256   # 16 at once, offline; CPU seconds
     .venv-vllm/bin/python scripts/research/vllm_beside.py fit             # requests of 32,768 tokens in 400 MiB
     .venv-vllm/bin/python scripts/research/vllm_beside.py serve --locret-serve .venv/bin/locret-serve   # 1 and 8 clients, HTTP
 
@@ -25,40 +25,45 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKBONE, HEADS = str(ROOT / "checkpoints/SmolLM2-135M-Instruct"), str(ROOT / "checkpoints/smollm2-135m-locret")
-BUDGET, CHUNK, PORT = 512, 512, 8790
+BUDGET, PORT = 512, 8790
 KINDS: dict[str, dict[str, Any] | None] = {
     "vllm": None,
     "bounded, streaming": {"policy": "streaming"},
     "bounded, lookahead-locret": {"policy": "lookahead-locret", "heads": HEADS},
 }
+SIZES = {"texts": 16, "tokens": 32, "prompt": 200, "budget": BUDGET}
+"""Of ``decode``; a chunk is as large as the budget."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 
 
-def engine(kind: str, **rest: Any) -> Any:
+def engine(kind: str, budget: int = BUDGET, **rest: Any) -> Any:
     from vllm import LLM
 
     section = KINDS[kind]
-    settings = {"budget": BUDGET, "chunk": CHUNK, "stabilizers": 64, "positions": "compact"}
+    settings = {"budget": budget, "chunk": budget, "stabilizers": 64, "positions": "compact"}
     return LLM(
         BACKBONE, dtype="float32", enforce_eager=True, disable_log_stats=True, enable_prefix_caching=False,
         additional_config={} if section is None else {"locret": settings | section}, **rest,
     )  # fmt: skip
 
 
-def decode(kind: str, texts: int, tokens: int, blocks: int = 3) -> Iterator[dict[str, Any]]:
-    """CPU and wall seconds of ``tokens`` steps, each of which decodes one token of ``texts`` prompts of 200 tokens; so several
-    times, one after another."""
+def decode(kind: str, texts: int, tokens: int, prompt: int, budget: int, blocks: int = 3) -> Iterator[dict[str, Any]]:
+    """CPU and wall seconds of ``tokens`` steps, each of which decodes one token of ``texts`` prompts of ``prompt`` tokens; so
+    several times, one after another."""
     import torch
     from vllm import SamplingParams
 
-    llm = engine(kind, kv_cache_memory_bytes=(1 << 20) * 48 * (texts + 1), max_model_len=2048, max_num_seqs=texts)
+    # A token is 45 KiB in all layers.
+    rows = max(prompt + blocks * tokens + 100, 2 * budget)
+    memory = (texts + 1) * rows * 48 * 1024
+    llm = engine(kind, budget, kv_cache_memory_bytes=memory, max_model_len=2048, max_num_seqs=texts)
     draw = torch.Generator().manual_seed(0)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True, detokenize=False)
     for i in range(texts):
-        ids = torch.randint(20, 49000, (200,), generator=draw).tolist()
+        ids = torch.randint(20, 49000, (prompt,), generator=draw).tolist()
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": ids}, params)
     while len(llm.llm_engine.step()) < texts:  # until all prompts are read
         pass
@@ -68,7 +73,8 @@ def decode(kind: str, texts: int, tokens: int, blocks: int = 3) -> Iterator[dict
         for _ in range(tokens):
             assert len(llm.llm_engine.step()) == texts
         cpu, wall = time.process_time() - began[0], time.perf_counter() - began[1]
-        yield {"texts": texts, "tokens": tokens, "cpu_s": round(cpu, 2), "wall_s": round(wall, 2)}
+        sizes = {"texts": texts, "prompt": prompt, "budget": budget, "tokens": tokens}
+        yield sizes | {"cpu_s": round(cpu, 2), "wall_s": round(wall, 2)}
 
 
 def fit(kind: str) -> dict[str, Any]:
@@ -103,7 +109,7 @@ def server(kind: str, locret_serve: str) -> Iterator[Any]:
         "8",
         *vllm,
     ]
-    settings = ["--budget", str(BUDGET), "--chunk", str(CHUNK), "--stabilizers", "64"]
+    settings = ["--budget", str(BUDGET), "--chunk", str(BUDGET), "--stabilizers", "64"]
     words = {
         "vllm": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", BACKBONE, "--enforce-eager",
                  "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "400M", *vllm],
@@ -168,13 +174,13 @@ def main() -> None:
     parser.add_argument("what", choices=["decode", "fit", "serve"])
     parser.add_argument("--kind", help="one alone, in this process")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--texts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32)
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--locret-serve", default="locret-serve")
     args = parser.parse_args()
     if args.kind is not None:
-        rows = decode(args.kind, args.texts, args.tokens) if args.what == "decode" else [fit(args.kind)]
-        for row in rows:
+        own = (getattr(args, name) for name in SIZES)
+        for row in decode(args.kind, *own) if args.what == "decode" else [fit(args.kind)]:
             print(json.dumps({"what": args.what, "kind": args.kind, **row, "load": os.getloadavg()[0]}), flush=True)
         return
     for _ in range(args.rounds):
@@ -185,17 +191,8 @@ def main() -> None:
                     print(json.dumps({"what": "serve", "kind": kind, **row, "load": os.getloadavg()[0]}), flush=True)
             continue
         for kind in KINDS:
-            words = [
-                sys.executable,
-                __file__,
-                args.what,
-                "--kind",
-                kind,
-                "--texts",
-                str(args.texts),
-                "--tokens",
-                str(args.tokens),
-            ]
+            sizes = [word for name in SIZES for word in (f"--{name}", str(getattr(args, name)))]
+            words = [sys.executable, __file__, args.what, "--kind", kind, *sizes]
             done = subprocess.run(words, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
             rows = re.findall(r"^\{.*\}$", done.stdout, re.M)
             print("\n".join(rows) or f"{kind}: {done.stderr[-400:]}", flush=True)

@@ -55,22 +55,18 @@ def ragged_decode(
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("keys and values must be contiguous")
     exact = torch.promote_types(q_BQD.dtype, torch.float32)
-    at, out = np.zeros((), DECODE), torch.empty(B, Q, D, dtype=exact)
+    out = torch.empty(B, Q, D, dtype=exact)
     got = torch.zeros(B, H, longest) if received else None
-    held = {
-        "keys": keys, "values": values, "out": out, "q": q_BQD.to(exact).contiguous(),
-        "starts": starts_BH.long().contiguous(), "lengths": lengths_BH.long().contiguous(),
-    }  # fmt: skip
-    if turn is not None:
-        held |= {"cos": turn.cos_SR.to(exact).contiguous(), "sin": turn.sin_SR.to(exact).contiguous()}
-        at["rotated"] = turn.cos_SR.shape[-1]
-        if turn.place_N is not None:
-            held["places"] = turn.place_N.int().contiguous()
-    if got is not None:
-        held["received"] = got
-    for name, x in held.items():  # as `cpp.point`, without a call for every layer of every token
-        at[name] = x.data_ptr()
-    at["texts"], at["queries"], at["heads"], at["channels"], at["longest"] = B, Q, H, D, longest
-    at["scaling"] = scaling
+    cos, sin, places = (None, None, None) if turn is None else turn
+    # Names keep them alive until the call returns.
+    held = (
+        keys, values, starts_BH.long().contiguous(), lengths_BH.long().contiguous(), q_BQD.to(exact).contiguous(), out,
+        None if cos is None else cos.to(exact).contiguous(), None if sin is None else sin.to(exact).contiguous(),
+        None if places is None else places.int().contiguous(), got,
+    )  # fmt: skip
+    addresses = (0 if x is None else x.data_ptr() for x in held)
+    # One array at once, in the order of the fields: this is called for every layer of every token.
+    sizes = B, Q, H, D, 0 if cos is None else cos.shape[-1], longest
+    at = np.array((*addresses, *sizes, scaling), DECODE)
     load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
     return Decoded(out.to(q_BQD.dtype), got)

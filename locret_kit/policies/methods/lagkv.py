@@ -1,5 +1,7 @@
 """LagKV, arXiv 2504.04704: keys and values unlike those that follow."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,11 +48,10 @@ class LagKV(Score):
 
     sinks: Count = 4
     lag: Positive = 128
+    per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
-        B, H, T, _ = entry.k.shape
-        pos_T = torch.arange(entry.position, entry.position + T, device=entry.k.device)
-        return (1.0 + (pos_T < self.sinks)).expand(B, H, T)
+        return (1.0 + (entry.positions < self.sinks)).expand(entry.k.shape[:3])
 
     def score_slots(self, slots: Slots) -> Tensor:
         before, complete = ((n - self.sinks) // self.lag for n in (slots.seen - slots.since_eviction, slots.seen))

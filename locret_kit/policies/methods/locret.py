@@ -44,7 +44,7 @@ class Cis(Score):
         score_BHT = entry.head(entry.q, entry.k, entry.v, entry.linear)
         if not self.decay:
             return score_BHT
-        return score_BHT + self.decay * (entry.position + torch.arange(score_BHT.shape[-1], device=score_BHT.device))
+        return score_BHT + self.decay * entry.positions
 
     def score_slots(self, slots: Slots) -> Tensor:
         if not self.lookahead:

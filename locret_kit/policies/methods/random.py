@@ -1,5 +1,7 @@
 """Random eviction, a baseline, and the hash that all draws are made from."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -11,11 +13,11 @@ from ..registry import part, register
 class Random(Score):
     """Uniform in [0, 1), a function of seed, layer, head and position alone. Source: RoCo, section 5.1.4."""
 
+    per_token: ClassVar[bool] = True
+
     def score_new_tokens(self, entry: Entry) -> Tensor:
-        B, H, T, _ = entry.k.shape
-        pos_T = entry.position + torch.arange(T, device=entry.k.device)
-        head_H = torch.arange(H, device=entry.k.device)[:, None]
-        return hashed(pos_T, entry.seed, entry.layer, head_H).expand(B, H, T)
+        head_H = torch.arange(entry.k.shape[1], device=entry.k.device)[:, None]
+        return hashed(entry.positions, entry.seed, entry.layer, head_H).expand(entry.k.shape[:3])
 
 
 def hashed(x: Tensor, *salts: int | Tensor) -> Tensor:

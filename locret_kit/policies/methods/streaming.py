@@ -1,6 +1,7 @@
 """StreamingLLM, arXiv 2309.17453: the first tokens and the newest. Also recency alone, and no eviction."""
 
-import torch
+from typing import ClassVar
+
 from torch import Tensor
 
 from ..base import Entry, Score
@@ -12,10 +13,10 @@ from ..scopes import Sinks
 class Recency(Score):
     """The token's position: the newest is worth most."""
 
+    per_token: ClassVar[bool] = True
+
     def score_new_tokens(self, entry: Entry) -> Tensor:
-        B, H, T, _ = entry.k.shape
-        pos_T = entry.position + torch.arange(T, device=entry.k.device)
-        return pos_T.float().expand(B, H, T)
+        return entry.positions.float().expand(entry.k.shape[:3])
 
 
 register(
