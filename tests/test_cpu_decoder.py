@@ -3,9 +3,11 @@ a machine."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
-from policy_runs import LENGTH, backbone, held, make, tokens
+from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
 from tiny_models import tiny_model
 
 from locret_kernels.cases import packed_matrix
@@ -20,7 +22,7 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 STEPS = 40
 WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, attention_bias=True)
 """Sizes of which blocks of 256 are multiples."""
-SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorhands", "random"]
+SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorhands", "random", "lookahead-locret"]
 """One of each kind of score; the others differ in evictions alone, which are not the call's."""
 
 
@@ -149,7 +151,12 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
             cache = make("streaming")
             prefill(model, tokens(), cache)
             said.append(torch.stack([decoder([cache], [token])[0] for token in tokens(5, seed=1)]))
+        # Heads too, which the cache brings to the model's type.
+        heads = deepcopy(heads_of()).bfloat16()
+        BoundedCache(24, "locret", heads, prompt_length=LENGTH, **SMALL).bind(model)
+        read = CpuDecoder(model).weight_bytes(heads)
     assert torch.equal(*said)
+    assert read == 2 * (numbers + sum(x.numel() for x in heads.parameters()))
 
 
 def test_weights_that_change_are_noticed():

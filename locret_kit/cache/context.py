@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 from annotated_types import Ge
 from torch import Tensor
 
@@ -168,7 +169,8 @@ class Context:
             )
         if heads is not None:
             heads.check_backbone(spec)
-            heads.to(model.device, model.dtype)
+            with torch.inference_mode(False):  # a tensor of inference mode has no version, by which changes are noticed
+                heads.to(model.device, model.dtype)
         if policy.merge is not None:  # a pool moves to the device, as heads do
             policy.merge.bind(spec, model.device)
         if policy.sparse is not None:

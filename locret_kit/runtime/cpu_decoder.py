@@ -194,7 +194,7 @@ class CpuDecoder:
     def _shared_heads(self, caches: Sequence[BoundedCache]) -> RetainingHeads | None:
         """The retaining heads that the call itself asks: where all texts have them and want nothing else."""
         heads = caches[0].context.heads
-        alike = all(cache.context.heads is heads and cache.policy.score == Cis() for cache in caches)
+        alike = all(cache.context.heads is heads and _is_plain(cache.policy.score) for cache in caches)
         fits = heads is not None and heads.config.activation == "silu" and type(heads[0]) is RetainingHead
         return heads if alike and fits else None
 
@@ -249,6 +249,11 @@ class CpuDecoder:
 def _scores(cache: BoundedCache) -> bool:
     """Whether tokens of a cache have scores as they enter."""
     return type(cache.policy.score).score_new_tokens is not Score.score_new_tokens
+
+
+def _is_plain(score: Score) -> bool:
+    """Whether a token enters with what its retaining head says; a mean over the next tokens is taken at evictions."""
+    return type(score) is Cis and not score.decay
 
 
 def signature_of(tensors: Iterable[Tensor]) -> Signature:

@@ -11,21 +11,21 @@ namespace {
 constexpr i64 ROWS = 256; // of a head in one item
 constexpr i64 BLOCK = 8;  // rows that are converted together, and then read by every query head of the group
 
+// By tables [R] whose second halves are like their first.
 template <class A> inline void rotate(A *x, const A *cos, const A *sin, i64 R) {
     i64 half = R / 2;
     A *y = x + half;
-    const A *high_cos = cos + half, *high_sin = sin + half;
     each<A>(
         half,
         [&](auto d) {
-            auto low = load(x + d), high = load(y + d);
-            keep<A>(x + d, low * load(cos + d) - high * load(sin + d));
-            keep<A>(y + d, high * load(high_cos + d) + low * load(high_sin + d));
+            auto low = load(x + d), high = load(y + d), by = load(cos + d), turn = load(sin + d);
+            keep<A>(x + d, low * by - high * turn);
+            keep<A>(y + d, high * by + low * turn);
         },
         [&](i64 d) {
             A low = x[d], high = y[d];
             x[d] = low * cos[d] - high * sin[d];
-            y[d] = high * high_cos[d] + low * high_sin[d];
+            y[d] = high * cos[d] + low * sin[d];
         });
 }
 

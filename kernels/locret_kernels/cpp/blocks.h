@@ -38,27 +38,45 @@ inline float half(const uint8_t *p) { return number(at<f16>(p)); }
 
 // ---- formats ---------------------------------------------------------------------------------------------------------
 
+inline codes_u8 joined(half_codes a, half_codes b) {
+#if defined(__AVX2__)
+    return (codes_u8)_mm256_set_m128i((__m128i)b, (__m128i)a);
+#else
+    half_codes parts[2] = {a, b};
+    return at<codes_u8>(parts);
+#endif
+}
 inline codes_u8 nibbles(const uint8_t *p) { // low halves of 16 bytes, then their high halves
     half_codes x = at<half_codes>(p);
 #if defined(__AVX2__)
     asm("" : "+x"(x)); // read once
 #endif
-    half_codes low = x & 15, high = x >> 4;
-#if defined(__AVX2__)
-    return (codes_u8)_mm256_set_m128i((__m128i)high, (__m128i)low);
-#else
-    half_codes parts[2] = {low, high};
-    return at<codes_u8>(parts);
-#endif
+    return joined(x & 15, x >> 4);
 }
-inline codes_u8 fifth(const uint8_t *p) { // bits of four bytes, where a code has its fifth
-    uint32_t bits = at<uint32_t>(p);
-    typedef uint32_t eight_u32 __attribute__((vector_size(32)));
-    codes_u8 x = (codes_u8)(bits - eight_u32{});
-    x = __builtin_shuffle(x, codes_u8{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 18, 18, 18, 18, 18, 18, 18, 18, 19, 19, 19, 19, 19, 19, 19, 19});
+struct Pair { codes_u8 first, last; }; // of two slices: the first 16 codes of both, and the last 16
+inline Pair nibbles(const uint8_t *a, const uint8_t *b) {
+    codes_u8 x = joined(at<half_codes>(a), at<half_codes>(b));
+    return {x & 15, x >> 4};
+}
+typedef uint32_t eight_u32 __attribute__((vector_size(32)));
+#define EIGHT(i) i, i, i, i, i, i, i, i
+// Of 32 bytes, 16 where the first byte's first bit is set, the next one's second, ...
+inline codes_u8 sixteens(codes_u8 x) {
     const codes_u8 each = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     return (codes_u8)((x & each) == each) & 16;
 }
+inline codes_u8 fifth(const uint8_t *p) { // bits of four bytes, where a code has its fifth
+    codes_u8 x = (codes_u8)(at<uint32_t>(p) - eight_u32{});
+    return sixteens(__builtin_shuffle(x, codes_u8{EIGHT(0), EIGHT(1), EIGHT(18), EIGHT(19)}));
+}
+inline Pair fifths(const uint8_t *a, const uint8_t *b) {
+    typedef uint32_t four_u32 __attribute__((vector_size(16)));
+    codes_u8 x = joined((half_codes)(at<uint32_t>(a) - four_u32{}), (half_codes)(at<uint32_t>(b) - four_u32{}));
+    return {sixteens(__builtin_shuffle(x, codes_u8{EIGHT(0), EIGHT(1), EIGHT(16), EIGHT(17)})),
+            sixteens(__builtin_shuffle(x, codes_u8{EIGHT(2), EIGHT(3), EIGHT(18), EIGHT(19)}))};
+}
+#undef EIGHT
+inline Pair operator|(Pair a, Pair b) { return {a.first | b.first, a.last | b.last}; }
 
 // Float16 numbers that are `each` bytes apart.
 inline eight_f32 halves(const uint8_t *p, int each) {
@@ -71,20 +89,30 @@ inline eight_f32 halves(const uint8_t *p, int each) {
     return out;
 #endif
 }
-template <class V> inline void put(float *to, const V &v) { memcpy(to, &v, sizeof v); }
+// Steps and lowest numbers of eight blocks, which begin with both.
+inline void two_halves(const uint8_t *p, int each, eight_f32 &step, eight_f32 &low) {
+#if defined(__AVX2__) && defined(__F16C__)
+    auto of = [&](int i) { return at<int32_t>(p + i * each); };
+    auto four = [&](int i) { return _mm256_cvtph_ps(_mm_setr_epi32(of(i), of(i + 1), of(i + 4), of(i + 5))); }; // step, low, step, ...
+    __m256 a = four(0), b = four(2);
+    step = (eight_f32)_mm256_shuffle_ps(a, b, 0x88), low = (eight_f32)_mm256_shuffle_ps(a, b, 0xdd);
+#else
+    step = halves(p, each), low = halves(p + 2, each);
+#endif
+}
+template <class V> inline void put(void *to, const V &v) { memcpy(to, &v, sizeof v); }
 
 // `codes(block, i)`: of slice i. `steps(block, step, low)`: of its groups, `eight(..)`: of eight blocks of one slice.
-// MAX: the largest code. SIGNED: codes are int8, and there are no lowest numbers. FROM: the lowest number is -FROM steps; 0: it has
-// a number of its own.
+// `pair(a, b)`: codes of two blocks, where they are PAIRED. MAX: the largest code. SIGNED: codes are int8, and there are no lowest
+// numbers. FROM: the lowest number is -FROM steps; 0: it has a number of its own.
 template <int NBYTES, int LARGEST, int FROM> struct Slices {
-    static constexpr int BLOCK = 32, BYTES = NBYTES, GROUP = 32, MAX = LARGEST, SIGNED = LARGEST == 128;
+    static constexpr int BLOCK = 32, BYTES = NBYTES, GROUP = 32, MAX = LARGEST, SIGNED = LARGEST == 128, PAIRED = !SIGNED;
     static void steps(const uint8_t *b, float *step, float *low) {
         *step = half(b), *low = SIGNED ? 0 : FROM ? -FROM * *step : half(b + 2);
     }
-    static void eight(const uint8_t *b, float *step, float *low) {
-        eight_f32 all = halves(b, BYTES);
-        put(step, all);
-        if constexpr (!SIGNED) put(low, FROM ? all * float(-FROM) : halves(b + 2, BYTES));
+    static void eight(const uint8_t *b, eight_f32 &step, eight_f32 &low) {
+        if (SIGNED || FROM) step = halves(b, BYTES), low = step * float(-FROM);
+        else two_halves(b, BYTES, step, low);
     }
 };
 struct Q8_0 : Slices<34, 128, 0> {
@@ -92,15 +120,19 @@ struct Q8_0 : Slices<34, 128, 0> {
 };
 struct Q4_0 : Slices<18, 15, 8> {
     static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 2); }
+    static Pair pair(const uint8_t *a, const uint8_t *b) { return nibbles(a + 2, b + 2); }
 };
 struct Q4_1 : Slices<20, 15, 0> {
     static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 4); }
+    static Pair pair(const uint8_t *a, const uint8_t *b) { return nibbles(a + 4, b + 4); }
 };
 struct Q5_0 : Slices<22, 31, 16> {
     static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 6) | fifth(b + 2); }
+    static Pair pair(const uint8_t *a, const uint8_t *b) { return nibbles(a + 6, b + 6) | fifths(a + 2, b + 2); }
 };
 struct Q5_1 : Slices<24, 31, 0> {
     static codes_u8 codes(const uint8_t *b, int) { return nibbles(b + 8) | fifth(b + 4); }
+    static Pair pair(const uint8_t *a, const uint8_t *b) { return nibbles(a + 8, b + 8) | fifths(a + 4, b + 4); }
 };
 
 inline eight_f32 floats_of(uint32_t first, uint32_t rest) { // of eight bytes
@@ -121,7 +153,7 @@ inline void six_bits(const uint8_t *b, float *step, float *low) {
     put(step, steps), put(low, lows);
 }
 struct Q4_K {
-    static constexpr int BLOCK = 256, BYTES = 144, GROUP = 32, MAX = 15, SIGNED = false;
+    static constexpr int BLOCK = 256, BYTES = 144, GROUP = 32, MAX = 15, SIGNED = false, PAIRED = false;
     static codes_u8 codes(const uint8_t *b, int i) {
         codes_u8 x = at<codes_u8>(b + 16 + i / 2 * 32);
         return i % 2 ? x >> 4 : x & 15;
@@ -129,7 +161,7 @@ struct Q4_K {
     static void steps(const uint8_t *b, float *step, float *low) { six_bits(b, step, low); }
 };
 struct Q5_K {
-    static constexpr int BLOCK = 256, BYTES = 176, GROUP = 32, MAX = 31, SIGNED = false;
+    static constexpr int BLOCK = 256, BYTES = 176, GROUP = 32, MAX = 31, SIGNED = false, PAIRED = false;
     static codes_u8 codes(const uint8_t *b, int i) {
         codes_u8 x = at<codes_u8>(b + 48 + i / 2 * 32), bit = uint8_t(1 << i) - codes_u8{};
         return (i % 2 ? x >> 4 : x & 15) | ((codes_u8)((at<codes_u8>(b + 16) & bit) == bit) & 16);
@@ -137,7 +169,7 @@ struct Q5_K {
     static void steps(const uint8_t *b, float *step, float *low) { six_bits(b, step, low); }
 };
 struct Q6_K {
-    static constexpr int BLOCK = 256, BYTES = 210, GROUP = 16, MAX = 63, SIGNED = false;
+    static constexpr int BLOCK = 256, BYTES = 210, GROUP = 16, MAX = 63, SIGNED = false, PAIRED = false;
     static codes_u8 codes(const uint8_t *b, int i) { // four slices of each half of a block share bytes
         codes_u8 low = at<codes_u8>(b + i / 4 * 64 + i % 2 * 32), high = at<codes_u8>(b + 128 + i / 4 * 32);
         low = i % 4 < 2 ? low & 15 : low >> 4;
@@ -190,34 +222,79 @@ template <class F> void unpack_row(const uint8_t *w, i64 K, float *out) {
 
 // ---- activations -----------------------------------------------------------------------------------------------------
 
+inline eight_f32 eight_numbers(const float *p) { return at<eight_f32>(p); }
+inline eight_f32 eight_numbers(const bf16 *p) {
+    typedef uint16_t eight_u16 __attribute__((vector_size(16)));
+    return (eight_f32)(__builtin_convertvector(at<eight_u16>(p), eight_u32) << 16);
+}
+#if defined(__AVX2__) && defined(__FMA__)
+inline codes_i8 bytes_of(const eight_i32 *x) { // of four vectors of numbers that bytes hold
+    __m256i words[2];
+    UNROLL for (int i = 0; i < 2; i++) words[i] = _mm256_packs_epi32((__m256i)x[2 * i], (__m256i)x[2 * i + 1]);
+    return (codes_i8)_mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+inline void totals_of(eight_i32 a, eight_i32 b, int32_t *out) {
+    __m256i pairs = _mm256_hadd_epi32((__m256i)a, (__m256i)b);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    put(out, _mm_cvtsi128_si64(_mm_hadd_epi32(four, four)));
+}
+inline bool is_zero(eight_f32 x) { return !_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_setzero_ps(), _CMP_NEQ_UQ)); }
+inline float greatest(eight_f32 x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+#else
+inline codes_i8 bytes_of(const eight_i32 *x) {
+    codes_i8 out;
+    for (int i = 0; i < SLICE; i++) out[i] = int8_t(x[i / 8][i % 8]);
+    return out;
+}
+inline void totals_of(eight_i32 a, eight_i32 b, int32_t *out) { out[0] = total(a, 0), out[1] = total(b, 0); }
+inline bool is_zero(eight_f32 x) { return total(x, 0.0f) == 0; }
+inline float greatest(eight_f32 x) {
+    float out = 0;
+    for (int i = 0; i < 8; i++) out = std::max(out, x[i]);
+    return out;
+}
+#endif
+
 // Rows [N, K] in 8 bits, with a step for each slice: finer than llama.cpp's for formats of blocks of 256, which share one there.
 struct Activations {
     i64 K = 0;
     std::vector<int8_t> codes;                        // [N, K]
+    std::vector<int8_t> paired;                       // [N, K]: of each STRETCH, slices i and i + 4 as in a `Pair`
     std::vector<float> steps, sums, steps16, sums16;  // [N, K / 32], and for formats of smaller groups [N, K / 16]
 
     void resize(i64 N, i64 columns) {
         K = columns;
         if (i64(codes.size()) >= N * K) return;
-        codes.resize(N * K), steps.resize(N * K / 32), sums.resize(N * K / 32), steps16.resize(N * K / 16), sums16.resize(N * K / 16);
+        codes.resize(N * K), paired.resize(N * K), steps.resize(N * K / 32), sums.resize(N * K / 32);
+        steps16.resize(N * K / 16), sums16.resize(N * K / 16);
     }
     template <class A> void take(const A *x, i64 n) { // row n
-        for (i64 g = n * K / SLICE; g < (n + 1) * K / SLICE; g++, x += SLICE) {
-            float own[SLICE], largest = 0, odd = 0; // odd: NaN where a number is infinite or none
-            for (int j = 0; j < SLICE; j++) own[j] = number(x[j]);
-            for (int j = 0; j < SLICE; j++) largest = std::max(largest, std::abs(own[j]));
-            for (int j = 0; j < SLICE; j++) odd += own[j] * 0;
-            float step = largest / 127 + odd, by = largest > 1e-30f ? 127 / largest : 0; // 127 / 1e-30 is finite
-            int32_t sum[2] = {};
-            for (int j = 0; j < SLICE; j++) {
-                own[j] = (own[j] * by + 12582912.0f) - 12582912.0f; // to the nearest, ties to even
-                codes[g * SLICE + j] = int8_t(int32_t(own[j]));
+        for (i64 slice = 0, g = n * K / SLICE; slice < K / SLICE; slice++, g++, x += SLICE) {
+            eight_f32 parts[4], most = {}, odd = {}; // odd: NaN where a number is infinite or none
+            UNROLL for (int i = 0; i < 4; i++) {
+                parts[i] = eight_numbers(x + 8 * i);
+                eight_f32 size = (eight_f32)((eight_u32)parts[i] & 0x7fffffff);
+                most = size > most ? size : most, odd += parts[i] * 0;
             }
-            for (int i = 0; i < 2; i++)
-                for (int j = 0; j < 16; j++) sum[i] += codes[g * SLICE + i * 16 + j];
+            float largest = greatest(most), step = is_zero(odd) ? largest / 127 : NAN;
+            float by = largest > 1e-30f ? 127 / largest : 0; // 127 / 1e-30 is finite
+            eight_i32 near[4];
+            UNROLL for (int i = 0; i < 4; i++) // to the nearest, ties to even
+                near[i] = __builtin_convertvector((parts[i] * by + 12582912.0f) - 12582912.0f, eight_i32);
+            put(&codes[g * SLICE], bytes_of(near));
+            int32_t sum[2];
+            totals_of(near[0] + near[1], near[2] + near[3], sum);
             steps[g] = steps16[2 * g] = steps16[2 * g + 1] = step;
             sums16[2 * g] = step * float(sum[0]), sums16[2 * g + 1] = step * float(sum[1]), sums[g] = step * float(sum[0] + sum[1]);
         }
+        for (i64 k = 0; k + STRETCH * SLICE <= K; k += STRETCH * SLICE)
+            for (int i = 0; i < STRETCH; i++)
+                for (int half = 0; half < 2; half++)
+                    memcpy(&paired[n * K + k + i % 4 * 64 + half * 32 + i / 4 * 16], &codes[n * K + k + i * SLICE + half * 16], 16);
     }
     template <int GROUP> const float *steps_of(i64 n) const { return (GROUP == 16 ? steps16 : steps).data() + n * K / GROUP; }
     template <int GROUP> const float *sums_of(i64 n) const { return (GROUP == 16 ? sums16 : sums).data() + n * K / GROUP; }
@@ -245,6 +322,18 @@ template <bool SIGNED> inline eight_i32 dot(codes_u8 codes, codes_i8 own) {
     return out;
 }
 #endif
+// Sums of four products of a pair's first slice in the first four lanes, of its second in the others.
+inline eight_i32 dot(const Pair &codes, codes_i8 first, codes_i8 last) {
+#if defined(DPBUSD)
+    return (eight_i32)DPBUSD(DPBUSD(_mm256_setzero_si256(), (__m256i)codes.first, (__m256i)first), (__m256i)codes.last, (__m256i)last);
+#elif defined(__AVX2__) && defined(__FMA__)
+    // Codes of 5 bits at most: no sum of four leaves 16 bits.
+    __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)codes.first, (__m256i)first), _mm256_maddubs_epi16((__m256i)codes.last, (__m256i)last));
+    return (eight_i32)_mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+#else
+    return dot<false>(codes.first, first) + dot<false>(codes.last, last);
+#endif
+}
 
 // Steps of a slice's groups in the lanes of its sums.
 template <int GROUP> inline eight_f32 spread(const float *steps, int slice) {
@@ -259,7 +348,11 @@ template <int M> struct RowSums { eight_f32 codes[M][2], lows[M]; float rest[M];
 template <class F, int SLICES, int M> inline void add_stretch(const uint8_t *w, const Activations &x, i64 n, i64 k, RowSums<M> &to) {
     constexpr int groups = SLICES * SLICE / F::GROUP, slices = F::BLOCK / SLICE;
     alignas(32) float step[groups], low[groups], scaled[M][groups];
-    if constexpr (SLICES == 8 && slices == 1) F::eight(w, step, low);
+    if constexpr (SLICES == STRETCH && slices == 1) {
+        eight_f32 own, lowest;
+        F::eight(w, own, lowest);
+        put(step, own), put(low, lowest);
+    }
     else F::steps(w, step, low);
     UNROLL for (int m = 0; m < M; m++) {
         const float *steps = x.steps_of<F::GROUP>(n + m) + k / F::GROUP, *sums = x.sums_of<F::GROUP>(n + m) + k / F::GROUP;
@@ -283,13 +376,33 @@ template <class F, int SLICES, int M> inline void add_stretch(const uint8_t *w, 
     }
 }
 
+// The next STRETCH slices of a row whose slices are multiplied in pairs.
+template <class F, int M> inline void add_pairs(const uint8_t *w, const Activations &x, i64 n, i64 k, RowSums<M> &to) {
+    eight_f32 step, low, scaled[M];
+    F::eight(w, step, low);
+    UNROLL for (int m = 0; m < M; m++) {
+        scaled[m] = step * at<eight_f32>(x.steps.data() + ((n + m) * x.K + k) / SLICE);
+        to.lows[m] = added(to.lows[m], low, at<eight_f32>(x.sums.data() + ((n + m) * x.K + k) / SLICE), 0);
+    }
+    UNROLL for (int i = 0; i < STRETCH / 2; i++) {
+        Pair codes = F::pair(w + i * F::BYTES, w + (i + 4) * F::BYTES);
+        const eight_i32 both = {i, i, i, i, i + 4, i + 4, i + 4, i + 4};
+        UNROLL for (int m = 0; m < M; m++) {
+            const int8_t *own = x.paired.data() + (n + m) * x.K + k + i * 2 * SLICE;
+            eight_i32 sum = dot(codes, at<codes_i8>(own), at<codes_i8>(own + SLICE));
+            to.codes[m][i % 2] = added(to.codes[m][i % 2], __builtin_convertvector(sum, eight_f32), __builtin_shuffle(scaled[m], both), 0);
+        }
+    }
+}
+
 template <class F, int M> inline void row_product(const uint8_t *w, const Activations &x, i64 n, float *out) {
     constexpr i64 bytes = STRETCH * SLICE / F::BLOCK * F::BYTES;
     RowSums<M> sums = {};
     i64 k = 0;
     for (; k + STRETCH * SLICE <= x.K; k += STRETCH * SLICE, w += bytes) {
         for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + AHEAD_BYTES + line);
-        add_stretch<F, STRETCH, M>(w, x, n, k, sums);
+        if constexpr (F::PAIRED) add_pairs<F>(w, x, n, k, sums);
+        else add_stretch<F, STRETCH, M>(w, x, n, k, sums);
     }
     if constexpr (F::BLOCK == SLICE)
         for (; k < x.K; k += SLICE, w += F::BYTES) add_stretch<F, 1, M>(w, x, n, k, sums);
